@@ -1,0 +1,1 @@
+"""Pre-train language models faster on sparse tensor cores."""

@@ -1,0 +1,1 @@
+"""The operations whose GEMMs can run on sparse tensor cores."""

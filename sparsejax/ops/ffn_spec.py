@@ -1,0 +1,131 @@
+"""The configuration space of the six FFN GEMMs, and what may be combined.
+
+    1  Y1 = X W1        2  Y  = A W2        with A = relu(Y1)^2
+    3  dA = dY W2^T     4  dX = dY1 W1^T    with dY1 = dA * 2 relu(Y1)
+    5  dW1 = X^T dY1    6  dW2 = A^T dY
+
+Sparse tensor cores accept sparsity in one operand, along the reduction axis, so a
+GEMM is sparse in its weight (1, 3) or in its activation (2, 4, 5, 6), never in both.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sparsejax.patterns import NM, VNM
+
+RouterChoice = Literal["nearest_centre", "token_hash", "true_mass"]
+WeightGradients = Literal["dense", "expert_columns"]
+TokenSparsity = Literal["magnitude", "mvue", "mvue_approximate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FFNSparsity:
+    """Which operand of which GEMM is sparse, and how. The default is a dense FFN.
+
+    Sources: arXiv 2602.06183 (weights, Venom, router), 2503.16672 (activations).
+    """
+
+    weights: NM | None = None
+    """GEMMs 1 and 3 read the soft-thresholded W1 and W2^T, groups along d."""
+
+    activations: NM | VNM | None = None
+    """GEMMs 2 and 4: the pattern of A and of dY1 along the F neurons."""
+
+    router: RouterChoice = "nearest_centre"
+    """V:N:M only: how a token chooses its expert, a cluster of neurons."""
+
+    experts_per_token: int = 1
+    """V:N:M only: g of E experts per token; the density of A is g * n / m."""
+
+    skip_blocks: bool = False
+    """V:N:M only: GEMMs 1 and 3 compute just the neurons of the token's experts."""
+
+    mask_reuse: bool = True
+    """The backward applies the forward's mask to Y1 before anything else. Without it
+    GEMM 4 selects anew in dY1 and GEMMs 5, 6 read unmasked activations: an ablation."""
+
+    weight_gradients: WeightGradients = "dense"
+    """GEMMs 5 and 6: over all tokens, or per expert over the expert's tokens only."""
+
+    token_sparsity: TokenSparsity | None = None
+    """GEMMs 5 and 6: A and dY1 are made 2:4 along the tokens as well, by magnitude or
+    by the minimum-variance unbiased estimator (exact or approximate, needs a key)."""
+
+    dense_features: float = 0.05
+    """With `token_sparsity`: the share of features, those with most non-zeros, that
+    stay dense in GEMMs 5 and 6. Default from arXiv 2503.16672 (95/5 split)."""
+
+    permute_tokens: bool = True
+    """With `token_sparsity`: groups of four are taken in a fixed random token order,
+    because neighbouring tokens activate the same features (arXiv 2503.16672)."""
+
+    def __post_init__(self) -> None:
+        for name in ("weights", "activations"):
+            pattern = getattr(self, name)
+            if isinstance(pattern, NM) and (pattern.n, pattern.m) != (2, 4):
+                raise ValueError(
+                    f"{name}={pattern} is not 2:4, the N:M pattern that sparse tensor "
+                    f"cores run; use NM(2, 4)"
+                )
+        venom = isinstance(self.activations, VNM)
+        if isinstance(self.activations, VNM):
+            if self.activations.n != 2:
+                raise ValueError(
+                    f"activations={self.activations} keeps n={self.activations.n} of "
+                    f"four; sparse tensor cores need n=2"
+                )
+            if not 1 <= self.experts_per_token <= self.activations.experts:
+                raise ValueError(
+                    f"experts_per_token={self.experts_per_token} is not in "
+                    f"[1, {self.activations.experts}], the experts of "
+                    f"{self.activations} (m / 4)"
+                )
+        if self.skip_blocks and not venom:
+            raise ValueError(
+                f"skip_blocks=True needs a V:N:M activation pattern, not "
+                f"{self.activations}; set activations=VNM(v, 2, m)"
+            )
+        if self.skip_blocks and self.router == "true_mass":
+            raise ValueError(
+                "skip_blocks=True with router='true_mass': the mass per expert is only "
+                "known after GEMM 1 over all neurons; choose router='nearest_centre' "
+                "or 'token_hash', or skip_blocks=False"
+            )
+        if self.skip_blocks and self.weight_gradients != "expert_columns":
+            raise ValueError(
+                f"skip_blocks=True leaves nothing outside the token's experts, so "
+                f"weight_gradients={self.weight_gradients!r} cannot be computed; use "
+                f"'expert_columns'"
+            )
+        if self.weight_gradients == "expert_columns" and not venom:
+            raise ValueError(
+                f"weight_gradients='expert_columns' needs a V:N:M activation pattern, "
+                f"not {self.activations}; use 'dense' or activations=VNM(v, 2, m)"
+            )
+        if not 0.0 <= self.dense_features < 1.0:
+            raise ValueError(
+                f"dense_features={self.dense_features} is not in [0, 1): it is the "
+                f"share of features kept dense in GEMMs 5 and 6"
+            )
+
+    @property
+    def experts(self) -> int | None:
+        """E, or None where no router is used."""
+        return self.activations.experts if isinstance(self.activations, VNM) else None
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether the backward draws random numbers."""
+        return self.token_sparsity in ("mvue", "mvue_approximate")
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether all six GEMMs are dense."""
+        return (
+            self.weights is None
+            and self.activations is None
+            and self.token_sparsity is None
+        )
+
+
+DENSE = FFNSparsity()
