@@ -1,0 +1,239 @@
+"""A decoder-only transformer: pre-norm blocks, stacked and run by one scan."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+from sparsejax.config import ModelConfig
+from sparsejax.layers import Attention, RMSNorm, SparseFFN, fan_in_normal
+from sparsejax.ops.backend import Backend
+from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + ffn(norm(x))."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        sparsity: FFNSparsity = DENSE,
+        backend: Backend | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        # Two branches per layer add to the residual stream; scaled like this, their sum
+        # starts with the same variance at any depth (Radford et al. 2019, GPT-2).
+        branch_scale = (2 * config.layers) ** -0.5
+        norm = partial(RMSNorm, config.d_model, config.norm_epsilon, config.dtype)
+        self.attention_norm = norm()
+        self.attention = Attention(
+            config.d_model,
+            config.heads,
+            kv_heads=config.kv_heads,
+            rope_base=config.rope_base,
+            dtype=config.dtype,
+            out_scale=branch_scale,
+            rngs=rngs,
+        )
+        self.ffn_norm = norm()
+        self.ffn = SparseFFN(
+            config.d_model,
+            config.d_hidden,
+            activation=config.activation,
+            sparsity=sparsity,
+            dtype=config.dtype,
+            down_scale=branch_scale,
+            backend=backend,
+            rngs=rngs,
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "batch sequence d_model"],
+        *,
+        token_ids: Int[Array, "batch sequence"] | None = None,
+        key: Key[Array, ""] | None = None,
+    ) -> tuple[
+        Float[Array, "batch sequence d_model"], Float[Array, "batch sequence d_model"]
+    ]:
+        """The block's output, and the input that its FFN saw."""
+        x = x + self.attention(self.attention_norm(x))
+        ffn_input = self.ffn_norm(x)
+        return x + self.ffn(ffn_input, token_ids=token_ids, key=key), ffn_input
+
+
+class Transformer(nnx.Module):
+    """Embedding, `config.layers` blocks, final norm, head.
+
+    The parameters of the blocks are stacked, (layers, ...), under `blocks`: one block is
+    traced and compiled, whatever the depth. Residual stream in `config.dtype`; norms,
+    softmax and logits in float32.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        sparsity: FFNSparsity = DENSE,
+        backend: Backend | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """`backend` names what runs the sparse GEMMs (None: the best supported)."""
+        self.config = config
+        width, vocabulary = config.d_model, config.vocab_size
+        # The embedding is read by rows of d_model: fan-in as the head of a tied model.
+        self.embedding = nnx.Param(fan_in_normal(rngs.params(), (width, vocabulary)).T)
+        self.head = nnx.data(
+            None
+            if config.tie_embeddings
+            else nnx.Param(fan_in_normal(rngs.params(), (width, vocabulary)))
+        )
+        self.final_norm = RMSNorm(width, config.norm_epsilon, config.dtype)
+
+        @nnx.split_rngs(splits=config.layers)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def stacked_blocks(rngs: nnx.Rngs) -> Block:
+            return Block(config, sparsity=sparsity, backend=backend, rngs=rngs)
+
+        self.blocks = stacked_blocks(rngs)
+
+    @property
+    def sparsity(self) -> FFNSparsity:
+        """Of the FFNs; `layers.set_sparsity` changes it."""
+        return self.blocks.ffn.sparsity
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch sequence"],
+        *,
+        key: Key[Array, ""] | None = None,
+        capture_ffn_inputs: bool = False,
+    ):
+        """The logits of the token after each token, float32 (batch, sequence, vocab).
+
+        Args:
+          tokens: ids in [0, vocab_size), int32.
+          key: for `sparsity.needs_key`; every layer gets its own.
+          capture_ffn_inputs: also return the input of each FFN, (layers, batch,
+            sequence, d_model) in `config.dtype`, as a second result.
+        """
+        x, ffn_inputs = self.features(
+            tokens, key=key, capture_ffn_inputs=capture_ffn_inputs
+        )
+        logits = self.logits(x)
+        return (logits, ffn_inputs) if capture_ffn_inputs else logits
+
+    def features(
+        self,
+        tokens: Int[Array, "batch sequence"],
+        *,
+        key: Key[Array, ""] | None = None,
+        capture_ffn_inputs: bool = False,
+    ) -> tuple[
+        Float[Array, "batch sequence d_model"],
+        Float[Array, "layers batch sequence d_model"] | None,
+    ]:
+        """What the head reads, and the FFN inputs if asked for, else None."""
+        graph, stacked = nnx.split(self.blocks)
+        keys = None
+        if self.sparsity.needs_key and key is not None:
+            keys = jax.random.split(key, self.config.layers)
+
+        def apply(x, layer):
+            state, key = layer
+            block = nnx.merge(graph, state)
+            x, ffn_input = block(x, token_ids=tokens, key=key)
+            return x, ffn_input if capture_ffn_inputs else None
+
+        x = self.embedding[...][tokens].astype(self.config.dtype)
+        x, ffn_inputs = jax.lax.scan(
+            rematerialise(apply, self.config.remat), x, (stacked, keys)
+        )
+        return self.final_norm(x), ffn_inputs
+
+    def logits(
+        self, features: Float[Array, "*batch d_model"]
+    ) -> Float[Array, "*batch vocab"]:
+        """features @ head, operands in `config.dtype`, accumulated in float32."""
+        head = self.embedding[...].T if self.head is None else self.head[...]
+        return jnp.matmul(
+            features,
+            head.astype(self.config.dtype),
+            preferred_element_type=jnp.float32,
+        )
+
+
+def rematerialise(block: Callable, remat: str) -> Callable:
+    """`block`, told what its backward recomputes: `ModelConfig.remat`."""
+    if remat == "none":
+        return block
+    policy = {
+        "full": jax.checkpoint_policies.nothing_saveable,
+        # A GEMM with batch axes is attention's, whose outputs are the large ones.
+        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    }[remat]
+    # A scan body cannot be merged with its recomputation, so the barriers that
+    # prevent_cse adds would only cost.
+    return jax.checkpoint(block, policy=policy, prevent_cse=False)
+
+
+def cross_entropy(
+    model: Transformer,
+    tokens: Int[Array, "batch sequence_plus_one"],
+    key: Key[Array, ""] | None = None,
+) -> Float[Array, ""]:
+    """The mean loss in nats per token of predicting tokens[:, 1:], float32."""
+    logits = model(tokens[:, :-1], key=key)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return losses.mean()
+
+
+def greedy_sample(
+    model: Transformer,
+    prompt: Int[Array, " prompt"],
+    length: int,
+    *,
+    window: int = 256,
+) -> Int[Array, " length"]:
+    """The `length` most likely next tokens after the prompt, one after the other.
+
+    The model sees the last `window` tokens (give it the sequence length of training),
+    and is run anew on all of them for every token. Ties go to the lower id. Compiled
+    once per `length` and `window`, for prompts of any length.
+
+    Raises:
+      ValueError: the prompt is empty.
+    """
+    prompt = jnp.asarray(prompt, jnp.int32)[-window:]
+    if prompt.size == 0:
+        raise ValueError(
+            "prompt of 0 tokens: the model predicts from at least one; pass e.g. the "
+            "id of a separator"
+        )
+    buffer = jnp.zeros((window,), jnp.int32).at[: prompt.size].set(prompt)
+    return _continue(model, buffer, jnp.int32(prompt.size), length)
+
+
+@partial(nnx.jit, static_argnums=3)
+def _continue(
+    model: Transformer, buffer: jax.Array, filled: jax.Array, length: int
+) -> jax.Array:
+    window = buffer.size
+
+    def step(carry, _):
+        buffer, filled = carry
+        # Causality makes whatever stands behind the `filled` tokens irrelevant. Only a
+        # backward draws from the key.
+        features, _ = model.features(buffer[None, :], key=jax.random.key(0))
+        token = jnp.argmax(model.logits(features[0, filled - 1])).astype(jnp.int32)
+        full = filled == window
+        buffer = jnp.where(full, jnp.roll(buffer, -1), buffer)
+        filled = jnp.where(full, filled - 1, filled)
+        return (buffer.at[filled].set(token), filled + 1), token
+
+    return jax.lax.scan(step, (buffer, filled), length=length)[1]
