@@ -1,0 +1,301 @@
+"""What a run will cost, before it runs: parameters, FLOPs, memory, expected speed-up.
+
+Pure arithmetic over settings; nothing is allocated or compiled. Counts are per token
+where the name says so, a multiply-add is two FLOPs, and forward plus backward is three
+times the forward. Speed-ups rest on `KernelFactors`, which are assumptions until a
+benchmark on the machine at hand replaces them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sparsejax.config import ModelConfig
+from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
+from sparsejax.patterns import NM
+
+GEMM_NUMBERS = {
+    "relu2": (1, 2, 3, 4, 5, 6),
+    "swiglu": (1, 1, 2, 3, 4, 4, 5, 5, 6),
+}
+"""The FFN's GEMMs, each 2 tokens d_model d_hidden FLOPs, by the row of `ffn_spec`'s
+table that they stand in: the gate doubles rows 1, 4 and 5."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterCount:
+    """Trained parameters by component, over all layers."""
+
+    embedding: int
+    attention: int
+    ffn: int
+    norms: int
+    head: int
+    """0 where the head is the embedding."""
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.attention + self.ffn + self.norms + self.head
+
+
+def parameter_count(config: ModelConfig) -> ParameterCount:
+    """The number of trained parameters of `model.Transformer(config)`."""
+    d, layers = config.d_model, config.layers
+    kv_width = config.kv_heads * config.head_dim
+    matrices = 3 if config.activation == "swiglu" else 2
+    vocabulary = config.vocab_size * d
+    return ParameterCount(
+        embedding=vocabulary,
+        attention=layers * (2 * d * d + 2 * d * kv_width),
+        ffn=layers * matrices * d * config.d_hidden,
+        norms=(2 * layers + 1) * d,
+        head=0 if config.tie_embeddings else vocabulary,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlopsPerToken:
+    """FLOPs of one token, forward and backward, all GEMMs dense, by component.
+
+    The embedding is a look-up and norms and activations are not counted. Attention's
+    scores and mixing (SDPA) are stated twice: `sdpa_full` multiplies every query with
+    every key, `sdpa_causal` is the half that a kernel which skips the future computes.
+    """
+
+    attention_projections: int
+    sdpa_causal: int
+    sdpa_full: int
+    ffn: int
+    head: int
+
+    def total(self, *, causal: bool = True) -> int:
+        """Of all components; with `causal` the future's scores are not counted."""
+        sdpa = self.sdpa_causal if causal else self.sdpa_full
+        return self.attention_projections + sdpa + self.ffn + self.head
+
+    def ffn_share(self, *, causal: bool = True) -> float:
+        """f, the share of a dense step's FLOPs that the FFN can save."""
+        return self.ffn / self.total(causal=causal)
+
+
+def flops_per_token(config: ModelConfig, sequence_length: int) -> FlopsPerToken:
+    """The FLOPs of one token in a sequence of `sequence_length`, dense."""
+    parameters = parameter_count(config)
+    # Forward: Q K^T and P V are each 2 * sequence_length * d_model per token.
+    sdpa = 3 * config.layers * 4 * sequence_length * config.d_model
+    return FlopsPerToken(
+        attention_projections=6 * parameters.attention,
+        sdpa_causal=sdpa // 2,
+        sdpa_full=sdpa,
+        ffn=6 * parameters.ffn,
+        head=6 * config.vocab_size * config.d_model,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutedFlops:
+    """FLOPs of one token in the FFN's GEMMs, over all layers, in the order of
+    `GEMM_NUMBERS`: dense, and what the hardware executes."""
+
+    dense: tuple[float, ...]
+    executed: tuple[float, ...]
+
+    @property
+    def share(self) -> float:
+        """executed / dense, over all GEMMs."""
+        return sum(self.executed) / sum(self.dense)
+
+
+def executed_flops(
+    config: ModelConfig,
+    sparsity: FFNSparsity,
+    *,
+    sparse_tensor_cores: bool,
+    grouped_gemm: bool = True,
+) -> ExecutedFlops:
+    """What is left of each FFN GEMM, given the path that runs it.
+
+    A 2:4 operand halves a GEMM on sparse tensor cores only, and a router divides it by
+    experts / experts_per_token in a grouped GEMM only; a masked dense GEMM saves
+    nothing. Rows that pad an expert's tokens to V are not counted.
+    """
+    two_four = 2.0 if sparse_tensor_cores else 1.0
+    routed = _routing_factor(sparsity) if grouped_gemm else 1.0
+    dense = 2.0 * config.d_model * config.d_hidden * config.layers
+    factors = _gemm_factors(config, sparsity, two_four, routed)
+    return ExecutedFlops(
+        dense=(dense,) * len(factors),
+        executed=tuple(dense / factor for factor in factors),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelFactors:
+    """Assumed speed of a sparse GEMM, as a multiple of the dense one of the same shape.
+
+    Measure with the benchmarks of this repository and pass your own.
+    """
+
+    two_four: float = 1.5
+    """One operand 2:4, of at most 2. Micro-benchmark quoted for arXiv 2602.06183 (H200,
+    cuSPARSELt-class kernels)."""
+    grouped_efficiency: float = 1.0
+    """Of the factor experts / experts_per_token, how much a grouped GEMM realises. With
+    `two_four` the default gives 6 for 4 experts (V:2:16), inside the 4 to 7 that
+    kernels for this format reach."""
+
+
+def gemm_speedups(
+    config: ModelConfig,
+    sparsity: FFNSparsity,
+    factors: KernelFactors = KernelFactors(),
+) -> tuple[float, ...]:
+    """s_i, the assumed speed-up of each FFN GEMM, in the order of `GEMM_NUMBERS`."""
+    routed = max(1.0, _routing_factor(sparsity) * factors.grouped_efficiency)
+    return _gemm_factors(config, sparsity, factors.two_four, routed)
+
+
+def predicted_speedup(
+    ffn_share: float, gemm_speedups: Sequence[float], overhead: float = 0.0
+) -> float:
+    """Dense step time / sparse step time: 1 / ((1 - f) + f mean(1 / s_i) + o).
+
+    Args:
+      ffn_share: f, the FFN's share of a dense step's time (or FLOPs, if the step is
+        compute-bound).
+      gemm_speedups: s_i of the FFN's GEMMs, all of equal cost.
+      overhead: o, the time of routing, packing and permuting, as a share of the dense
+        step.
+    """
+    if not 0.0 <= ffn_share <= 1.0:
+        raise ValueError(
+            f"ffn_share={ffn_share} is not in [0, 1]: it is the FFN's share of a step"
+        )
+    if not gemm_speedups or min(gemm_speedups) <= 0:
+        raise ValueError(
+            f"gemm_speedups={tuple(gemm_speedups)} must be positive factors, one for "
+            f"each GEMM of the FFN; 1 for a GEMM that stays dense"
+        )
+    remaining = sum(1 / s for s in gemm_speedups) / len(gemm_speedups)
+    return 1 / ((1 - ffn_share) + ffn_share * remaining + overhead)
+
+
+def whole_run_speedup(sparse_step: float, sparse_share: float) -> float:
+    """Dense run time / run time: 1 / (q / sparse_step + 1 - q), q = `sparse_share` of
+    the steps being sparse."""
+    if not 0.0 <= sparse_share <= 1.0:
+        raise ValueError(
+            f"sparse_share={sparse_share} is not in [0, 1]: it is the share of the "
+            f"run's steps that are sparse"
+        )
+    return 1 / (sparse_share / sparse_step + (1 - sparse_share))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBytes:
+    """Bytes on one device in a training step, by use; the peak is below `total` where
+    uses do not overlap, above it by the compiler's temporaries."""
+
+    parameters: int
+    """float32 masters."""
+    moments: int
+    """AdamW's two, float32."""
+    gradients: int
+    """float32, for all parameters at once."""
+    packed: int
+    """S(W) of the sparse weights: half the values in the compute dtype, and two bits of
+    position for each."""
+    activations: int
+    """Saved between forward and backward."""
+    logits: int
+    """float32, and their gradient."""
+
+    @property
+    def total(self) -> int:
+        state = self.parameters + self.moments + self.gradients + self.packed
+        return state + self.activations + self.logits
+
+
+def memory_bytes(
+    config: ModelConfig,
+    *,
+    tokens_per_device: int,
+    devices: int = 1,
+    sparsity: FFNSparsity = DENSE,
+) -> MemoryBytes:
+    """Memory of one device, parameters and everything of their shape split evenly over
+    `devices`.
+
+    Activations, per token and layer, in elements of the compute dtype, with flash
+    attention (scores are never stored):
+      remat "none": x, two normed inputs, query, key, value, attention's result, the
+        residual between the branches, and the FFN's hidden values (relu2: relu(Y1),
+        of a token's experts only if routed and mask_reuse; swiglu: gate and up).
+      remat "full": x; and one layer's "none" while it is recomputed.
+      remat "dots": x and the outputs of the plain GEMMs: query, key, value, attention's
+        projection, and the FFN's hidden values of all neurons in float32, as they were
+        accumulated; and one layer's "none". A GEMM that a kernel of ours runs is
+        recomputed instead: for a sparse FFN this is an upper bound.
+    The embedding's rows and what the head reads are one x each.
+
+    Args:
+      tokens_per_device: of one micro-batch.
+    """
+    d, branches = config.d_model, 2 if config.activation == "swiglu" else 1
+    element = {"float32": 4, "bfloat16": 2}[config.dtype]
+    parameters = parameter_count(config)
+    total = parameters.total
+    qkv = d + 2 * config.kv_heads * config.head_dim
+    hidden = branches * config.d_hidden
+    kept_hidden = hidden
+    if sparsity.mask_reuse:
+        kept_hidden = int(hidden / _routing_factor(sparsity))
+    everything = element * (5 * d + qkv + kept_hidden)
+    per_layer, recomputed = {
+        "none": (everything, 0),
+        "full": (element * d, everything),
+        "dots": (element * (2 * d + qkv) + 4 * hidden, everything),
+    }[config.remat]
+    saved = config.layers * per_layer + recomputed + 2 * d * element
+    packed = 0
+    if sparsity.weights is not None:
+        packed = parameters.ffn * element // 2 + parameters.ffn // 8
+    return MemoryBytes(
+        parameters=4 * total // devices,
+        moments=8 * total // devices,
+        gradients=4 * total // devices,
+        packed=packed // devices,
+        activations=tokens_per_device * saved,
+        logits=tokens_per_device * config.vocab_size * 8,
+    )
+
+
+def _routing_factor(sparsity: FFNSparsity) -> float:
+    """E / g: how many times fewer neurons a token meets."""
+    return (sparsity.experts or 1) / sparsity.experts_per_token
+
+
+def _gemm_factors(
+    config: ModelConfig, sparsity: FFNSparsity, two_four: float, routed: float
+) -> tuple[float, ...]:
+    """How many times cheaper each GEMM is: `two_four` where an operand is 2:4,
+    `routed` where it is computed by expert."""
+    weight = two_four if sparsity.weights else 1.0
+    weight *= routed if sparsity.skip_blocks else 1.0
+    activation = 1.0
+    if sparsity.activations is not None:
+        activation = two_four
+        activation *= 1.0 if isinstance(sparsity.activations, NM) else routed
+    gradient = routed if sparsity.weight_gradients == "expert_columns" else 1.0
+    if sparsity.token_sparsity is not None:
+        # Amdahl over the features: a share of them stays dense along the tokens.
+        dense = sparsity.dense_features
+        gradient /= dense + (1 - dense) / two_four
+    by_number = {
+        1: weight,
+        2: activation,
+        3: weight,
+        4: activation,
+        5: gradient,
+        6: gradient,
+    }
+    return tuple(by_number[number] for number in GEMM_NUMBERS[config.activation])
