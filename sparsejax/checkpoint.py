@@ -212,11 +212,7 @@ class Checkpoints:
         path = self.path(step)
         record = self._record(step)
         leaves = _named_leaves(template)
-        _check_same(
-            path,
-            record["state"],
-            {name: _outline(name, leaf) for name, leaf in leaves.items()},
-        )
+        _check_same(path, record["state"], leaves)
         stored = {
             name: _stored_spec(leaf) for name, leaf in leaves.items() if leaf.size
         }
@@ -374,26 +370,34 @@ def _rebuild(array: Array | None, leaf: Any, described: dict[str, Any]) -> Array
 
 def _check_same(path: Path, saved: dict[str, Any], template: dict[str, Any]) -> None:
     """Raises for the first leaf that differs, in the template's order."""
-    for name in [*template, *saved]:
-        sides = [
-            f"{side['dtype']} {tuple(side['shape'])}" if side else "nothing"
-            for side in (saved.get(name), template.get(name))
-        ]
-        if sides[0] != sides[1]:
+    for name, leaf in template.items():
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            raise ValueError(
+                f"state{name} of the template is {type(leaf).__name__}; every leaf has "
+                f"to be an array or a jax.ShapeDtypeStruct"
+            )
+    theirs = {n: f"{s['dtype']} {tuple(s['shape'])}" for n, s in saved.items()}
+    ours = {n: f"{leaf.dtype} {tuple(leaf.shape)}" for n, leaf in template.items()}
+    for name in [*ours, *theirs]:
+        in_checkpoint, in_template = (
+            side.get(name, "nothing") for side in (theirs, ours)
+        )
+        if in_checkpoint != in_template:
             raise ValueError(
                 f"{path} does not fit the template: at state{name} the checkpoint has "
-                f"{sides[0]}, the template {sides[1]}; build the template from the "
-                f"settings that the run was saved with"
+                f"{in_checkpoint}, the template {in_template}; build the template from "
+                f"the settings that the run was saved with"
             )
-
-
-def _outline(name: str, leaf: Any) -> dict[str, Any]:
-    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-        raise ValueError(
-            f"state{name} of the template is {type(leaf).__name__}; every leaf has to "
-            f"be an array or a jax.ShapeDtypeStruct"
-        )
-    return {"shape": leaf.shape, "dtype": leaf.dtype}
+    for name, leaf in template.items():
+        # JAX would cut these to 32 bits without a word.
+        if (
+            not _is_key(leaf)
+            and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
+        ):
+            raise ValueError(
+                f"state{name} of {path} is {leaf.dtype}, which JAX cannot hold as it "
+                f"is set up; restore it with jax_enable_x64"
+            )
 
 
 def _checked_json(name: str, value: Any) -> Any:
