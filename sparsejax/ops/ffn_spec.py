@@ -8,9 +8,21 @@ Sparse tensor cores accept sparsity in one operand, along the reduction axis, so
 GEMM is sparse in its weight (1, 3) or in its activation (2, 4, 5, 6), never in both.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxtyping import Array, Float
+
+from sparsejax.ops import dense_matmul, grouped_matmul, sparse_matmul
+from sparsejax.ops.backend import (
+    Backend,
+    Decision,
+    GemmSpec,
+    Implementation,
+    choose_backend,
+    current_platform,
+)
 from sparsejax.patterns import NM, VNM
 
 RouterChoice = Literal["nearest_centre", "token_hash", "true_mass"]
@@ -129,3 +141,127 @@ class FFNSparsity:
 
 
 DENSE = FFNSparsity()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FFNSpec:
+    """The static facts of one squared-ReLU FFN call."""
+
+    tokens: int
+    d_model: int
+    d_hidden: int
+    dtype: str
+    sparsity: FFNSparsity = DENSE
+    device: str = "cpu"
+
+    @classmethod
+    def of(
+        cls,
+        x: Float[Array, "tokens d_model"],
+        w_up: Float[Array, "d_model d_hidden"],
+        w_down: Float[Array, "d_hidden d_model"],
+        sparsity: FFNSparsity,
+    ) -> "FFNSpec":
+        """Reads the shapes of a call. Raises ValueError where they do not fit."""
+        if x.ndim != 2 or w_up.ndim != 2 or w_down.ndim != 2:
+            raise ValueError(
+                f"x {x.shape}, w_up {w_up.shape} and w_down {w_down.shape} must be "
+                f"matrices; flatten batch axes or use jax.vmap"
+            )
+        d_model, d_hidden = w_up.shape
+        if x.shape[1] != d_model or w_down.shape != (d_hidden, d_model):
+            raise ValueError(
+                f"shapes do not chain: x {x.shape} needs w_up (d_model, d_hidden), got "
+                f"{w_up.shape}, and w_down (d_hidden, d_model), got {w_down.shape}"
+            )
+        return cls(
+            tokens=x.shape[0],
+            d_model=d_model,
+            d_hidden=d_hidden,
+            dtype=str(x.dtype),
+            sparsity=sparsity,
+            device=current_platform(),
+        )
+
+    def __post_init__(self) -> None:
+        check_divisible(self.d_model, self.d_hidden, self.sparsity)
+
+    def gemms(self) -> tuple[GemmSpec, ...]:
+        """GEMMs 1 to 6."""
+        s = self.sparsity
+        t, d, f = self.tokens, self.d_model, self.d_hidden
+        weight = {"sparse_operand": "rhs", "pattern": s.weights} if s.weights else {}
+        two_four = NM(2, 4) if s.activations else None
+        activation = {"sparse_operand": "lhs", "pattern": two_four} if two_four else {}
+        by_expert = {"experts": s.experts, "experts_per_token": s.experts_per_token}
+        grouped = by_expert if s.experts else {}
+        skipped = by_expert if s.skip_blocks else {}
+        columns = by_expert if s.weight_gradients == "expert_columns" else {}
+        along_tokens = NM(2, 4) if s.token_sparsity else None
+        left = {"sparse_operand": "lhs", "pattern": along_tokens}
+        right = {"sparse_operand": "rhs", "pattern": along_tokens}
+        left, right = (left, right) if along_tokens else ({}, {})
+
+        def gemm(name: str, m: int, k: int, n: int, facts: Mapping) -> GemmSpec:
+            shared = {"dtype": self.dtype, "device": self.device}
+            return GemmSpec(name=name, m=m, k=k, n=n, **shared, **facts)
+
+        return (
+            gemm("1  Y1 = X W1", t, d, f, weight | skipped),
+            gemm("2  Y = A W2", t, f, d, activation | grouped),
+            gemm("3  dA = dY W2^T", t, d, f, weight | skipped),
+            gemm("4  dX = dY1 W1^T", t, f, d, activation | grouped),
+            gemm("5  dW1 = X^T dY1", d, t, f, right | columns),
+            gemm("6  dW2 = A^T dY", f, t, d, left | columns),
+        )
+
+    def explain(self, backend: Backend | None = None) -> tuple[Decision, ...]:
+        """What runs each of the six GEMMs, and why.
+
+        Raises:
+          NotImplementedError: the named backend cannot run one of them; says why.
+        """
+        return tuple(
+            choose_backend(gemm, backend, implementations_of(gemm, outer=number >= 5))
+            for number, gemm in enumerate(self.gemms(), start=1)
+        )
+
+
+def implementations_of(
+    gemm: GemmSpec, *, outer: bool = False
+) -> Mapping[Backend, Implementation]:
+    """The implementations of the operation that `gemm` is a call of."""
+    if gemm.experts is not None:
+        if outer:
+            return grouped_matmul.OUTER_IMPLEMENTATIONS
+        return grouped_matmul.IMPLEMENTATIONS
+    if gemm.pattern is not None:
+        return sparse_matmul.IMPLEMENTATIONS
+    return dense_matmul.IMPLEMENTATIONS
+
+
+def check_divisible(d_model: int, d_hidden: int, sparsity: FFNSparsity) -> None:
+    """Raises ValueError where groups or clusters do not divide the two widths."""
+    weights, activations = sparsity.weights, sparsity.activations
+    if weights is not None and d_model % weights.m:
+        raise ValueError(
+            f"d_model={d_model} is not a multiple of {weights.m}, required by "
+            f"weights={weights}; pad to {-(-d_model // weights.m) * weights.m}"
+        )
+    if activations is not None and d_hidden % activations.m:
+        raise ValueError(
+            f"d_hidden={d_hidden} is not a multiple of m={activations.m}, required by "
+            f"activations={activations}; pad to "
+            f"{-(-d_hidden // activations.m) * activations.m}"
+        )
+    if (
+        isinstance(activations, VNM)
+        and sparsity.token_sparsity
+        and sparsity.weight_gradients == "expert_columns"
+        and activations.v % 4
+    ):
+        raise ValueError(
+            f"{activations} pads an expert's tokens to multiples of {activations.v}, "
+            f"but token_sparsity={sparsity.token_sparsity!r} needs groups of four; "
+            f"use a v that is a multiple of 4"
+        )

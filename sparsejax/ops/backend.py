@@ -1,0 +1,125 @@
+"""Which implementation runs a GEMM, and why: the one place that knows the hardware.
+
+Every implementation of an operation answers `why_unsupported(spec)`. Without a request
+the first supported one in the order of `PREFERENCE` is taken; a named backend runs or
+raises with its reason. The answer is data (`Decision`), printed by `explain`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import jax
+
+from sparsejax.patterns import Pattern
+
+Backend = Literal["reference", "xla", "mosaic_sm90"]
+
+PREFERENCE: tuple[Backend, ...] = ("mosaic_sm90", "xla", "reference")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmSpec:
+    """The static facts of one GEMM `(m, k) @ (k, n)`; `m` counts rows of tokens or,
+    in a weight gradient, features."""
+
+    name: str
+    """The equation, as `Y1 = X W1`."""
+    m: int
+    k: int
+    n: int
+    dtype: str
+    sparse_operand: Literal["lhs", "rhs"] | None = None
+    pattern: Pattern | None = None
+    """Of the sparse operand, along k."""
+    experts: int | None = None
+    """Grouped over this many experts: a row meets only its expert's weights."""
+    experts_per_token: int = 1
+    device: str = "cpu"
+    """Platform, as `jax.Device.platform`."""
+
+    @property
+    def dense_flops(self) -> int:
+        """Multiplications and additions of the dense GEMM this one stands for."""
+        return 2 * self.m * self.k * self.n
+
+
+@dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """One way to run an operation."""
+
+    run: Callable[..., jax.Array]
+    why_unsupported: Callable[[GemmSpec], str | None]
+    describe: Callable[[GemmSpec], tuple[str, float]]
+    """What runs, in words, and the share of the dense FLOPs that it executes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """The backend chosen for one GEMM, and everything the choice rests on."""
+
+    spec: GemmSpec
+    backend: Backend
+    path: str
+    """What runs, in words."""
+    executed_share: float
+    """FLOPs executed / FLOPs of the dense GEMM (row padding not counted)."""
+    reason: str
+    measured_us: Mapping[str, float] | None = None
+    """Measured times by backend, "dense" included; None where nothing was measured."""
+
+
+def current_platform() -> str:
+    """The platform that an operation traced now will run on, as "cpu" or "gpu"."""
+    device = jax.config.jax_default_device
+    if device is None:
+        return jax.default_backend()
+    return device if isinstance(device, str) else device.platform
+
+
+def choose_backend(
+    spec: GemmSpec,
+    requested: Backend | None,
+    implementations: Mapping[Backend, Implementation],
+) -> Decision:
+    """The decision for `spec`.
+
+    Raises:
+      ValueError: `requested` is no backend at all.
+      NotImplementedError: the requested backend cannot run this GEMM; says why.
+    """
+    if requested is not None and requested not in get_args(Backend):
+        raise ValueError(
+            f"backend={requested!r} is not one of {', '.join(get_args(Backend))}"
+        )
+    refusals: dict[Backend, str] = {}
+    for backend in PREFERENCE if requested is None else (requested,):
+        why = _why_unsupported(spec, backend, implementations)
+        if why is None:
+            path, share = implementations[backend].describe(spec)
+            refused = "; ".join(f"{name}: {text}" for name, text in refusals.items())
+            reason = "requested" if requested else f"first that can run it ({refused})"
+            return Decision(
+                spec=spec,
+                backend=backend,
+                path=path,
+                executed_share=share,
+                reason=reason,
+            )
+        refusals[backend] = why
+    raise NotImplementedError(
+        f"no backend runs {spec}: "
+        + "; ".join(f"{name}: {why}" for name, why in refusals.items())
+        + ("; leave backend=None to take one that can" if requested else "")
+    )
+
+
+def _why_unsupported(
+    spec: GemmSpec,
+    backend: Backend,
+    implementations: Mapping[Backend, Implementation],
+) -> str | None:
+    if backend not in implementations:
+        kind = "grouped" if spec.experts else str(spec.pattern or "dense")
+        return f"has no kernel for a {kind} GEMM"
+    return implementations[backend].why_unsupported(spec)

@@ -1,0 +1,47 @@
+"""The dense GEMM: what every sparse one stands for, and is measured against."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from sparsejax.ops.backend import GemmSpec, Implementation
+
+
+def dense_matmul(
+    lhs: Float[Array, "m k"],
+    rhs: Float[Array, "k n"],
+    *,
+    precision: lax.Precision | None = None,
+    out_dtype: jnp.dtype | None = None,
+) -> Float[Array, "m n"]:
+    """`lhs @ rhs`, accumulated in float32, rounded once to `out_dtype`.
+
+    `out_dtype` defaults to the dtype of `lhs`.
+    """
+    accumulate = jnp.promote_types(lhs.dtype, jnp.float32)
+    out = jnp.matmul(lhs, rhs, precision=precision, preferred_element_type=accumulate)
+    return out.astype(lhs.dtype if out_dtype is None else out_dtype)
+
+
+def _reference(lhs: jax.Array, rhs: jax.Array, **kwargs) -> jax.Array:
+    return dense_matmul(lhs, rhs, precision=lax.Precision.HIGHEST, **kwargs)
+
+
+def _describe(spec: GemmSpec) -> tuple[str, float]:
+    library = "cuBLAS" if spec.device == "gpu" else "XLA"
+    return f"dense GEMM by {library}", 1.0
+
+
+IMPLEMENTATIONS = {
+    "reference": Implementation(
+        run=_reference,
+        why_unsupported=lambda spec: None,
+        describe=lambda spec: ("dense GEMM at the highest precision", 1.0),
+    ),
+    "xla": Implementation(
+        run=dense_matmul,
+        why_unsupported=lambda spec: None,
+        describe=_describe,
+    ),
+}

@@ -1,0 +1,104 @@
+"""The FFN where every token may use every neuron: A is dense or 2:4 along F."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsejax.ops.ffn_weights import FFNWeights, multiply, multiply_by_weight
+from sparsejax.ops.ffn_spec import FFNSparsity
+from sparsejax.ops.token_sparsity import (
+    densest_features,
+    fixed_token_order,
+    sparsify_tokens,
+)
+from sparsejax.pruning import magnitude_mask, nm_mask
+
+
+class Residuals(NamedTuple):
+    x: jax.Array
+    """(tokens, d_model)"""
+    hidden: jax.Array
+    """relu(Y1), (tokens, d_hidden); masked where the backward re-uses the mask. Its
+    zeros are all that the backward needs of the mask: dY1 is zero there anyway."""
+
+
+def forward(
+    sparsity: FFNSparsity, backends: tuple, x: jax.Array, w: FFNWeights
+) -> tuple[jax.Array, Residuals]:
+    """Y (tokens, d_model), and what the backward needs."""
+    # (T, F) = (T, d) @ (d, F)
+    y_up = multiply_by_weight(backends[0], x, w.up, w.packed and w.packed.up)
+    hidden = kept = jax.nn.relu(y_up)
+    if sparsity.activations is not None:
+        # by the signed value of Y1, which orders relu(Y1)^2 as well
+        kept = keep_once(jnp.where(nm_mask(y_up, sparsity.activations), hidden, 0))
+    # (T, d) = (T, F) @ (F, d)
+    y = multiply(backends[1], kept * kept, w.down)
+    return y, Residuals(x, kept if sparsity.mask_reuse else hidden)
+
+
+def keep_once(kept: jax.Array) -> jax.Array:
+    """`kept`, computed once: XLA would otherwise repeat the selection in each of the
+    three fusions that read it (measured on CPU: 10 % of a sparse FFN step)."""
+    return lax.optimization_barrier(kept)
+
+
+def backward(
+    sparsity: FFNSparsity,
+    backends: tuple,
+    residuals: Residuals,
+    w: FFNWeights,
+    dy: jax.Array,
+    key: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dX (tokens, d_model), dW1 and dW2 in float32."""
+    x, hidden = residuals
+    # (T, F) = (T, d) @ (d, F)
+    da = multiply_by_weight(backends[2], dy, w.down.T, w.packed and w.packed.down)
+    dy_up = selected = da * 2 * hidden
+    if sparsity.activations is not None and not sparsity.mask_reuse:
+        mask = magnitude_mask(dy_up, sparsity.activations)
+        selected = jnp.where(mask, dy_up, 0)
+    # (T, d) = (T, F) @ (F, d)
+    dx = multiply(backends[3], selected, w.up.T)
+    dw_up, dw_down = weight_gradients(
+        sparsity, backends, x, dy_up, hidden * hidden, dy, key
+    )
+    return dx, dw_up, dw_down
+
+
+def weight_gradients(
+    sparsity: FFNSparsity,
+    backends: tuple,
+    x: jax.Array,
+    dy_up: jax.Array,
+    a: jax.Array,
+    dy: jax.Array,
+    key: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """GEMMs 5 and 6 over all tokens, 2:4 along the tokens where asked."""
+    if sparsity.token_sparsity is not None:
+        tokens = x.shape[0]
+        order = np.arange(tokens)
+        if sparsity.permute_tokens:
+            order = fixed_token_order(tokens)
+        dense = densest_features(jnp.sum(a != 0, axis=0), sparsity.dense_features)
+        x, dy_up, a, dy = (_by_fours(m[order]) for m in (x, dy_up, a, dy))
+        key_up, key_down = (None, None) if key is None else jax.random.split(key)
+        method = sparsity.token_sparsity
+        dy_up = sparsify_tokens(dy_up, dense[None], method, key_up)
+        a = sparsify_tokens(a, dense[None], method, key_down)
+    accumulate = jnp.promote_types(x.dtype, jnp.float32)
+    # (d, F) = (d, T) @ (T, F)
+    dw_up = multiply(backends[4], x.T, dy_up, out_dtype=accumulate)
+    # (F, d) = (F, T) @ (T, d)
+    dw_down = multiply(backends[5], a.T, dy, out_dtype=accumulate)
+    return dw_up, dw_down
+
+
+def _by_fours(x: jax.Array) -> jax.Array:
+    """Zero rows appended up to a whole number of groups of four."""
+    return jnp.pad(x, ((0, -x.shape[0] % 4), (0, 0)))

@@ -1,0 +1,206 @@
+"""The FFN where a token uses the neurons of its experts only: A is V:N:M.
+
+The clusters of neurons (experts) lie contiguously in F, so V:2:M with M = 4E is a
+grouped GEMM over experts whose sparse operand is 2:4. Tokens are sorted by expert and
+padded to tiles of V rows; a row is one (token, expert) pair and holds F / E neurons.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sparsejax.ops.ffn_all_neurons import keep_once, weight_gradients
+from sparsejax.ops.ffn_spec import FFNSparsity
+from sparsejax.ops.ffn_weights import FFNWeights, multiply_by_weight
+from sparsejax.ops.grouped_matmul import grouped_matmul, grouped_outer
+from sparsejax.ops.token_sparsity import (
+    densest_features,
+    fixed_token_order,
+    sparsify_tokens,
+)
+from sparsejax.formats import Compressed, decompress
+from sparsejax.patterns import NM
+from sparsejax.pruning import magnitude_mask, nm_mask
+from sparsejax.router import (
+    Dispatch,
+    combine_rows,
+    dispatch,
+    expert_of_row,
+    gather_rows,
+    true_mass,
+)
+
+IN_CLUSTER = NM(2, 4)
+"""Inside its expert's neurons a row of A is 2:4."""
+
+
+class Residuals(NamedTuple):
+    x: jax.Array
+    """(tokens, d_model)"""
+    hidden_rows: jax.Array
+    """relu(Y1) of each row, (rows, d_hidden / E); masked where the mask is re-used."""
+    hidden: jax.Array | None
+    """relu(Y1) of every neuron, (tokens, d_hidden): only where the weight gradients
+    are dense and the forward's mask is not re-used."""
+    routed: Dispatch
+
+
+def forward(
+    sparsity: FFNSparsity,
+    backends: tuple,
+    x: jax.Array,
+    w: FFNWeights,
+    expert_index: jax.Array | None,
+) -> tuple[jax.Array, Residuals]:
+    """Y (tokens, d_model), and what the backward needs."""
+    hidden = None
+    packed = w.packed and w.packed.up
+    if sparsity.skip_blocks:
+        routed = _dispatch(sparsity, expert_index)
+        # (rows, F / E) = (rows, d) @ (E, d, F / E)
+        w_up = _columns_by_expert(_weight(w.up, packed), routed.experts)
+        y_rows = _grouped(backends[0], gather_rows(x, routed), w_up, routed)
+    else:
+        # (T, F) = (T, d) @ (d, F)
+        y_up = multiply_by_weight(backends[0], x, w.up, packed)
+        if sparsity.router == "true_mass":
+            expert_index = true_mass(
+                y_up, sparsity.experts, experts_per_token=sparsity.experts_per_token
+            )
+        routed = _dispatch(sparsity, expert_index)
+        y_rows = _own_neurons(y_up, routed)
+        if not sparsity.mask_reuse and sparsity.weight_gradients == "dense":
+            hidden = jax.nn.relu(y_up)
+    hidden_rows = jax.nn.relu(y_rows)
+    kept = keep_once(jnp.where(nm_mask(y_rows, IN_CLUSTER), hidden_rows, 0))
+    # (rows, d) = (rows, F / E) @ (E, F / E, d)
+    w_down = _rows_by_expert(w.down, routed.experts)
+    y = combine_rows(_grouped(backends[1], kept * kept, w_down, routed), routed)
+    hidden_rows = kept if sparsity.mask_reuse else hidden_rows
+    return y, Residuals(x, hidden_rows, hidden, routed)
+
+
+def backward(
+    sparsity: FFNSparsity,
+    backends: tuple,
+    residuals: Residuals,
+    w: FFNWeights,
+    dy: jax.Array,
+    key: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dX (tokens, d_model), dW1 and dW2 in float32."""
+    x, hidden_rows, hidden, routed = residuals
+    packed = w.packed and w.packed.down
+    dy_rows = gather_rows(dy, routed)
+    da = None
+    if sparsity.skip_blocks:
+        # (rows, F / E) = (rows, d) @ (E, d, F / E)
+        w_down = _rows_by_expert(_weight(w.down, packed), routed.experts)
+        da_rows = _grouped(backends[2], dy_rows, w_down.swapaxes(1, 2), routed)
+    else:
+        # (T, F) = (T, d) @ (d, F)
+        da = multiply_by_weight(backends[2], dy, w.down.T, packed)
+        da_rows = _own_neurons(da, routed)
+    dy_up_rows = selected = da_rows * 2 * hidden_rows
+    if not sparsity.mask_reuse:
+        selected = jnp.where(magnitude_mask(dy_up_rows, IN_CLUSTER), dy_up_rows, 0)
+    # (rows, d) = (rows, F / E) @ (E, F / E, d)
+    w_up = _columns_by_expert(w.up, routed.experts).swapaxes(1, 2)
+    dx = combine_rows(_grouped(backends[3], selected, w_up, routed), routed)
+
+    if sparsity.weight_gradients == "expert_columns":
+        dw_up, dw_down = _weight_gradients_by_expert(
+            sparsity, backends, x, dy_up_rows, hidden_rows**2, dy_rows, key, routed
+        )
+        return dx, dw_up, dw_down
+    if hidden is None:
+        dy_up = _all_neurons(dy_up_rows, routed)
+        hidden = _all_neurons(hidden_rows, routed)
+    else:
+        dy_up = da * 2 * hidden
+    dw_up, dw_down = weight_gradients(sparsity, backends, x, dy_up, hidden**2, dy, key)
+    return dx, dw_up, dw_down
+
+
+def _weight_gradients_by_expert(
+    sparsity: FFNSparsity,
+    backends: tuple,
+    x: jax.Array,
+    dy_up_rows: jax.Array,
+    a_rows: jax.Array,
+    dy_rows: jax.Array,
+    key: jax.Array | None,
+    routed: Dispatch,
+) -> tuple[jax.Array, jax.Array]:
+    """GEMMs 5 and 6, each expert's columns over the expert's rows, 2:4 along these
+    rows where asked. Padding rows are zero in A and dY1."""
+    x_rows = gather_rows(x, routed)
+    if sparsity.token_sparsity is not None:
+        expert = expert_of_row(routed)
+        nonzeros = jax.ops.segment_sum(
+            (a_rows != 0).astype(jnp.int32), expert, routed.experts
+        )
+        dense = densest_features(nonzeros, sparsity.dense_features)[expert]
+        key_up, key_down = (None, None) if key is None else jax.random.split(key)
+        method = sparsity.token_sparsity
+        dy_up_rows = sparsify_tokens(dy_up_rows, dense, method, key_up)
+        a_rows = sparsify_tokens(a_rows, dense, method, key_down)
+    tiles = (routed.tile_expert, _used_tiles(routed), routed.experts)
+    # (E, d, F / E) = (E, d, rows of e) @ (E, rows of e, F / E)
+    dw_up = grouped_outer(x_rows, dy_up_rows, *tiles, backend=backends[4])
+    # (E, F / E, d) = (E, F / E, rows of e) @ (E, rows of e, d)
+    dw_down = grouped_outer(a_rows, dy_rows, *tiles, backend=backends[5])
+    experts, d_model, _ = dw_up.shape
+    dw_up = dw_up.swapaxes(0, 1).reshape(d_model, -1)
+    return dw_up, dw_down.reshape(-1, d_model)
+
+
+def _dispatch(sparsity: FFNSparsity, expert_index: jax.Array) -> Dispatch:
+    order = None
+    if sparsity.token_sparsity and sparsity.permute_tokens:
+        # inside an expert the tokens follow the fixed order: no second permutation
+        order = jnp.asarray(fixed_token_order(expert_index.shape[0]))
+    v, experts = sparsity.activations.v, sparsity.experts
+    return dispatch(expert_index, experts, v, token_order=order)
+
+
+def _used_tiles(routed: Dispatch) -> jax.Array:
+    return jnp.sum(-(-routed.group_sizes // routed.v))
+
+
+def _grouped(backend, rows, weights, routed: Dispatch) -> jax.Array:
+    return grouped_matmul(
+        rows, weights, routed.tile_expert, _used_tiles(routed), backend=backend
+    )
+
+
+def _weight(w: jax.Array, packed: Compressed | None) -> jax.Array:
+    return w if packed is None else decompress(packed).astype(w.dtype)
+
+
+def _columns_by_expert(w_up: jax.Array, experts: int) -> jax.Array:
+    """(d, F) -> (E, d, F / E)"""
+    return w_up.reshape(w_up.shape[0], experts, -1).swapaxes(0, 1)
+
+
+def _rows_by_expert(w_down: jax.Array, experts: int) -> jax.Array:
+    """(F, d) -> (E, F / E, d)"""
+    return w_down.reshape(experts, -1, w_down.shape[1])
+
+
+def _own_neurons(hidden: jax.Array, routed: Dispatch) -> jax.Array:
+    """(T, F) -> (rows, F / E): of each row's token the neurons of its expert."""
+    by_expert = hidden.reshape(hidden.shape[0], routed.experts, -1)
+    own = by_expert[routed.row_token, expert_of_row(routed)]
+    return jnp.where(routed.row_valid[:, None], own, 0)
+
+
+def _all_neurons(rows: jax.Array, routed: Dispatch) -> jax.Array:
+    """(rows, F / E) -> (T, F), zero outside a token's experts."""
+    tokens = routed.token_rows.shape[0]
+    out = jnp.zeros((tokens, routed.experts, rows.shape[1]), rows.dtype)
+    # each (token, expert) pair occurs once: padding rows, which do not, are dropped
+    token = jnp.where(routed.row_valid, routed.row_token, tokens)
+    out = out.at[token, expert_of_row(routed)].set(rows, mode="drop")
+    return out.reshape(tokens, -1)

@@ -1,0 +1,103 @@
+"""The weights of an FFN as its GEMMs read them: dense, and packed 2:4."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from sparsejax.formats import Compressed, compress
+from sparsejax.ops import dense_matmul
+from sparsejax.ops.backend import Backend
+from sparsejax.ops.ffn_spec import FFNSparsity
+from sparsejax.ops.sparse_matmul import sparse_matmul
+from sparsejax.patterns import NM
+from sparsejax.pruning import magnitude_mask, soft_threshold
+
+
+class PackedFFN(NamedTuple):
+    """beta S(W) of an FFN's weights, compressed along d_model, the axis that GEMMs 1
+    and 3 reduce over."""
+
+    up: Compressed
+    """S(W1): logical shape (d_model, d_hidden), groups along axis -2."""
+    down: Compressed
+    """S(W2^T)^T: logical shape (d_hidden, d_model), groups along axis -1."""
+    gate: Compressed | None = None
+    """S(Wg) of a gated FFN, as `up`."""
+
+
+class FFNWeights(NamedTuple):
+    """W1 and W2 in the compute dtype, and S(W1), S(W2^T) where they are sparse."""
+
+    up: jax.Array
+    down: jax.Array
+    packed: PackedFFN | None
+
+
+def pack_ffn(
+    w_up: Float[Array, "*layers d_model d_hidden"],
+    w_down: Float[Array, "*layers d_hidden d_model"],
+    *,
+    w_gate: Float[Array, "*layers d_model d_hidden"] | None = None,
+    sparsity: FFNSparsity,
+    scales: Float[Array, "*layers matrices"],
+    dtype: jnp.dtype,
+) -> PackedFFN | None:
+    """beta S(W) of every weight, compressed; None where the weights stay dense.
+
+    S is the soft threshold of arXiv 2409.09099, beta its frozen scale. Packing reads
+    and writes each weight once: do it once per optimiser step, not per micro-batch.
+
+    Args:
+      w_up, w_down, w_gate: float32 masters; leading axes are stacked layers.
+      scales: beta of (up, down), or of (gate, up, down) for a gated FFN.
+      dtype: of the packed values.
+    """
+    if sparsity.weights is None:
+        return None
+    scales_of = [scales[..., i, None, None] for i in range(scales.shape[-1])]
+    *gate_scale, up_scale, down_scale = scales_of
+    if len(gate_scale) != (w_gate is not None):
+        raise ValueError(
+            f"{scales.shape[-1]} scales for {2 + (w_gate is not None)} weight matrices;"
+            f" pass one beta for each of (gate,) up, down"
+        )
+    pattern = sparsity.weights
+    gate = None
+    if w_gate is not None:
+        gate = _pack(w_gate, gate_scale[0], pattern, -2, dtype)
+    return PackedFFN(
+        up=_pack(w_up, up_scale, pattern, -2, dtype),
+        down=_pack(w_down, down_scale, pattern, -1, dtype),
+        gate=gate,
+    )
+
+
+def _pack(
+    w: jax.Array, scale: jax.Array, pattern: NM, axis: int, dtype: jnp.dtype
+) -> Compressed:
+    pruned = (scale * soft_threshold(w, axis=axis)).astype(dtype)
+    mask = magnitude_mask(w, pattern, axis=axis)
+    return compress(pruned, pattern, mask=mask, axis=axis)
+
+
+def multiply(
+    backend: Backend,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    out_dtype: jnp.dtype | None = None,
+) -> jax.Array:
+    """`lhs @ rhs` where neither is a packed weight; a sparse activation comes masked."""
+    run = dense_matmul.IMPLEMENTATIONS[backend].run
+    return run(lhs, rhs, out_dtype=out_dtype)
+
+
+def multiply_by_weight(
+    backend: Backend, x: jax.Array, w: jax.Array, packed: Compressed | None
+) -> jax.Array:
+    """`x @ w`, or `x @ S(w)` where the weight is packed."""
+    if packed is None:
+        return multiply(backend, x, w)
+    return sparse_matmul(x, packed, backend=backend)

@@ -1,0 +1,282 @@
+"""GEMMs grouped over experts: every row meets the weights of its own expert only.
+
+Rows come sorted by expert and padded to tiles of `v` rows (`router.Dispatch`), so a
+tile has one expert. Group sizes are data, shapes are not: no recompilation.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from sparsejax.ops.backend import (
+    Backend,
+    Decision,
+    GemmSpec,
+    Implementation,
+    choose_backend,
+    current_platform,
+)
+from sparsejax.ops.dense_matmul import dense_matmul
+
+
+def grouped_matmul(
+    rows: Float[Array, "rows k"],
+    weights: Float[Array, "experts k n"],
+    tile_expert: Int[Array, " tiles"],
+    used_tiles: Int[Array, ""],
+    *,
+    backend: Backend | None = None,
+) -> Float[Array, "rows n"]:
+    """`out[r] = rows[r] @ weights[expert of r]`, zero beyond the used tiles.
+
+    Accumulated in float32, rounded once to the dtype of `rows`. The expert of a row is
+    that of its tile, `tile_expert[r // v]` with `v = rows / tiles`.
+
+    Args:
+      rows: sorted by expert; padding rows may hold anything and give garbage rows.
+      weights: one matrix per expert.
+      tile_expert: expert of each tile, non-decreasing.
+      used_tiles: tiles that hold any row; the others are not computed.
+      backend: None for the fastest that can run it; a name runs or raises.
+    Raises:
+      ValueError: the shapes do not fit.
+      NotImplementedError: the named backend cannot run this GEMM; says why.
+    """
+    spec = _spec(rows, weights, tile_expert)
+    decision = choose_backend(spec, backend, IMPLEMENTATIONS)
+    return _grouped_matmul(decision.backend, rows, weights, tile_expert, used_tiles)
+
+
+def grouped_outer(
+    lhs: Float[Array, "rows m"],
+    rhs: Float[Array, "rows n"],
+    tile_expert: Int[Array, " tiles"],
+    used_tiles: Int[Array, ""],
+    experts: int,
+    *,
+    backend: Backend | None = None,
+) -> Float[Array, "experts m n"]:
+    """`out[e] = lhs[rows of e].T @ rhs[rows of e]` in float32: a ragged reduction.
+
+    It is the weight gradient of `grouped_matmul`. Padding rows must be zero in `lhs`
+    or in `rhs` (and finite in the other). Experts without rows give zeros. Arguments
+    and errors as there.
+    """
+    spec = GemmSpec(
+        name="lhs^T @ rhs",
+        m=lhs.shape[1],
+        k=lhs.shape[0],
+        n=rhs.shape[1],
+        dtype=str(lhs.dtype),
+        experts=experts,
+        device=current_platform(),
+    )
+    if lhs.shape[0] != rhs.shape[0]:
+        raise ValueError(
+            f"lhs has {lhs.shape[0]} rows and rhs {rhs.shape[0]}; both come from one "
+            f"dispatch and must be equal"
+        )
+    _tile_rows(lhs.shape[0], tile_expert)
+    decision = choose_backend(spec, backend, OUTER_IMPLEMENTATIONS)
+    return OUTER_IMPLEMENTATIONS[decision.backend].run(
+        lhs, rhs, tile_expert, used_tiles, experts
+    )
+
+
+def _spec(rows, weights, tile_expert) -> GemmSpec:
+    if rows.shape[1] != weights.shape[1]:
+        raise ValueError(
+            f"rows have {rows.shape[1]} columns but the experts' weights "
+            f"{weights.shape} contract {weights.shape[1]}"
+        )
+    _tile_rows(rows.shape[0], tile_expert)
+    return GemmSpec(
+        name="rows @ weights[expert]",
+        m=rows.shape[0],
+        k=rows.shape[1],
+        n=weights.shape[2],
+        dtype=str(rows.dtype),
+        experts=weights.shape[0],
+        device=current_platform(),
+    )
+
+
+def _tile_rows(rows: int, tile_expert: jax.Array) -> int:
+    tiles = tile_expert.shape[0]
+    if rows % tiles:
+        raise ValueError(
+            f"{rows} rows are not a whole number of {tiles} tiles; take both from one "
+            f"router.dispatch"
+        )
+    return rows // tiles
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped_matmul(backend, rows, weights, tile_expert, used_tiles):
+    run = IMPLEMENTATIONS[backend].run
+    return run(rows, weights.astype(rows.dtype), tile_expert, used_tiles)
+
+
+def _fwd(backend, rows, weights, tile_expert, used_tiles):
+    out = _grouped_matmul(backend, rows, weights, tile_expert, used_tiles)
+    return out, (rows, weights, tile_expert, used_tiles)
+
+
+def _bwd(backend, residuals, dout):
+    rows, weights, tile_expert, used_tiles = residuals
+    # (rows, k) = (rows, n) @ (experts, n, k)
+    transposed = weights.swapaxes(1, 2)
+    drows = _grouped_matmul(backend, dout, transposed, tile_expert, used_tiles)
+    # (experts, k, n) = (k, rows of the expert) @ (rows of the expert, n)
+    run = OUTER_IMPLEMENTATIONS[backend].run
+    dweights = run(rows, dout, tile_expert, used_tiles, weights.shape[0])
+    return drows, dweights.astype(weights.dtype), None, None
+
+
+_grouped_matmul.defvjp(_fwd, _bwd)
+
+
+def _tile_ranges(tile_expert, used_tiles, experts: int) -> tuple[jax.Array, jax.Array]:
+    """First tile of each expert, and the one after its last."""
+    used = jnp.arange(tile_expert.shape[0]) < used_tiles
+    tiles = jnp.zeros(experts, jnp.int32).at[tile_expert].add(used.astype(jnp.int32))
+    end = jnp.cumsum(tiles, dtype=jnp.int32)
+    return end - tiles, end
+
+
+def _matmul_by_tiles(rows, weights, tile_expert, used_tiles):
+    """A loop over experts, inside it over the expert's tiles.
+
+    On CPU `lax.ragged_dot` computes every expert for every row; this computes one.
+    Measured on 2 cores, 4096 x 512 x 2048 in float32, E = 4: dense 37 ms, ragged_dot
+    43 ms, a loop over tiles 6 ms.
+    """
+    v = _tile_rows(rows.shape[0], tile_expert)
+    ranges = _tile_ranges(tile_expert, used_tiles, weights.shape[0])
+
+    def expert(out, of_expert):
+        weight, first, end = of_expert
+
+        def tile(i, out):
+            block = lax.dynamic_slice_in_dim(rows, i * v, v)
+            product = dense_matmul(block, weight)
+            return lax.dynamic_update_slice_in_dim(out, product, i * v, 0)
+
+        return lax.fori_loop(first, end, tile, out), None
+
+    out = jnp.zeros((rows.shape[0], weights.shape[2]), rows.dtype)
+    return lax.scan(expert, out, (weights, *ranges))[0]
+
+
+def _outer_by_tiles(lhs, rhs, tile_expert, used_tiles, experts):
+    v = _tile_rows(lhs.shape[0], tile_expert)
+    accumulate = jnp.promote_types(lhs.dtype, jnp.float32)
+
+    def expert(_, ends):
+        def tile(i, out):
+            a = lax.dynamic_slice_in_dim(lhs, i * v, v)
+            b = lax.dynamic_slice_in_dim(rhs, i * v, v)
+            return out + dense_matmul(a.T, b, out_dtype=accumulate)
+
+        zeros = jnp.zeros((lhs.shape[1], rhs.shape[1]), accumulate)
+        return None, lax.fori_loop(*ends, tile, zeros)
+
+    return lax.scan(expert, None, _tile_ranges(tile_expert, used_tiles, experts))[1]
+
+
+def _matmul_ragged(rows, weights, tile_expert, used_tiles):
+    v = _tile_rows(rows.shape[0], tile_expert)
+    first, end = _tile_ranges(tile_expert, used_tiles, weights.shape[0])
+    accumulate = jnp.promote_types(rows.dtype, jnp.float32)
+    sizes = v * (end - first)
+    out = lax.ragged_dot(rows, weights, sizes, preferred_element_type=accumulate)
+    return out.astype(rows.dtype)
+
+
+def _outer_ragged(lhs, rhs, tile_expert, used_tiles, experts):
+    v = _tile_rows(lhs.shape[0], tile_expert)
+    first, end = _tile_ranges(tile_expert, used_tiles, experts)
+    contract_rows = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((0,), (0,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[],
+    )
+    accumulate = jnp.promote_types(lhs.dtype, jnp.float32)
+    return lax.ragged_dot_general(
+        lhs,
+        rhs,
+        v * (end - first),
+        contract_rows,
+        preferred_element_type=accumulate,
+    )
+
+
+def _matmul_xla(rows, weights, tile_expert, used_tiles):
+    run = _matmul_by_tiles if current_platform() == "cpu" else _matmul_ragged
+    return run(rows, weights, tile_expert, used_tiles)
+
+
+def _outer_xla(lhs, rhs, tile_expert, used_tiles, experts):
+    run = _outer_by_tiles if current_platform() == "cpu" else _outer_ragged
+    return run(lhs, rhs, tile_expert, used_tiles, experts)
+
+
+def _own(tile_expert, used_tiles, v: int, expert: int) -> jax.Array:
+    """(rows, 1): whether the row belongs to a used tile of `expert`."""
+    tiles = jnp.arange(tile_expert.shape[0])
+    return jnp.repeat((tile_expert == expert) & (tiles < used_tiles), v)[:, None]
+
+
+def _matmul_reference(rows, weights, tile_expert, used_tiles):
+    v = _tile_rows(rows.shape[0], tile_expert)
+    out = jnp.zeros((rows.shape[0], weights.shape[2]), rows.dtype)
+    for expert in range(weights.shape[0]):
+        product = dense_matmul(rows, weights[expert], precision=lax.Precision.HIGHEST)
+        out = jnp.where(_own(tile_expert, used_tiles, v, expert), product, out)
+    return out
+
+
+def _outer_reference(lhs, rhs, tile_expert, used_tiles, experts):
+    v = _tile_rows(lhs.shape[0], tile_expert)
+    outs = []
+    for expert in range(experts):
+        own = jnp.where(_own(tile_expert, used_tiles, v, expert), lhs, 0)
+        accumulate = jnp.promote_types(lhs.dtype, jnp.float32)
+        precision = lax.Precision.HIGHEST
+        outs.append(dense_matmul(own.T, rhs, precision=precision, out_dtype=accumulate))
+    return jnp.stack(outs)
+
+
+def _describe(spec: GemmSpec) -> tuple[str, float]:
+    how = "a loop over row tiles" if spec.device == "cpu" else "lax.ragged_dot"
+    share = spec.experts_per_token / (spec.experts or 1)
+    return f"grouped GEMM over {spec.experts} experts, {how}", share
+
+
+def _describe_reference(spec: GemmSpec) -> tuple[str, float]:
+    return f"{spec.experts} dense GEMMs, each row's own one kept", 1.0
+
+
+IMPLEMENTATIONS = {
+    "reference": Implementation(
+        run=_matmul_reference,
+        why_unsupported=lambda spec: None,
+        describe=_describe_reference,
+    ),
+    "xla": Implementation(
+        run=_matmul_xla, why_unsupported=lambda spec: None, describe=_describe
+    ),
+}
+OUTER_IMPLEMENTATIONS = {
+    "reference": Implementation(
+        run=_outer_reference,
+        why_unsupported=lambda spec: None,
+        describe=_describe_reference,
+    ),
+    "xla": Implementation(
+        run=_outer_xla, why_unsupported=lambda spec: None, describe=_describe
+    ),
+}
