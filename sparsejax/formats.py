@@ -72,7 +72,8 @@ def compress(
 ) -> Compressed:
     """The entries of `w` where `mask` is True, with their positions.
 
-    Kept values are copied bit for bit. No sort and no gather: XLA fuses it.
+    Kept values are copied bit for bit, except that XLA's CPU backend flushes bfloat16
+    subnormals. No sort and no gather: XLA fuses it.
 
     Args:
       w: any shape; for V:N:M (..., rows, cols), leading axes independent.
