@@ -146,6 +146,9 @@ def test_a_single_file_is_cut_at_its_end(tmp_path):
     assert corpus.train.tolist() == list(range(80))
     assert corpus.validation.tolist() == list(range(80, 100))
     assert "the only file" in corpus.description
+    # The same tokens in the same order, cut elsewhere, are other data.
+    moved = data.load_corpus(config_of(tmp_path, validation_share=0.3))
+    assert moved.fingerprint != corpus.fingerprint
 
 
 def test_the_default_text_is_the_standard_library():
