@@ -1,0 +1,23 @@
+"""What the GPUs that kernels are written for can do at most, with the source."""
+
+DENSE_PEAK_TFLOPS = {
+    # NVIDIA data sheets, bf16 tensor cores without sparsity, at the boost clock.
+    ("H100", "bfloat16"): 989.4,
+    ("H200", "bfloat16"): 989.4,
+    ("A100", "bfloat16"): 312.0,
+    # TF32, which JAX's default precision uses for float32 GEMMs on these GPUs.
+    ("H100", "float32"): 494.7,
+    ("H200", "float32"): 494.7,
+    ("A100", "float32"): 156.0,
+}
+
+
+def dense_peak_tflops(device_kind: str, dtype: str) -> float | None:
+    """TFLOP/s of a dense GEMM by the data sheet; None for a device not in the table.
+
+    `device_kind` as `jax.Device.device_kind`, for example "NVIDIA H200".
+    """
+    for (gpu, of_dtype), peak in DENSE_PEAK_TFLOPS.items():
+        if gpu in device_kind and dtype == of_dtype:
+            return peak
+    return None

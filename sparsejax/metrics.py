@@ -1,0 +1,207 @@
+"""What a run reports: speed, each figure with its definition, and the FFNs' health."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from sparsejax.config import ModelConfig
+from sparsejax.layers import SparseFFN, sparse_ffns
+from sparsejax.model import Transformer
+from sparsejax.ops.backend import Decision
+from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
+from sparsejax.ops.gated_ffn import GatedFFNSpec
+from sparsejax.patterns import NM
+from sparsejax.plan import flops_per_token
+from sparsejax.pruning import flip_rate, magnitude_mask, nm_mask, soft_threshold
+from sparsejax.router import true_mass
+
+
+@dataclass(frozen=True, kw_only=True)
+class DensePeak:
+    """The TFLOP/s that utilisation is a share of: always of a dense GEMM."""
+
+    tflops: float
+    source: str
+
+
+def dense_peak(dtype: str, device: jax.Device | None = None) -> DensePeak:
+    """The data sheet's dense peak of the device, or where it is not in our table the
+    best of five measured dense GEMMs of size 2048."""
+    device = jax.devices()[0] if device is None else device
+    if device.platform == "gpu":
+        from pallas_kernels.device import dense_peak_tflops
+
+        listed = dense_peak_tflops(device.device_kind, dtype)
+        if listed is not None:
+            return DensePeak(tflops=listed, source=f"data sheet, dense {dtype}")
+    size = 2048
+    lhs, rhs = jax.random.normal(jax.random.key(0), (2, size, size), jnp.dtype(dtype))
+    multiply = jax.jit(jnp.matmul)
+    multiply(lhs, rhs).block_until_ready()
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        multiply(lhs, rhs).block_until_ready()
+        times.append(time.perf_counter() - start)
+    return DensePeak(
+        tflops=2 * size**3 / min(times) / 1e12,
+        source=f"measured, dense {dtype} GEMM of size {size}",
+    )
+
+
+def ffn_decisions(
+    config: ModelConfig, sparsity: FFNSparsity, tokens: int, backend=None
+) -> tuple[Decision, ...]:
+    """What runs each FFN GEMM of this model for `tokens` tokens, and why."""
+    kind = GatedFFNSpec if config.activation == "swiglu" else FFNSpec
+    spec = kind(
+        tokens=tokens,
+        d_model=config.d_model,
+        d_hidden=config.d_hidden,
+        dtype=config.dtype,
+        sparsity=sparsity,
+        device=jax.devices()[0].platform,
+    )
+    return spec.explain(backend)
+
+
+def speed(
+    config: ModelConfig,
+    sequence_length: int,
+    decisions: Sequence[Decision],
+    tokens_per_second: float,
+    peak: DensePeak,
+) -> dict[str, float]:
+    """Throughput in the units of this project.
+
+    dense_equivalent_tflops counts the FLOPs of the dense model (causal half of the
+    attention scores, no recomputation), executed_tflops only those that the chosen
+    paths execute. Each mfu is its TFLOP/s / `peak`, the dense peak.
+    """
+    flops = flops_per_token(config, sequence_length)
+    share = statistics.fmean(decision.executed_share for decision in decisions)
+    dense = flops.total() * tokens_per_second / 1e12
+    executed = dense - flops.ffn * (1 - share) * tokens_per_second / 1e12
+    return {
+        "tokens_per_second": tokens_per_second,
+        "dense_equivalent_tflops": dense,
+        "executed_tflops": executed,
+        "mfu_dense_equivalent": dense / peak.tflops,
+        "mfu_executed": executed / peak.tflops,
+    }
+
+
+def ffn_statistics(
+    x: Float[Array, "tokens d_model"],
+    w_read: Float[Array, "d_model d_hidden"],
+    sparsity: FFNSparsity,
+    expert_index: Int[Array, "tokens experts_per_token"] | None,
+) -> dict[str, Array]:
+    """The health of one squared-ReLU FFN on the tokens x.
+
+    Mass is A^2, A = relu(Y1)^2. All shares are means over tokens that have any mass.
+      natural_density: non-zeros of A before any mask, a share of tokens x neurons.
+      density: the same after router and 2:4.
+      two_four_mass: mass inside the router's experts (all neurons without a router)
+        that top-2-of-4 keeps. Without sparse activations: what it would keep.
+      dead_neurons: share of neurons that no token activates.
+      With a router: router_mass, the mass share inside the chosen experts; oracle_mass,
+        inside the best g experts; random_mass, g / E; tokens_per_expert (E,).
+
+    Args:
+      w_read: W1 as GEMM 1 reads it: S(W1) where it is sparse.
+      expert_index: None without a router, or with "true_mass", which needs none.
+    """
+    y_up = jnp.matmul(x, w_read.astype(x.dtype), preferred_element_type=jnp.float32)
+    active = y_up > 0
+    mass = jax.nn.relu(y_up) ** 4
+    total = mass.sum(axis=1)
+    inside = jnp.ones_like(active)
+    report: dict[str, Array] = {}
+    if sparsity.experts:
+        experts, chosen = sparsity.experts, sparsity.experts_per_token
+        oracle = true_mass(y_up, experts, experts_per_token=chosen)
+        expert_index = oracle if expert_index is None else expert_index
+        inside = _columns_of(expert_index, y_up.shape[1], experts)
+        best = _columns_of(oracle, y_up.shape[1], experts)
+        report = {
+            "router_mass": _mean_share(jnp.where(inside, mass, 0).sum(1), total),
+            "oracle_mass": _mean_share(jnp.where(best, mass, 0).sum(1), total),
+            "random_mass": jnp.float32(chosen / experts),
+            "tokens_per_expert": jnp.bincount(expert_index.reshape(-1), length=experts),
+        }
+    kept = inside & nm_mask(y_up, NM(2, 4))
+    used = active if sparsity.activations is None else active & kept
+    mass_inside = jnp.where(inside, mass, 0).sum(1)
+    return report | {
+        "natural_density": active.mean(),
+        "density": used.mean(),
+        "two_four_mass": _mean_share(jnp.where(kept, mass, 0).sum(1), mass_inside),
+        "dead_neurons": 1 - active.any(axis=0).mean(),
+    }
+
+
+def _columns_of(expert_index: Array, features: int, experts: int) -> Bool[Array, "t f"]:
+    chosen = jax.nn.one_hot(expert_index, experts, dtype=bool).any(axis=1)
+    return jnp.repeat(chosen, features // experts, axis=1)
+
+
+def _mean_share(part: Array, whole: Array) -> Array:
+    has_mass = whole > 0
+    share = jnp.where(has_mass, part / jnp.where(has_mass, whole, 1), 0)
+    return share.sum() / jnp.maximum(has_mass.sum(), 1)
+
+
+def model_statistics(
+    model: Transformer, tokens: Int[Array, "batch sequence"]
+) -> dict[str, Array]:
+    """`ffn_statistics` of every layer, each value (layers, ...), and beta.
+
+    A gated FFN has no squared ReLU: only beta (gate, up, down) is reported.
+    """
+    ffn = model.blocks.ffn
+    report: dict[str, Array] = {"beta": ffn.scales[...]}
+    if ffn.activation == "swiglu":
+        return report
+    key = jax.random.key(0)
+    _, inputs = model(tokens, key=key, capture_ffn_inputs=True)
+    graph, stacked = nnx.split(ffn)
+
+    def of_layer(layer):
+        state, x = layer
+        ffn: SparseFFN = nnx.merge(graph, state)
+        x = x.reshape(-1, x.shape[-1])
+        w = ffn.w_up[...]
+        if ffn.sparsity.weights:
+            w = ffn.scales[...][0] * soft_threshold(w, axis=0)
+        return ffn_statistics(x, w, ffn.sparsity, ffn.route(x, tokens))
+
+    return report | jax.lax.map(of_layer, (stacked, inputs))
+
+
+def weight_masks(model: nnx.Module) -> list[Bool[Array, "..."]]:
+    """The 2:4 masks that S keeps, of every weight that GEMM 1 or 3 reads."""
+    masks = []
+    for ffn in sparse_ffns(model):
+        if ffn.d_model % 4 == 0:
+            into_hidden = [ffn.w_up] if ffn.w_gate is None else [ffn.w_gate, ffn.w_up]
+            masks += [magnitude_mask(w[...], axis=-2) for w in into_hidden]
+            masks.append(magnitude_mask(ffn.w_down[...], axis=-1))
+    return masks
+
+
+def mask_flip_rate(
+    before: Sequence[Bool[Array, "..."]], after: Sequence[Bool[Array, "..."]]
+) -> Float[Array, " layers"]:
+    """Share of mask entries that differ, per layer, mean over the weights.
+
+    Between two consecutive optimiser steps it is r_k of arXiv 2404.01847.
+    """
+    per_weight = [jax.vmap(flip_rate)(a, b) for a, b in zip(before, after, strict=True)]
+    return jnp.stack(per_weight).mean(axis=0)

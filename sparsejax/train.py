@@ -1,0 +1,598 @@
+"""The training loop: a pure step for each phase, switches, checkpoints, records.
+
+`train` runs a configuration in a run folder:
+  config.json       the resolved settings
+  metrics.jsonl     one record per line, each with "event" and "step"
+  checkpoints/      see `checkpoint`
+
+Everything the next step needs is in `TrainState`, the data iterator's state and the
+phase index, all in every checkpoint: a resumed run continues with the same bits.
+"""
+
+import json
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+from sparsejax import metrics
+from sparsejax.checkpoint import Checkpoints
+from sparsejax.config import OptimizerConfig, TrainConfig, from_json, to_json
+from sparsejax.data import (
+    Corpus,
+    load_corpus,
+    train_batches,
+    unigram_loss,
+    validation_batches,
+)
+from sparsejax.layers import sparse_ffns
+from sparsejax.model import Transformer, cross_entropy
+from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
+from sparsejax.recipe import Phase, phases, relabel_neurons, switch
+
+JUMP = 0.1
+"""Nats by which the loss may rise at a switch before tail steps are spent on repair
+(found in our study of the recipe, 27 M parameters)."""
+
+Record = dict[str, Any]
+
+
+class NonFiniteLoss(RuntimeError):
+    """The loss became NaN or infinite; the run stopped and overwrote nothing."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """All arrays that the next step reads."""
+
+    step: Int[Array, ""]
+    """Optimiser steps done."""
+    params: nnx.State
+    """float32 masters."""
+    buffers: nnx.State
+    """State that is not trained: beta, router centres."""
+    moments: optax.OptState
+    key: Key[Array, ""]
+    """Never changes: a step draws from `fold_in(key, step)`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended."""
+
+    state: TrainState
+    model: Transformer
+    corpus: Corpus
+    completed: bool
+    """False when SIGTERM ended it early, with everything saved."""
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """AdamW behind a clip of the global norm; linear warm-up, then one cosine.
+
+    The schedule does not know of phases. Norm scales are not decayed.
+    """
+    schedule = learning_rate(config, steps)
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            schedule,
+            b1=config.beta1,
+            b2=config.beta2,
+            eps=config.epsilon,
+            weight_decay=config.weight_decay,
+            mask=_is_matrix,
+        ),
+    )
+
+
+def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """The learning rate of step 0, 1, ..., steps - 1."""
+    warmup = round(config.warmup_share * steps)
+    peak, final = config.peak_learning_rate, config.final_ratio
+    cosine = optax.cosine_decay_schedule(peak, max(steps - warmup, 1), final)
+    if warmup == 0:
+        return cosine
+    rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
+    return optax.join_schedules([rise, cosine], [warmup])
+
+
+def _is_matrix(params: nnx.State) -> nnx.State:
+    def matrix(path: tuple, leaf: Any) -> bool:
+        return "scale" not in [getattr(entry, "key", None) for entry in path]
+
+    return jax.tree_util.tree_map_with_path(matrix, params)
+
+
+def train_step(
+    graph: nnx.GraphDef[Transformer],
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    tokens: Int[Array, "micro_batches batch sequence_plus_one"],
+) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
+    """One optimiser step on the mean gradient over all micro-batches.
+
+    The sparse weights are packed once, before the first micro-batch. Gradients are
+    accumulated in float32.
+    """
+    model = nnx.merge(graph, state.params, state.buffers)
+    for ffn in sparse_ffns(model):
+        ffn.pack()
+    packed_graph, params, rest = nnx.split(model, nnx.Param, ...)
+    key = jax.random.fold_in(state.key, state.step)
+
+    def loss_of(params: nnx.State, tokens: jax.Array, key: jax.Array) -> jax.Array:
+        return cross_entropy(nnx.merge(packed_graph, params, rest), tokens, key)
+
+    def accumulate(total, micro):
+        index, tokens = micro
+        loss_and_gradient = jax.value_and_grad(loss_of)(
+            params, tokens, jax.random.fold_in(key, index)
+        )
+        return jax.tree.map(jnp.add, total, loss_and_gradient), None
+
+    count = tokens.shape[0]
+    zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+    (loss, gradient), _ = jax.lax.scan(
+        accumulate, zeros, (jnp.arange(count), tokens), unroll=count == 1
+    )
+    loss, gradient = jax.tree.map(lambda x: x / count, (loss, gradient))
+    updates, moments = optimizer.update(gradient, state.moments, params)
+    params = optax.apply_updates(params, updates)
+    report = {"loss": loss, "gradient_norm": optax.global_norm(gradient)}
+    state = replace(state, step=state.step + 1, params=params, moments=moments)
+    return state, report
+
+
+class Run:
+    """A configuration with everything built from it, once: phases, corpus, compiled
+    functions. One step and one validation are compiled per sparsity."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.phases = phases(config)
+        self.corpus = load_corpus(config.data)
+        vocabulary = self.corpus.tokenizer.vocab_size
+        if vocabulary > config.model.vocab_size:
+            raise ValueError(
+                f"the tokenizer {self.corpus.tokenizer.name} has {vocabulary} tokens, "
+                f"more than model.vocab_size={config.model.vocab_size}; set "
+                f"--model.vocab-size {-(-vocabulary // 64) * 64}"
+            )
+        self.optimizer = make_optimizer(config.optimizer, config.steps)
+        self.validation = validation_batches(
+            self.corpus,
+            config.data,
+            batch_size=config.batch_size // config.micro_batches,
+            batches=config.eval_batches,
+        )
+        self.graph = lru_cache(maxsize=None)(self._graph)
+        self.step = lru_cache(maxsize=None)(self._step)
+
+    def phase_ends(self) -> list[int]:
+        """The step after the last of each phase."""
+        return list(np.cumsum([phase.steps for phase in self.phases]))
+
+    def batches(self):
+        """The endless training batches, from the first."""
+        return train_batches(
+            self.corpus,
+            self.config.data,
+            batch_size=self.config.batch_size,
+            micro_batches=self.config.micro_batches,
+        )
+
+    def build(self, sparsity: FFNSparsity) -> Transformer:
+        """A freshly initialised model."""
+        return Transformer(
+            self.config.model,
+            sparsity=sparsity,
+            backend=self.config.backend,
+            rngs=nnx.Rngs(self.config.seed),
+        )
+
+    def initial_state(self) -> TrainState:
+        """The state before the first step, deterministic from the seed."""
+
+        def init() -> TrainState:
+            _, params, buffers = nnx.split(
+                self.build(self.phases[0].sparsity), nnx.Param, ...
+            )
+            return TrainState(
+                step=jnp.zeros((), jnp.int32),
+                params=params,
+                buffers=buffers,
+                moments=self.optimizer.init(params),
+                key=jax.random.key(self.config.seed),
+            )
+
+        return jax.jit(init)()
+
+    def template(self, sparsity: FFNSparsity) -> TrainState:
+        """Shapes and dtypes of the state of a phase, nothing allocated."""
+
+        def init() -> TrainState:
+            _, params, buffers = nnx.split(self.build(sparsity), nnx.Param, ...)
+            step, key = jnp.zeros((), jnp.int32), jax.random.key(self.config.seed)
+            return TrainState(step, params, buffers, self.optimizer.init(params), key)
+
+        return jax.eval_shape(init)
+
+    def _graph(self, sparsity: FFNSparsity) -> nnx.GraphDef[Transformer]:
+        return nnx.split(nnx.eval_shape(lambda: self.build(sparsity)))[0]
+
+    def _step(self, sparsity: FFNSparsity) -> Callable:
+        step = partial(train_step, self.graph(sparsity), self.optimizer)
+        return jax.jit(step, donate_argnums=0)
+
+    def model(self, state: TrainState, sparsity: FFNSparsity) -> Transformer:
+        """The model of a state whose buffers belong to `sparsity`."""
+        return nnx.merge(self.graph(sparsity), state.params, state.buffers)
+
+    def validate(
+        self, state: TrainState, sparsity: FFNSparsity, *, masks: bool = True
+    ) -> float:
+        """Mean loss over the held-out batches; without `masks` as a dense network."""
+        model = self.model(state, sparsity)
+        if not masks:
+            model = _unmasked(model)
+        losses = [_validation_loss(model, tokens) for tokens in self.validation]
+        return float(np.mean(jax.device_get(losses)))
+
+    def switch(
+        self, state: TrainState, before: FFNSparsity, after: FFNSparsity
+    ) -> TrainState:
+        """The state for the phase after a switch: `recipe.switch`."""
+
+        @jax.jit
+        def apply(state: TrainState) -> TrainState:
+            model = self.model(state, before)
+            fold = self.config.phases.fold
+            moments = switch(model, state.moments, after, fold=fold)
+            return _with_model(state, model, moments)
+
+        return apply(state)
+
+    def recluster(self, state: TrainState, sparsity: FFNSparsity) -> TrainState:
+        """The state after a warm-started new clustering of all neurons."""
+
+        @jax.jit
+        def apply(state: TrainState) -> TrainState:
+            model = self.model(state, sparsity)
+            moments = relabel_neurons(model, state.moments, warm_start=True)
+            return _with_model(state, model, moments)
+
+        return apply(state)
+
+
+def _with_model(
+    state: TrainState, model: Transformer, moments: optax.OptState
+) -> TrainState:
+    _, params, buffers = nnx.split(model, nnx.Param, ...)
+    return replace(state, params=params, buffers=buffers, moments=moments)
+
+
+def _unmasked(model: Transformer) -> Transformer:
+    model = nnx.clone(model)
+    for ffn in sparse_ffns(model):
+        ffn.set_sparsity(DENSE)
+    return model
+
+
+@nnx.jit
+def _validation_loss(model: Transformer, tokens: jax.Array) -> jax.Array:
+    for ffn in sparse_ffns(model):
+        ffn.pack()
+    # only a backward draws from the key
+    loss = cross_entropy(model, tokens, jax.random.key(0))
+    for ffn in sparse_ffns(model):
+        ffn.unpack()
+    return loss
+
+
+def train(
+    config: TrainConfig,
+    folder: Path,
+    *,
+    observe: Callable[[Record], None] = lambda record: None,
+) -> Outcome:
+    """Trains `config` in `folder`, or continues the run that `folder` holds.
+
+    Every record written to metrics.jsonl is also given to `observe`. On SIGTERM the
+    step is finished and saved, and the function returns.
+
+    Raises:
+      NonFiniteLoss: names step, phase and the last good checkpoint.
+      ValueError: settings or data that do not fit, or a folder of another run.
+    """
+    run = Run(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    saved = folder / "config.json"
+    if saved.exists() and from_json(json.loads(saved.read_text())) != config:
+        raise ValueError(
+            f"{folder} holds a run with other settings; continue it with "
+            f"--resume {folder}, or choose another folder"
+        )
+    _write_json(saved, to_json(config))
+    with (
+        Checkpoints(
+            folder / "checkpoints", keep=config.keep_checkpoints
+        ) as checkpoints,
+        _until_sigterm() as terminated,
+    ):
+        return _Loop(run, folder, checkpoints, observe).finish(terminated)
+
+
+class _Loop:
+    """The state of a running `train`."""
+
+    def __init__(
+        self,
+        run: Run,
+        folder: Path,
+        checkpoints: Checkpoints,
+        observe: Callable[[Record], None],
+    ) -> None:
+        self.run = run
+        self.config = run.config
+        self.checkpoints = checkpoints
+        self.observe = observe
+        self.metrics_file = folder / "metrics.jsonl"
+        self.batches = run.batches()
+        self.peak = metrics.dense_peak(self.config.model.dtype)
+        self.statistics = nnx.jit(metrics.model_statistics)
+        self.masks = nnx.jit(metrics.weight_masks)
+        if checkpoints.latest_step() is None:
+            self.phase_index = 0
+            self.state = run.initial_state()
+            self.metrics_file.write_text("")
+            self.record("start", unigram_loss=unigram_loss(run.corpus))
+        else:
+            self.restore()
+        self.step = int(self.state.step)
+        self.clock = _Clock(self.step)
+
+    @property
+    def phase(self) -> Phase:
+        return self.run.phases[self.phase_index]
+
+    def finish(self, terminated: Callable[[], bool]) -> Outcome:
+        """Runs to the last step, or to the step in which SIGTERM arrives."""
+        ends = self.run.phase_ends()
+        pending: tuple[int, dict] | None = None
+        while self.step < self.config.steps and not terminated():
+            masks = None
+            if self._is_due(self.config.eval_every, self.step + 1):
+                masks = self.masks(self.run.model(self.state, self.phase.sparsity))
+            tokens = next(self.batches)["tokens"]
+            self.state, report = self.run.step(self.phase.sparsity)(self.state, tokens)
+            self.step += 1
+            # The step before is looked at while this one runs.
+            if pending is not None:
+                self.check(*pending)
+            pending = self.step, report
+
+            at_end = self.step == ends[self.phase_index]
+            log = self._is_due(self.config.log_every, self.step) or at_end
+            evaluate = self._is_due(self.config.eval_every, self.step)
+            save = self._is_due(self.config.checkpoint_every, self.step)
+            if not (log or evaluate or save or at_end or terminated()):
+                continue
+            self.check(*pending)
+            pending = None
+            if log:
+                self.log(report)
+            with self.clock.stopped():
+                if evaluate:
+                    self.validate()
+                    self.look_at_ffns(masks)
+                if at_end:
+                    self.end_phase(validated=evaluate)
+                elif save or terminated():
+                    self.save(blocking=terminated())
+                self.recluster()
+        self.checkpoints.wait()
+        return Outcome(
+            state=self.state,
+            model=self.run.model(self.state, self.phase.sparsity),
+            corpus=self.run.corpus,
+            completed=self.step == self.config.steps,
+        )
+
+    def _is_due(self, every: int, step: int) -> bool:
+        return every > 0 and step % every == 0
+
+    def check(self, step: int, report: dict[str, jax.Array]) -> None:
+        """Raises NonFiniteLoss. Called before anything of the step is saved."""
+        loss = float(report["loss"])
+        if math.isfinite(loss):
+            return
+        good = self.checkpoints.latest_step()
+        where = "there is no checkpoint yet"
+        if good is not None:
+            where = f"the last good checkpoint is {self.checkpoints.path(good)}"
+        self.record("non_finite_loss", at=step, loss=str(loss))
+        raise NonFiniteLoss(
+            f"loss={loss} at step {step}, phase {self.phase_index} "
+            f"({self.phase.kind}); {where}. Nothing was overwritten. Lower "
+            f"optimizer.peak_learning_rate or look at the data around this step"
+        )
+
+    def log(self, report: dict[str, jax.Array]) -> None:
+        rate = self.clock.tokens_per_second(self.step, self.config.tokens_per_step)
+        tokens = self.config.tokens_per_step // self.config.micro_batches
+        decisions = metrics.ffn_decisions(
+            self.config.model, self.phase.sparsity, tokens, self.config.backend
+        )
+        length = self.config.data.sequence_length
+        schedule = learning_rate(self.config.optimizer, self.config.steps)
+        speed = metrics.speed(self.config.model, length, decisions, rate, self.peak)
+        self.record(
+            "step",
+            loss=float(report["loss"]),
+            gradient_norm=float(report["gradient_norm"]),
+            learning_rate=float(schedule(self.step - 1)),
+            **(speed if math.isfinite(rate) else {}),
+        )
+
+    def validate(self) -> float:
+        loss = self.run.validate(self.state, self.phase.sparsity)
+        self.record("validation", loss=loss)
+        return loss
+
+    def look_at_ffns(self, masks_before: list[jax.Array] | None) -> None:
+        model = self.run.model(self.state, self.phase.sparsity)
+        sequences = max(1, 4096 // self.config.data.sequence_length)
+        tokens = self.run.validation[0][:sequences, :-1]
+        report = dict(self.statistics(model, tokens))
+        if masks_before:
+            after = self.masks(model)
+            report["flip_rate"] = metrics.mask_flip_rate(masks_before, after)
+        values = {name: np.asarray(value).tolist() for name, value in report.items()}
+        self.record("ffn", **values)
+
+    def end_phase(self, *, validated: bool) -> None:
+        """Validates, switches to the next phase if there is one, saves for good."""
+        before = self.phase.sparsity
+        if not validated:
+            self.validate()
+        last = self.phase_index + 1 == len(self.run.phases)
+        if last:
+            self.save(permanent=True, blocking=True)
+            return
+        losses = {
+            "before": self.run.validate(self.state, before),
+            "before_unmasked": self.run.validate(self.state, before, masks=False),
+        }
+        following = self.run.phases[self.phase_index + 1]
+        self.state = self.run.switch(self.state, before, following.sparsity)
+        self.phase_index += 1
+        after = following.sparsity
+        losses |= {
+            "after": self.run.validate(self.state, after),
+            "after_unmasked": self.run.validate(self.state, after, masks=False),
+        }
+        jump = losses["after"] - losses["before"]
+        self.record("switch", to=following.kind, jump=jump, large=jump > JUMP, **losses)
+        self.save(permanent=True, blocking=True)
+
+    def recluster(self) -> None:
+        every = self.config.phases.recluster_every
+        start = sum(phase.steps for phase in self.run.phases[: self.phase_index])
+        if self.phase.sparsity.experts and self.step > start:
+            if self._is_due(every, self.step - start):
+                self.state = self.run.recluster(self.state, self.phase.sparsity)
+                self.record("recluster")
+
+    def save(self, *, permanent: bool = False, blocking: bool = False) -> None:
+        self.checkpoints.save(
+            self.step,
+            self.state,
+            data_state=self.batches.get_state(),
+            metadata={
+                "phase": self.phase_index,
+                "kind": self.phase.kind,
+                "config": to_json(self.config),
+                "corpus": self.run.corpus.fingerprint,
+            },
+            permanent=permanent,
+            blocking=blocking,
+        )
+        self.record("checkpoint", permanent=permanent)
+
+    def restore(self) -> None:
+        """The newest checkpoint, and metrics.jsonl as it was then."""
+        metadata = self.checkpoints.metadata()
+        if metadata["corpus"] != self.run.corpus.fingerprint:
+            raise ValueError(
+                f"the checkpoint was trained on other tokens than "
+                f"{self.run.corpus.description}; restore the text and the tokenizer "
+                f"that the run began with"
+            )
+        self.phase_index = metadata["phase"]
+        template = self.run.template(self.phase.sparsity)
+        restored = self.checkpoints.restore(template=template)
+        self.state = restored.state
+        self.batches.set_state(restored.data_state)
+        lines = self.metrics_file.read_text().splitlines()
+        kept = [line for line in lines if _is_before(line, restored.step)]
+        self.metrics_file.write_text("".join(f"{line}\n" for line in kept))
+
+    def record(self, event: str, **values: Any) -> None:
+        step = int(self.state.step) if event == "start" else self.step
+        record = {
+            "event": event,
+            "step": step,
+            "phase": self.phase_index,
+            "kind": self.phase.kind,
+            **values,
+        }
+        with self.metrics_file.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        self.observe(record)
+
+
+def _is_before(line: str, step: int) -> bool:
+    try:
+        return json.loads(line)["step"] <= step
+    except ValueError:
+        return False  # cut off by the end of the process
+
+
+class _Clock:
+    """Tokens per second of the steps alone, without validation and compilation."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.start: float | None = None
+
+    def tokens_per_second(self, step: int, tokens_per_step: int) -> float:
+        """Since the last call; NaN in the first interval, which compiles."""
+        now = time.perf_counter()
+        rate = math.nan
+        if self.start is not None and step > self.step:
+            rate = (step - self.step) * tokens_per_step / (now - self.start)
+        self.start, self.step = now, step
+        return rate
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        if self.start is not None:
+            self.start += time.perf_counter() - begin
+
+
+@contextmanager
+def _until_sigterm() -> Iterator[Callable[[], bool]]:
+    """A function that says whether SIGTERM has arrived."""
+    arrived = []
+    try:
+        previous = signal.signal(signal.SIGTERM, lambda *_: arrived.append(True))
+    except ValueError:  # not the main thread: the host program handles signals
+        yield lambda: False
+        return
+    try:
+        yield lambda: bool(arrived)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    """Whole or not at all."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(value, indent=2) + "\n")
+    draft.replace(path)
