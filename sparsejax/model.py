@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +114,7 @@ class Transformer(nnx.Module):
         *,
         key: Key[Array, ""] | None = None,
         capture_ffn_inputs: bool = False,
-    ):
+    ) -> Any:
         """The logits of the token after each token, float32 (batch, sequence, vocab).
 
         Args:

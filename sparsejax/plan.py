@@ -193,7 +193,8 @@ def whole_run_speedup(sparse_step: float, sparse_share: float) -> float:
 @dataclass(frozen=True, kw_only=True)
 class MemoryBytes:
     """Bytes on one device in a training step, by use; the peak is below `total` where
-    uses do not overlap, above it by the compiler's temporaries."""
+    uses do not overlap, above it by the compiler's temporaries, among them copies of
+    weights in the compute dtype."""
 
     parameters: int
     """float32 masters."""

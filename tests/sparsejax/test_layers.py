@@ -1,0 +1,412 @@
+"""Layers against NumPy; the state of a sparse FFN: betas, centres, packed weights."""
+
+from types import SimpleNamespace
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from sparsejax.layers import (
+    Attention,
+    PackedWeights,
+    RMSNorm,
+    SparseFFN,
+    attention_implementation,
+    rotary_embedding,
+    set_sparsity,
+    sparse_ffns,
+)
+from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
+from sparsejax.patterns import NM, VNM
+
+WEIGHTS = FFNSparsity(weights=NM(2, 4))
+TWO_FOUR = FFNSparsity(weights=NM(2, 4), activations=NM(2, 4))
+VENOM = FFNSparsity(weights=NM(2, 4), activations=VNM(4, 2, 16))
+D, F = 16, 64
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def best_two(values: np.ndarray) -> list[int]:
+    return sorted(range(4), key=lambda i: (-values[i], i))[:2]
+
+
+def masked_rows(y: np.ndarray) -> np.ndarray:
+    """relu(y)^2 with two kept of every four, by signed value, one group at a time."""
+    a = np.zeros_like(y)
+    for row in range(y.shape[0]):
+        for start in range(0, y.shape[1], 4):
+            for i in best_two(y[row, start : start + 4]):
+                a[row, start + i] = max(y[row, start + i], 0) ** 2
+    return a
+
+
+def soft_shrunk(w: np.ndarray) -> np.ndarray:
+    """S(w), groups of four along the rows of w (axis 0)."""
+    s = np.zeros_like(w)
+    for column in range(w.shape[1]):
+        for start in range(0, w.shape[0], 4):
+            group = w[start : start + 4, column]
+            shrunk = np.maximum(np.abs(group) - np.sort(np.abs(group))[1], 0)
+            s[start : start + 4, column] = np.sign(group) * shrunk
+    return s
+
+
+def beta_of(w: np.ndarray, s: np.ndarray) -> float:
+    return (w * s).sum() / (s * s).sum()
+
+
+def soft_thresholded(w: np.ndarray) -> np.ndarray:
+    s = soft_shrunk(w)
+    return beta_of(w, s) * s
+
+
+def test_rms_norm_matches_numpy():
+    layer = RMSNorm(8, 1e-3, jnp.float32)
+    layer.scale[...] = jnp.asarray(normal(8, seed=1))
+    x = normal(2, 3, 8)
+    expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-3) * normal(8, seed=1)
+    np.testing.assert_allclose(layer(x), expected, rtol=1e-5)
+
+
+def test_rms_norm_works_in_float32_inside_a_bfloat16_model():
+    # 256 + 1/2 vanishes in bfloat16: squared and summed there, the mean would be off.
+    x = jnp.full((1, 512), 1.0, jnp.bfloat16).at[0, 0].set(16.0)
+    out = RMSNorm(512, 0.0, jnp.bfloat16)(x)
+    assert out.dtype == jnp.bfloat16
+    expected = 1 / np.sqrt((511 + 256) / 512)
+    np.testing.assert_allclose(float(out[0, 1]), expected, rtol=2**-8)
+
+
+def test_rotary_embedding_is_a_complex_rotation():
+    x = normal(2, 5, 3, 8)
+    positions = np.array([0, 1, 2, 7, 100])
+    frequency = 10_000.0 ** (-2 * np.arange(4) / 8)
+    turn = np.exp(1j * positions[:, None] * frequency)[None, :, None, :]
+    turned = (x[..., :4] + 1j * x[..., 4:]) * turn
+    expected = np.concatenate([turned.real, turned.imag], -1)
+    got = rotary_embedding(x, jnp.asarray(positions), base=10_000.0)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_rotary_scores_depend_on_the_distance_only():
+    x = jnp.asarray(normal(1, 2, 1, 16))
+    scores = []
+    for offset in (0, 1000):
+        rotated = rotary_embedding(x, offset + jnp.arange(2), base=10_000.0)
+        scores.append(jnp.vdot(rotated[0, 0, 0], rotated[0, 1, 0]))
+    np.testing.assert_allclose(*scores, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_matches_numpy(kv_heads):
+    heads, head_dim, sequence, offset = 4, 4, 6, 3
+    layer = Attention(D, heads, kv_heads=kv_heads, rngs=nnx.Rngs(0))
+    x = normal(2, sequence, D)
+
+    def rotate(v):
+        positions = offset + np.arange(sequence)
+        frequency = 10_000.0 ** (-np.arange(2) / 2)
+        turn = np.exp(1j * positions[:, None] * frequency)[None, :, None, :]
+        turned = (v[..., :2] + 1j * v[..., 2:]) * turn
+        return np.concatenate([turned.real, turned.imag], -1)
+
+    def project(w, n):
+        return (x @ np.asarray(w[...])).reshape(2, sequence, n, head_dim)
+
+    query = rotate(project(layer.w_query, heads))
+    key = rotate(project(layer.w_key, kv_heads))
+    value = project(layer.w_value, kv_heads)
+    mixed = np.zeros((2, sequence, heads, head_dim))
+    for batch in range(2):
+        for head in range(heads):
+            group = head // (heads // kv_heads)
+            for t in range(sequence):
+                seen = key[batch, : t + 1, group]
+                score = np.exp(seen @ query[batch, t, head] / np.sqrt(head_dim))
+                mixed[batch, t, head] = (
+                    score @ value[batch, : t + 1, group] / score.sum()
+                )
+    expected = mixed.reshape(2, sequence, D) @ np.asarray(layer.w_out[...])
+    np.testing.assert_allclose(layer(x, offset=offset), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_refuses_uneven_heads():
+    with pytest.raises(ValueError, match="kv_heads=3"):
+        Attention(16, 4, kv_heads=3, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "dtype", "head_dim", "expected", "reason"),
+    [
+        ("cpu", None, jnp.bfloat16, 128, "xla", "needs a GPU"),
+        ("gpu", "9.0", jnp.float32, 128, "xla", "not float32"),
+        ("gpu", "9.0", jnp.bfloat16, 128, "cudnn", "available"),
+        ("gpu", "9.0", jnp.bfloat16, 256, "cudnn", "available"),
+        ("gpu", "8.0", jnp.bfloat16, 256, "xla", "up to 128"),
+        ("gpu", "9.0", jnp.float16, 20, "xla", "multiple of 8"),
+    ],
+)
+def test_attention_implementation(
+    platform, capability, dtype, head_dim, expected, reason
+):
+    device = SimpleNamespace(platform=platform, compute_capability=capability)
+    implementation, why = attention_implementation(head_dim, dtype, device)
+    assert implementation == expected
+    assert reason in why
+
+
+@pytest.mark.parametrize("sparsity", [DENSE, WEIGHTS, TWO_FOUR, VENOM])
+def test_relu2_ffn_matches_numpy(sparsity):
+    layer = SparseFFN(D, F, sparsity=sparsity, rngs=nnx.Rngs(0))
+    w_up, w_down = np.asarray(layer.w_up[...]), np.asarray(layer.w_down[...])
+    x = normal(2, 7, D)
+    tokens = x.reshape(-1, D)
+    y = tokens @ (soft_thresholded(w_up) if sparsity.weights else w_up)
+    a = masked_rows(y) if sparsity.activations else np.maximum(y, 0) ** 2
+    if sparsity.experts:
+        blocks = (w_up / np.linalg.norm(w_up, axis=0)).reshape(D, 4, F // 4).mean(-1)
+        cosine = tokens @ (blocks / np.linalg.norm(blocks, axis=0))
+        expert_of_neuron = np.arange(F) // (F // 4)
+        a[cosine.argmax(-1)[:, None] != expert_of_neuron[None, :]] = 0
+    expected = (a @ w_down).reshape(x.shape)
+    np.testing.assert_allclose(layer(x), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sparsity", [DENSE, WEIGHTS])
+def test_swiglu_ffn_matches_numpy(sparsity):
+    layer = SparseFFN(D, F, activation="swiglu", sparsity=sparsity, rngs=nnx.Rngs(0))
+    read = soft_thresholded if sparsity.weights else np.asarray
+    w_gate, w_up = (read(np.asarray(w[...])) for w in (layer.w_gate, layer.w_up))
+    x = normal(5, D)
+    gate = x @ w_gate
+    expected = (gate / (1 + np.exp(-gate)) * (x @ w_up)) @ np.asarray(layer.w_down[...])
+    np.testing.assert_allclose(layer(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_initial_weights_have_their_fan_in_deviation():
+    layer = SparseFFN(64, 256, down_scale=0.5, rngs=nnx.Rngs(0))
+    # 16384 samples: the deviation is known to about 0.6 %
+    np.testing.assert_allclose(layer.w_up[...].std(), 1 / 8, rtol=0.03)
+    np.testing.assert_allclose(layer.w_down[...].std(), 0.5 / 16, rtol=0.03)
+
+
+def test_scales_are_those_of_the_masters_and_frozen_until_refreshed():
+    layer = SparseFFN(D, F, sparsity=WEIGHTS, rngs=nnx.Rngs(0))
+
+    def betas():
+        # S(W2^T): groups along d are rows of the transposed weight
+        weights = np.asarray(layer.w_up[...]), np.asarray(layer.w_down[...]).T
+        return [beta_of(w, soft_shrunk(w)) for w in weights]
+
+    before = np.asarray(layer.scales[...])
+    np.testing.assert_allclose(before, betas(), rtol=1e-4)
+    layer.w_up[...] = layer.w_up[...] ** 3
+    np.testing.assert_array_equal(layer.scales[...], before)
+    layer.refresh_scales()
+    np.testing.assert_allclose(layer.scales[...], betas(), rtol=1e-4)
+    assert abs(layer.scales[...][0] - before[0]) > 0.05
+
+
+def test_widths_without_groups_of_four_stay_usable_when_dense():
+    layer = SparseFFN(6, 10, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(layer.scales[...], [1, 1])
+    assert layer(normal(3, 6)).shape == (3, 6)
+    with pytest.raises(ValueError, match="d_model=6"):
+        layer.set_sparsity(WEIGHTS)
+
+
+def test_shapes_and_settings_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="activations=.*silu"):
+        SparseFFN(D, F, activation="swiglu", sparsity=TWO_FOUR, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="d_hidden=40 is not a multiple of m=16"):
+        SparseFFN(D, 40, sparsity=VENOM, rngs=nnx.Rngs(0))
+    layer = SparseFFN(D, F, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="d_model=16"):
+        layer(normal(3, F))
+    with pytest.raises(ValueError, match="no experts to cluster"):
+        layer.cluster()
+
+
+def test_hash_router_needs_token_ids():
+    sparsity = FFNSparsity(activations=VNM(4, 2, 16), router="token_hash")
+    layer = SparseFFN(D, F, sparsity=sparsity, rngs=nnx.Rngs(0))
+    x = normal(2, 5, D)
+    with pytest.raises(ValueError, match="token_hash.*token_ids"):
+        layer(x)
+    # one token id, one expert: hidden values of all tokens lie in the same block
+    ids = jnp.full((2, 5), 17)
+    assert len(set(layer.route(x.reshape(-1, D), ids)[:, 0].tolist())) == 1
+    assert layer(x, token_ids=ids).shape == x.shape
+
+
+def test_set_sparsity_adds_keeps_and_drops_centres():
+    holder = nnx.List([SparseFFN(D, F, rngs=nnx.Rngs(i)) for i in range(2)])
+    assert [ffn.centres for ffn in sparse_ffns(holder)] == [None, None]
+    set_sparsity(holder, VENOM)
+    first = sparse_ffns(holder)[0]
+    assert first.centres[...].shape == (4, D)
+    np.testing.assert_allclose(
+        np.linalg.norm(first.centres[...], axis=-1), np.ones(4), rtol=1e-5
+    )
+    first.cluster()
+    clustered = first.centres[...]
+    set_sparsity(holder, FFNSparsity(activations=VNM(8, 2, 16), experts_per_token=2))
+    np.testing.assert_array_equal(first.centres[...], clustered)
+    set_sparsity(holder, FFNSparsity(activations=VNM(4, 2, 8)))
+    assert first.centres[...].shape == (2, D)
+    set_sparsity(holder, TWO_FOUR)
+    assert first.centres is None
+
+
+@pytest.mark.parametrize("sparsity", [WEIGHTS, TWO_FOUR, VENOM])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_packing_changes_no_bit(sparsity, dtype):
+    layer = SparseFFN(D, F, sparsity=sparsity, dtype=dtype, rngs=nnx.Rngs(0))
+    x = jnp.asarray(normal(9, D), dtype)
+
+    @nnx.jit
+    def value_and_grads(layer, x):
+        def loss(layer, x):
+            return jnp.sum(layer(x).astype(jnp.float32) ** 2)
+
+        return nnx.value_and_grad(loss, argnums=(0, 1))(layer, x)
+
+    unpacked = value_and_grads(layer, x)
+    layer.pack()
+    assert isinstance(layer.packed, PackedWeights)
+    chex.assert_trees_all_equal(
+        jax.tree.leaves(value_and_grads(layer, x)), jax.tree.leaves(unpacked)
+    )
+
+
+def test_packed_weights_are_a_snapshot_until_packed_again():
+    layer = SparseFFN(D, F, sparsity=WEIGHTS, rngs=nnx.Rngs(0))
+    x = normal(3, D)
+    layer.pack()
+    before = layer(x)
+    # GEMM 1 reads the snapshot of w_up; w_down is read densely in the forward
+    layer.w_up[...] = -layer.w_up[...]
+    np.testing.assert_array_equal(layer(x), before)
+    layer.pack()
+    after = layer(x)
+    assert np.abs(after - before).max() > 0.1
+    layer.unpack()
+    np.testing.assert_array_equal(layer(x), after)
+
+
+def test_packing_dense_weights_leaves_nothing():
+    layer = SparseFFN(
+        D, F, sparsity=FFNSparsity(activations=NM(2, 4)), rngs=nnx.Rngs(0)
+    )
+    layer.pack()
+    assert layer.packed is None
+
+
+def test_whatever_changes_the_read_weights_drops_the_packed_ones():
+    layer = SparseFFN(D, F, sparsity=VENOM, rngs=nnx.Rngs(0))
+    for change in (
+        layer.refresh_scales,
+        layer.cluster,
+        lambda: layer.set_sparsity(WEIGHTS),
+    ):
+        layer.pack()
+        assert layer.packed is not None
+        change()
+        assert layer.packed is None
+
+
+def test_clustering_preserves_the_function_and_returns_the_permutation():
+    layer = SparseFFN(D, F, sparsity=VENOM, rngs=nnx.Rngs(0))
+    x = normal(9, D)
+    dense = nnx.clone(layer)
+    dense.set_sparsity(DENSE)
+    before = dense(x)
+    w_up, w_down = layer.w_up[...], layer.w_down[...]
+    sparse_before = layer(x)
+    order = layer.cluster()
+    np.testing.assert_array_equal(np.sort(order), np.arange(F))
+    np.testing.assert_array_equal(layer.w_up[...], w_up[:, order])
+    np.testing.assert_array_equal(layer.w_down[...], w_down[order])
+    dense = nnx.clone(layer)
+    dense.set_sparsity(DENSE)
+    np.testing.assert_allclose(dense(x), before, rtol=1e-4, atol=1e-5)
+    # ... whereas the sparse function, which sees the experts, is another one
+    assert np.abs(layer(x) - sparse_before).max() > 1e-2
+
+
+def test_clustering_finds_planted_experts_and_sets_their_centres():
+    layer = SparseFFN(D, F, sparsity=VENOM, rngs=nnx.Rngs(0))
+    directions = np.linalg.qr(normal(D, D))[0][:, :4]
+    planted = np.random.default_rng(3).permutation(np.arange(F) % 4)
+    layer.w_up[...] = jnp.asarray(directions[:, planted] + 0.01 * normal(D, F))
+    order = np.asarray(layer.cluster())
+    for expert in range(4):
+        members = planted[order[expert * 16 : (expert + 1) * 16]]
+        assert len(set(members.tolist())) == 1
+        centre = layer.centres[...][expert]
+        assert float(centre @ directions[:, members[0]]) > 0.99
+    # Grouped already: a warm start keeps every expert's neurons together.
+    again = np.asarray(layer.cluster(warm_start=True))
+    np.testing.assert_array_equal(again // 16, np.arange(F) // 16)
+
+
+def test_stacked_layers_pack_rescale_and_cluster_like_single_ones():
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def stack(rngs):
+        return SparseFFN(D, F, sparsity=VENOM, rngs=rngs)
+
+    stacked = stack(nnx.Rngs(0))
+
+    def layer_of(i):
+        graph, state = nnx.split(stacked)
+        return nnx.clone(nnx.merge(graph, jax.tree.map(lambda v: v[i], state)))
+
+    singles = [layer_of(i) for i in range(2)]
+    x = normal(9, D)
+    with pytest.raises(ValueError, match="stacks several layers"):
+        stacked(x)
+    for layer in (stacked, *singles):
+        layer.w_up[...] = 2 * layer.w_up[...] ** 3
+        layer.refresh_scales()
+    cluster = nnx.jit(SparseFFN.cluster)
+    orders = [cluster(layer) for layer in singles]
+    np.testing.assert_array_equal(cluster(stacked), np.stack(orders))
+    for layer in (stacked, *singles):
+        layer.pack()
+    for i, single in enumerate(singles):
+        chex.assert_trees_all_close(
+            jax.tree.leaves(nnx.state(layer_of(i))),
+            jax.tree.leaves(nnx.state(single)),
+            rtol=1e-5,
+        )
+        np.testing.assert_allclose(layer_of(i)(x), single(x), rtol=1e-4, atol=1e-5)
+    set_sparsity(stacked, FFNSparsity(activations=VNM(4, 2, 8)))
+    assert stacked.centres[...].shape == (2, 2, D)
+
+
+@pytest.mark.parametrize("sparsity", [DENSE, TWO_FOUR, VENOM])
+def test_a_training_loop_of_ones_own_learns(sparsity):
+    layer = SparseFFN(D, F, sparsity=sparsity, rngs=nnx.Rngs(0))
+    optimiser = nnx.Optimizer(layer, optax.adam(1e-2), wrt=nnx.Param)
+    x = jnp.asarray(normal(64, D))
+    target = jnp.tanh(x[:, ::-1])
+
+    @nnx.jit
+    def step(layer, optimiser):
+        def loss_of(layer):
+            return jnp.mean((layer(x) - target) ** 2)
+
+        loss, grads = nnx.value_and_grad(loss_of)(layer)
+        optimiser.update(layer, grads)
+        return loss
+
+    losses = [float(step(layer, optimiser)) for _ in range(60)]
+    assert losses[-1] < 0.5 * losses[0]
