@@ -126,6 +126,7 @@ def decompress(c: Compressed) -> Num[Array, "..."]:
     rows, kept_cols = c.values.shape[-2:]
     grouped = (*c.values.shape[:-1], kept_cols // pattern.n, pattern.n)
     values, metadata = c.values.reshape(grouped), c.metadata.reshape(grouped)
+    assert c.columns is not None
     columns = repeat_row_blocks(c.columns, pattern, rows).astype(jnp.int32)
     offsets = jnp.zeros(grouped, jnp.int32)
     for position in range(4):

@@ -58,7 +58,7 @@ def balanced_clusters(
         sizes = np.bincount(np.asarray(initial), minlength=experts)
         if initial.shape != (d_hidden,) or np.any(sizes != d_hidden // experts):
             raise ValueError(
-                f"initial has shape {initial.shape} and cluster sizes {sizes.tolist()}, "
+                f"initial has shape {initial.shape}, cluster sizes {sizes.tolist()}, "
                 f"not {d_hidden // experts} neurons in each of {experts} experts; pass "
                 f"what balanced_clusters returned, or None"
             )

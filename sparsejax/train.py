@@ -151,7 +151,7 @@ def train_step(
     )
     loss, gradient = jax.tree.map(lambda x: x / count, (loss, gradient))
     updates, moments = optimizer.update(gradient, state.moments, params)
-    params = optax.apply_updates(params, updates)
+    params = jax.tree.map(jnp.add, params, updates)
     report = {"loss": loss, "gradient_norm": optax.global_norm(gradient)}
     state = replace(state, step=state.step + 1, params=params, moments=moments)
     return state, report
@@ -173,12 +173,13 @@ class Run:
                 f"--model.vocab-size {-(-vocabulary // 64) * 64}"
             )
         self.optimizer = make_optimizer(config.optimizer, config.steps)
-        self.validation = validation_batches(
+        held_out = validation_batches(
             self.corpus,
             config.data,
             batch_size=config.batch_size // config.micro_batches,
             batches=config.eval_batches,
         )
+        self.validation = [jnp.asarray(tokens) for tokens in held_out]
         self.graph = lru_cache(maxsize=None)(self._graph)
         self.step = lru_cache(maxsize=None)(self._step)
 
@@ -444,7 +445,7 @@ class _Loop:
             "step",
             loss=float(report["loss"]),
             gradient_norm=float(report["gradient_norm"]),
-            learning_rate=float(schedule(self.step - 1)),
+            learning_rate=float(jnp.asarray(schedule(self.step - 1))),
             **(speed if math.isfinite(rate) else {}),
         )
 
@@ -492,10 +493,10 @@ class _Loop:
     def recluster(self) -> None:
         every = self.config.phases.recluster_every
         start = sum(phase.steps for phase in self.run.phases[: self.phase_index])
-        if self.phase.sparsity.experts and self.step > start:
-            if self._is_due(every, self.step - start):
-                self.state = self.run.recluster(self.state, self.phase.sparsity)
-                self.record("recluster")
+        steps = self.step - start
+        if self.phase.sparsity.experts and steps and self._is_due(every, steps):
+            self.state = self.run.recluster(self.state, self.phase.sparsity)
+            self.record("recluster")
 
     def save(self, *, permanent: bool = False, blocking: bool = False) -> None:
         self.checkpoints.save(

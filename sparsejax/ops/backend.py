@@ -54,6 +54,10 @@ class Implementation:
     """What runs, in words, and the share of the dense FLOPs that it executes."""
 
 
+type Implementations = Mapping[Backend, Implementation]
+"""Of one operation, by backend."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decision:
     """The backend chosen for one GEMM, and everything the choice rests on."""
@@ -80,7 +84,7 @@ def current_platform() -> str:
 def choose_backend(
     spec: GemmSpec,
     requested: Backend | None,
-    implementations: Mapping[Backend, Implementation],
+    implementations: Implementations,
 ) -> Decision:
     """The decision for `spec`.
 
@@ -117,7 +121,7 @@ def choose_backend(
 def _why_unsupported(
     spec: GemmSpec,
     backend: Backend,
-    implementations: Mapping[Backend, Implementation],
+    implementations: Implementations,
 ) -> str | None:
     if backend not in implementations:
         kind = "grouped" if spec.experts else str(spec.pattern or "dense")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from sparsejax.ops.backend import GemmSpec, Implementation
+from sparsejax.ops.backend import GemmSpec, Implementation, Implementations
 
 
 def dense_matmul(
@@ -33,7 +33,7 @@ def _describe(spec: GemmSpec) -> tuple[str, float]:
     return f"dense GEMM by {library}", 1.0
 
 
-IMPLEMENTATIONS = {
+IMPLEMENTATIONS: Implementations = {
     "reference": Implementation(
         run=_reference,
         why_unsupported=lambda spec: None,

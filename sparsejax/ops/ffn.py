@@ -10,7 +10,6 @@ With everything dense it is the derivative.
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from sparsejax.ops import ffn_all_neurons, ffn_by_expert
@@ -60,7 +59,7 @@ def ffn(
     backends = tuple(decision.backend for decision in spec.explain(backend))
     if sparsity.weights is None:
         packed = None
-    elif packed is None:
+    elif packed is None and scales is not None:
         packed = pack_ffn(w_up, w_down, sparsity=sparsity, scales=scales, dtype=x.dtype)
     if not sparsity.experts or sparsity.router == "true_mass":
         expert_index = None
@@ -107,7 +106,10 @@ def _forward(sparsity, backends, x, w_up, w_down, packed, expert_index):
 
 
 def _as_read(dtype, w_up, w_down, packed) -> FFNWeights:
-    return FFNWeights(w_up.astype(dtype), w_down.astype(dtype), packed)
+    w_up, w_down = w_up.astype(dtype), w_down.astype(dtype)
+    if packed is None:
+        return FFNWeights(w_up, w_down)
+    return FFNWeights(w_up, w_down, packed.up, packed.down)
 
 
 def _fwd(sparsity, backends, x, w_up, w_down, packed, expert_index, key):

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsejax.ops.ffn_weights import FFNWeights, multiply, multiply_by_weight
 from sparsejax.ops.ffn_spec import FFNSparsity
+from sparsejax.ops.ffn_weights import FFNWeights, multiply, multiply_by_weight
 from sparsejax.ops.token_sparsity import (
     densest_features,
     fixed_token_order,
     sparsify_tokens,
 )
+from sparsejax.patterns import NM
 from sparsejax.pruning import magnitude_mask, nm_mask
 
 
@@ -30,9 +31,9 @@ def forward(
 ) -> tuple[jax.Array, Residuals]:
     """Y (tokens, d_model), and what the backward needs."""
     # (T, F) = (T, d) @ (d, F)
-    y_up = multiply_by_weight(backends[0], x, w.up, w.packed and w.packed.up)
+    y_up = multiply_by_weight(backends[0], x, w.up, w.packed_up)
     hidden = kept = jax.nn.relu(y_up)
-    if sparsity.activations is not None:
+    if isinstance(sparsity.activations, NM):
         # by the signed value of Y1, which orders relu(Y1)^2 as well
         kept = keep_once(jnp.where(nm_mask(y_up, sparsity.activations), hidden, 0))
     # (T, d) = (T, F) @ (F, d)
@@ -57,9 +58,9 @@ def backward(
     """dX (tokens, d_model), dW1 and dW2 in float32."""
     x, hidden = residuals
     # (T, F) = (T, d) @ (d, F)
-    da = multiply_by_weight(backends[2], dy, w.down.T, w.packed and w.packed.down)
+    da = multiply_by_weight(backends[2], dy, w.down.T, w.packed_down)
     dy_up = selected = da * 2 * hidden
-    if sparsity.activations is not None and not sparsity.mask_reuse:
+    if isinstance(sparsity.activations, NM) and not sparsity.mask_reuse:
         mask = magnitude_mask(dy_up, sparsity.activations)
         selected = jnp.where(mask, dy_up, 0)
     # (T, d) = (T, F) @ (F, d)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sparsejax.formats import Compressed, decompress
 from sparsejax.ops.ffn_all_neurons import keep_once, weight_gradients
 from sparsejax.ops.ffn_spec import FFNSparsity
 from sparsejax.ops.ffn_weights import FFNWeights, multiply_by_weight
@@ -19,8 +20,7 @@ from sparsejax.ops.token_sparsity import (
     fixed_token_order,
     sparsify_tokens,
 )
-from sparsejax.formats import Compressed, decompress
-from sparsejax.patterns import NM
+from sparsejax.patterns import NM, VNM
 from sparsejax.pruning import magnitude_mask, nm_mask
 from sparsejax.router import (
     Dispatch,
@@ -55,16 +55,16 @@ def forward(
 ) -> tuple[jax.Array, Residuals]:
     """Y (tokens, d_model), and what the backward needs."""
     hidden = None
-    packed = w.packed and w.packed.up
     if sparsity.skip_blocks:
         routed = _dispatch(sparsity, expert_index)
         # (rows, F / E) = (rows, d) @ (E, d, F / E)
-        w_up = _columns_by_expert(_weight(w.up, packed), routed.experts)
+        w_up = _columns_by_expert(_weight(w.up, w.packed_up), routed.experts)
         y_rows = _grouped(backends[0], gather_rows(x, routed), w_up, routed)
     else:
         # (T, F) = (T, d) @ (d, F)
-        y_up = multiply_by_weight(backends[0], x, w.up, packed)
+        y_up = multiply_by_weight(backends[0], x, w.up, w.packed_up)
         if sparsity.router == "true_mass":
+            assert sparsity.experts is not None
             expert_index = true_mass(
                 y_up, sparsity.experts, experts_per_token=sparsity.experts_per_token
             )
@@ -91,16 +91,15 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dX (tokens, d_model), dW1 and dW2 in float32."""
     x, hidden_rows, hidden, routed = residuals
-    packed = w.packed and w.packed.down
     dy_rows = gather_rows(dy, routed)
     da = None
     if sparsity.skip_blocks:
         # (rows, F / E) = (rows, d) @ (E, d, F / E)
-        w_down = _rows_by_expert(_weight(w.down, packed), routed.experts)
+        w_down = _rows_by_expert(_weight(w.down, w.packed_down), routed.experts)
         da_rows = _grouped(backends[2], dy_rows, w_down.swapaxes(1, 2), routed)
     else:
         # (T, F) = (T, d) @ (d, F)
-        da = multiply_by_weight(backends[2], dy, w.down.T, packed)
+        da = multiply_by_weight(backends[2], dy, w.down.T, w.packed_down)
         da_rows = _own_neurons(da, routed)
     dy_up_rows = selected = da_rows * 2 * hidden_rows
     if not sparsity.mask_reuse:
@@ -114,11 +113,11 @@ def backward(
             sparsity, backends, x, dy_up_rows, hidden_rows**2, dy_rows, key, routed
         )
         return dx, dw_up, dw_down
-    if hidden is None:
+    if hidden is not None and da is not None:
+        dy_up = da * 2 * hidden
+    else:
         dy_up = _all_neurons(dy_up_rows, routed)
         hidden = _all_neurons(hidden_rows, routed)
-    else:
-        dy_up = da * 2 * hidden
     dw_up, dw_down = weight_gradients(sparsity, backends, x, dy_up, hidden**2, dy, key)
     return dx, dw_up, dw_down
 
@@ -151,18 +150,19 @@ def _weight_gradients_by_expert(
     dw_up = grouped_outer(x_rows, dy_up_rows, *tiles, backend=backends[4])
     # (E, F / E, d) = (E, F / E, rows of e) @ (E, rows of e, d)
     dw_down = grouped_outer(a_rows, dy_rows, *tiles, backend=backends[5])
-    experts, d_model, _ = dw_up.shape
+    d_model = dw_up.shape[1]
     dw_up = dw_up.swapaxes(0, 1).reshape(d_model, -1)
     return dw_up, dw_down.reshape(-1, d_model)
 
 
-def _dispatch(sparsity: FFNSparsity, expert_index: jax.Array) -> Dispatch:
+def _dispatch(sparsity: FFNSparsity, expert_index: jax.Array | None) -> Dispatch:
+    assert isinstance(sparsity.activations, VNM) and expert_index is not None
     order = None
     if sparsity.token_sparsity and sparsity.permute_tokens:
         # inside an expert the tokens follow the fixed order: no second permutation
         order = jnp.asarray(fixed_token_order(expert_index.shape[0]))
-    v, experts = sparsity.activations.v, sparsity.experts
-    return dispatch(expert_index, experts, v, token_order=order)
+    pattern = sparsity.activations
+    return dispatch(expert_index, pattern.experts, pattern.v, token_order=order)
 
 
 def _used_tiles(routed: Dispatch) -> jax.Array:

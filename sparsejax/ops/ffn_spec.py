@@ -19,7 +19,7 @@ from sparsejax.ops.backend import (
     Backend,
     Decision,
     GemmSpec,
-    Implementation,
+    Implementations,
     choose_backend,
     current_platform,
 )
@@ -227,9 +227,7 @@ class FFNSpec:
         )
 
 
-def implementations_of(
-    gemm: GemmSpec, *, outer: bool = False
-) -> Mapping[Backend, Implementation]:
+def implementations_of(gemm: GemmSpec, *, outer: bool = False) -> Implementations:
     """The implementations of the operation that `gemm` is a call of."""
     if gemm.experts is not None:
         if outer:

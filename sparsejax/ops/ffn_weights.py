@@ -32,7 +32,8 @@ class FFNWeights(NamedTuple):
 
     up: jax.Array
     down: jax.Array
-    packed: PackedFFN | None
+    packed_up: Compressed | None = None
+    packed_down: Compressed | None = None
 
 
 def pack_ffn(
@@ -89,7 +90,7 @@ def multiply(
     *,
     out_dtype: jnp.dtype | None = None,
 ) -> jax.Array:
-    """`lhs @ rhs` where neither is a packed weight; a sparse activation comes masked."""
+    """`lhs @ rhs`, neither a packed weight; a sparse activation comes masked."""
     run = dense_matmul.IMPLEMENTATIONS[backend].run
     return run(lhs, rhs, out_dtype=out_dtype)
 

@@ -16,8 +16,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from sparsejax.ops.backend import Backend, Decision, GemmSpec, choose_backend
-from sparsejax.ops.backend import current_platform
+from sparsejax.ops.backend import (
+    Backend,
+    Decision,
+    GemmSpec,
+    choose_backend,
+    current_platform,
+)
 from sparsejax.ops.ffn_spec import (
     DENSE,
     FFNSparsity,

@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from sparsejax.ops.backend import (
     Backend,
-    Decision,
     GemmSpec,
     Implementation,
+    Implementations,
     choose_backend,
     current_platform,
 )
@@ -176,13 +176,15 @@ def _outer_by_tiles(lhs, rhs, tile_expert, used_tiles, experts):
     accumulate = jnp.promote_types(lhs.dtype, jnp.float32)
 
     def expert(_, ends):
+        first, end = ends
+
         def tile(i, out):
             a = lax.dynamic_slice_in_dim(lhs, i * v, v)
             b = lax.dynamic_slice_in_dim(rhs, i * v, v)
             return out + dense_matmul(a.T, b, out_dtype=accumulate)
 
         zeros = jnp.zeros((lhs.shape[1], rhs.shape[1]), accumulate)
-        return None, lax.fori_loop(*ends, tile, zeros)
+        return None, lax.fori_loop(first, end, tile, zeros)
 
     return lax.scan(expert, None, _tile_ranges(tile_expert, used_tiles, experts))[1]
 
@@ -260,7 +262,7 @@ def _describe_reference(spec: GemmSpec) -> tuple[str, float]:
     return f"{spec.experts} dense GEMMs, each row's own one kept", 1.0
 
 
-IMPLEMENTATIONS = {
+IMPLEMENTATIONS: Implementations = {
     "reference": Implementation(
         run=_matmul_reference,
         why_unsupported=lambda spec: None,
@@ -270,7 +272,7 @@ IMPLEMENTATIONS = {
         run=_matmul_xla, why_unsupported=lambda spec: None, describe=_describe
     ),
 }
-OUTER_IMPLEMENTATIONS = {
+OUTER_IMPLEMENTATIONS: Implementations = {
     "reference": Implementation(
         run=_outer_reference,
         why_unsupported=lambda spec: None,

@@ -18,6 +18,7 @@ from sparsejax.ops.backend import (
     Decision,
     GemmSpec,
     Implementation,
+    Implementations,
     choose_backend,
     current_platform,
 )
@@ -142,7 +143,8 @@ def _kept(cotangent: jax.Array, like: Compressed) -> Compressed:
 
     _, pull_back = jax.vjp(dense, like.values)
     (values,) = pull_back(cotangent.astype(like.values.dtype))
-    return replace(like, values=values, metadata=None, columns=None)
+    # None is JAX's cotangent of an integer array
+    return Compressed(values, None, None, like.pattern, like.axis)  # pyrefly: ignore[bad-argument-type]
 
 
 def _multiply(lhs, rhs, *, precision: lax.Precision | None = None) -> jax.Array:
@@ -157,7 +159,7 @@ def _describe(spec: GemmSpec) -> tuple[str, float]:
     return f"dense GEMM over the masked {operand}; skips nothing", 1.0
 
 
-IMPLEMENTATIONS = {
+IMPLEMENTATIONS: Implementations = {
     "reference": Implementation(
         run=partial(_multiply, precision=lax.Precision.HIGHEST),
         why_unsupported=lambda spec: None,

@@ -62,5 +62,6 @@ def sparsify_tokens(
     if method == "magnitude":
         sparse = jnp.where(magnitude_mask(x, axis=0), x, 0)
     else:
+        assert key is not None  # checked by the caller, who knows its name
         sparse = mvue(key, x, axis=0, exact=method == "mvue")
     return jnp.where(dense, x, sparse)

@@ -1,17 +1,15 @@
 """The six GEMMs: every combination against the masked dense oracle."""
 
-from dataclasses import replace
 from itertools import product
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ffn_oracle import ffn_oracle
 
-from sparsejax.ops.ffn import ffn, pack_ffn
-from sparsejax.ops.ffn_spec import DENSE, FFNSparsity, FFNSpec
+from ffn_oracle import ffn_oracle
+from sparsejax.ops.ffn import ffn
+from sparsejax.ops.ffn_spec import FFNSparsity
 from sparsejax.ops.token_sparsity import fixed_token_order
 from sparsejax.patterns import NM, VNM
 
