@@ -23,9 +23,10 @@ from sparsejax.pruning import (
 )
 
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
-# Few distinct values, so that ties, zeros of both signs, NaN, infinities and
+# Few distinct values, so that ties, zeros and NaN of both signs, infinities and
 # subnormals (1e-40 in float32 and bfloat16) meet in one group.
-AWKWARD = (0.0, -0.0, 1.0, -1.0, 2.5, -3.0, np.inf, -np.inf, np.nan, 1e-40, -2e-40)
+FINITE = (0.0, -0.0, 1.0, -1.0, 2.5, -3.0, 1e-40, -2e-40)
+AWKWARD = (*FINITE, np.inf, -np.inf, np.nan, np.copysign(np.nan, -1.0))
 
 
 def awkward_arrays(shape):
