@@ -15,7 +15,7 @@ def test_experts_are_a_quarter_of_m():
 
 
 def test_patterns_are_hashable_values():
-    assert TWO_FOUR == NM(2, 4)
+    assert NM(2, 4) == TWO_FOUR
     assert len({NM(2, 4), NM(2, 4), VNM(1, 2, 4), VNM(1, 2, 4)}) == 2
 
 
