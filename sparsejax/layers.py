@@ -433,7 +433,7 @@ def sparse_ffns(module: nnx.Module) -> list[SparseFFN]:
 
 
 def set_sparsity(module: nnx.Module, sparsity: FFNSparsity) -> None:
-    """Sets the sparsity of every `SparseFFN` in the module: `SparseFFN.set_sparsity`."""
+    """Calls `SparseFFN.set_sparsity` on every `SparseFFN` in the module."""
     for part in sparse_ffns(module):
         part.set_sparsity(sparsity)
 

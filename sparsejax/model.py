@@ -71,7 +71,7 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """Embedding, `config.layers` blocks, final norm, head.
 
-    The parameters of the blocks are stacked, (layers, ...), under `blocks`: one block is
+    The blocks' parameters are stacked, (layers, ...), under `blocks`: one block is
     traced and compiled, whatever the depth. Residual stream in `config.dtype`; norms,
     softmax and logits in float32.
     """
