@@ -196,6 +196,12 @@ class TrainConfig:
         for name in ("eval_batches", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.model.activation == "swiglu" and self.recipe in ("default", "paper"):
+            raise ValueError(
+                f"recipe={self.recipe!r} makes activations sparse, which "
+                f"model.activation='swiglu' cannot be (silu is nowhere zero); use "
+                f"--recipe weights or --model.activation relu2"
+            )
         if self.batch_size % self.micro_batches:
             raise ValueError(
                 f"batch_size={self.batch_size} is not a multiple of micro_batches="

@@ -102,7 +102,9 @@ def choose_backend(
         if why is None:
             path, share = implementations[backend].describe(spec)
             refused = "; ".join(f"{name}: {text}" for name, text in refusals.items())
-            reason = "requested" if requested else f"first that can run it ({refused})"
+            reason = "as requested"
+            if requested is None:
+                reason = "the first that can run it" + (f"; {refused}" * bool(refused))
             return Decision(
                 spec=spec,
                 backend=backend,

@@ -1,0 +1,1 @@
+"""Experiments that people run; each script says how in its first lines."""

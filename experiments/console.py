@@ -1,0 +1,262 @@
+"""What a run prints: the plan before it, a progress bar during, the result after."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import astuple
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from sparsejax import plan
+from sparsejax.config import TrainConfig
+from sparsejax.layers import attention_implementation
+from sparsejax.metrics import ffn_decisions
+from sparsejax.ops.ffn_spec import FFNSparsity
+from sparsejax.patterns import Pattern
+from sparsejax.recipe import Phase, phases
+
+STDOUT = Console(highlight=False)
+STDERR = Console(highlight=False, stderr=True)
+
+
+def say(text: str, *, error: bool = False) -> None:
+    """One line, on standard output or standard error."""
+    (STDERR if error else STDOUT).print(text, soft_wrap=True)
+
+
+def announce(config: TrainConfig, *, predicted: bool = False) -> None:
+    """Device, size, FLOPs, phases, the path of each GEMM; with `predicted` also the
+    memory and the expected speed-up."""
+    device = jax.devices()[0]
+    model = config.model
+    count = plan.parameter_count(model)
+    attention, why = attention_implementation(model.head_dim, model.dtype)
+    say(
+        f"device: {device.device_kind}, 1 of {jax.device_count()}; "
+        f"compute {model.dtype}, "
+        f"masters float32; attention: {attention} ({why})"
+    )
+    say(
+        f"parameters: {count.total:,} (embedding {count.embedding:,}, attention "
+        f"{count.attention:,}, FFN {count.ffn:,}, norms {count.norms:,}, head "
+        f"{count.head:,})"
+    )
+    STDOUT.print(_flops_table(config))
+    planned = phases(config)
+    STDOUT.print(_phase_table(config, planned))
+    for sparsity in dict.fromkeys(phase.sparsity for phase in planned):
+        _say_paths(config, sparsity)
+    if predicted:
+        STDOUT.print(_memory_table(config, planned))
+        _predict(config, planned)
+
+
+def _flops_table(config: TrainConfig) -> Table:
+    flops = plan.flops_per_token(config.model, config.data.sequence_length)
+    table = Table(title="FLOPs per token, forward + backward, dense")
+    table.add_column("component")
+    table.add_column("MFLOP", justify="right")
+    table.add_column("share", justify="right")
+    components = {
+        "attention projections": flops.attention_projections,
+        "attention scores (causal half)": flops.sdpa_causal,
+        "FFN": flops.ffn,
+        "head": flops.head,
+    }
+    total = flops.total()
+    for name, value in (components | {"total": total}).items():
+        table.add_row(name, f"{value / 1e6:,.2f}", f"{value / total:.1%}")
+    return table
+
+
+def _phase_table(config: TrainConfig, planned: tuple[Phase, ...]) -> Table:
+    table = Table(
+        title=f"recipe {config.recipe}: {config.steps:,} steps x "
+        f"{config.tokens_per_step:,} tokens"
+    )
+    for name in ("phase", "steps", "weights", "activations", "GEMMs 5, 6"):
+        table.add_column(name)
+    first = 0
+    for phase in planned:
+        sparsity = phase.sparsity
+        table.add_row(
+            phase.kind,
+            f"{first + 1:,} - {first + phase.steps:,}",
+            _name(sparsity.weights),
+            _describe_activations(sparsity),
+            sparsity.weight_gradients
+            + (f", 2:4 along tokens ({s})" if (s := sparsity.token_sparsity) else ""),
+        )
+        first += phase.steps
+    return table
+
+
+def _name(pattern: Pattern | None) -> str:
+    if pattern is None:
+        return "dense"
+    return ":".join(map(str, astuple(pattern)))
+
+
+def _describe_activations(sparsity: FFNSparsity) -> str:
+    if not sparsity.experts:
+        return _name(sparsity.activations)
+    skip = ", skip_blocks" if sparsity.skip_blocks else ""
+    chosen = f"{sparsity.experts_per_token} of {sparsity.experts} experts"
+    return f"{_name(sparsity.activations)}: {chosen} by {sparsity.router}{skip}"
+
+
+def _say_paths(config: TrainConfig, sparsity: FFNSparsity) -> None:
+    tokens = config.tokens_per_step // config.micro_batches
+    decisions = ffn_decisions(config.model, sparsity, tokens, config.backend)
+    executed = statistics.fmean(decision.executed_share for decision in decisions)
+    kind = "dense" if sparsity.is_dense else "sparse"
+    say(f"FFN, {kind} phase: {executed:.0%} of the dense FLOPs executed")
+    for decision in decisions:
+        say(
+            f"  {decision.spec.name:<18} {decision.backend}: {decision.path} "
+            f"({decision.executed_share:.0%})"
+        )
+    for reason in dict.fromkeys(f"{d.backend} {d.reason}" for d in decisions):
+        say(f"  why: {reason}")
+    if not sparsity.is_dense and executed == 1.0:
+        say(
+            "  this device has no sparse path for these patterns: quality is that of "
+            "the sparse phase, speed a little below dense"
+        )
+
+
+def _memory_table(config: TrainConfig, planned: tuple[Phase, ...]) -> Table:
+    tokens = config.tokens_per_step // config.micro_batches
+    table = Table(title="memory, GiB, on the one device that trains")
+    table.add_column("phase")
+    memories = {
+        "sparse" if not sparsity.is_dense else "dense": plan.memory_bytes(
+            config.model,
+            tokens_per_device=tokens,
+            sparsity=sparsity,
+        )
+        for sparsity in dict.fromkeys(phase.sparsity for phase in planned)
+    }
+    uses = ("parameters", "moments", "gradients", "packed", "activations", "logits")
+    for use in (*uses, "total"):
+        table.add_column(use, justify="right")
+    for kind, memory in memories.items():
+        values = (getattr(memory, use) / 2**30 for use in (*uses, "total"))
+        table.add_row(kind, *(f"{value:,.2f}" for value in values))
+    return table
+
+
+def _predict(config: TrainConfig, planned: tuple[Phase, ...]) -> None:
+    flops = plan.flops_per_token(config.model, config.data.sequence_length)
+    sparse = [phase for phase in planned if not phase.sparsity.is_dense]
+    say(f"FFN share of a dense step's FLOPs: {flops.ffn_share():.1%}")
+    if not sparse:
+        return
+    share = sum(phase.steps for phase in sparse) / config.steps
+    factors = plan.gemm_speedups(config.model, sparse[0].sparsity)
+    step = plan.predicted_speedup(flops.ffn_share(), factors)
+    say(
+        f"predicted on sparse tensor cores (assumed GEMM factors "
+        f"{', '.join(f'{factor:.2f}' for factor in factors)}; no overhead): sparse "
+        f"step {step:.2f}x, whole run {plan.whole_run_speedup(step, share):.2f}x at "
+        f"{share:.0%} sparse steps. Not a measurement"
+    )
+
+
+@contextmanager
+def progress(config: TrainConfig) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A progress bar; what it yields takes the records of `sparsejax.train`.
+
+    Where standard output is no terminal there is no bar, but a line per record.
+    """
+    bar = Progress(
+        TextColumn("{task.fields[phase]:>8}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TextColumn("{task.fields[rate]} tokens/s"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=STDOUT,
+        disable=not STDOUT.is_terminal,
+    )
+    task = bar.add_task("", total=config.steps, phase="", loss="-", rate="-")
+
+    def observe(record: dict[str, Any]) -> None:
+        event = record["event"]
+        if event == "step":
+            rate = record.get("tokens_per_second", math.nan)
+            rate = "-" if math.isnan(rate) else f"{rate:,.0f}"
+            loss = f"{record['loss']:.3f}"
+            bar.update(
+                task,
+                completed=record["step"],
+                phase=record["kind"],
+                loss=loss,
+                rate=rate,
+            )
+            if not STDOUT.is_terminal:
+                where = f"step {record['step']}/{config.steps} {record['kind']}"
+                say(f"{where}: loss {loss}, {rate} tokens/s")
+        elif (line := _line_of(record)) is not None:
+            say(line)
+
+    with bar:
+        yield observe
+
+
+def _line_of(record: dict[str, Any]) -> str | None:
+    step = f"step {record['step']}"
+    if record["event"] == "start":
+        return f"unigram model: {record['unigram_loss']:.3f} nats per token"
+    if record["event"] == "validation":
+        return f"{step} {record['kind']}: validation loss {record['loss']:.4f}"
+    if record["event"] == "switch":
+        line = (
+            f"{step}: switch to {record['to']}; validation loss "
+            f"before {record['before']:.4f} (masks off "
+            f"{record['before_unmasked']:.4f}), "
+            f"after {record['after']:.4f} (masks off {record['after_unmasked']:.4f})"
+        )
+        if record["large"]:
+            line += (
+                f" [yellow]a jump of {record['jump']:.3f}: the next steps are spent "
+                f"on repair[/yellow]"
+            )
+        return line
+    if record["event"] == "checkpoint" and record["permanent"]:
+        return f"{step}: checkpoint of the switch"
+    return None
+
+
+def summarise(records: list[dict[str, Any]]) -> None:
+    """The validation loss at the end of every phase, beside the unigram model's."""
+    ends = {r["phase"]: r for r in records if r["event"] == "validation"}
+    unigram = next(r["unigram_loss"] for r in records if r["event"] == "start")
+    table = Table(title=f"validation loss (unigram model {unigram:.4f})")
+    for name in ("phase", "last step", "loss", "perplexity"):
+        table.add_column(name)
+    for record in ends.values():
+        loss = record["loss"]
+        kind, step = record["kind"], str(record["step"])
+        table.add_row(kind, step, f"{loss:.4f}", f"{math.exp(loss):.2f}")
+    STDOUT.print(table)
+
+
+def show_sample(prompt: str, continuation: str) -> None:
+    """A greedy continuation of held-out text."""
+    say("greedy sample (prompt, then the model):")
+    STDOUT.print(f"[dim]{escape(prompt)}[/dim][bold]{escape(continuation)}[/bold]")
