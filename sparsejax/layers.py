@@ -176,7 +176,7 @@ class Attention(nnx.Module):
         value = self._project(x, self.w_value, self.kv_heads)
         implementation, _ = attention_implementation(self.head_dim, self.dtype)
         mixed = jax.nn.dot_product_attention(
-            query, key, value, is_causal=False, implementation=implementation
+            query, key, value, is_causal=True, implementation=implementation
         )
         return mixed.reshape(x.shape) @ self.w_out[...].astype(self.dtype)
 
