@@ -50,7 +50,8 @@ Record = dict[str, Any]
 
 
 class NonFiniteLoss(RuntimeError):
-    """The loss became NaN or infinite; the run stopped and overwrote nothing."""
+    """A loss or a gradient became NaN or infinite; the run stopped, overwriting
+    nothing."""
 
 
 @jax.tree_util.register_dataclass
@@ -182,6 +183,7 @@ class Run:
         self.validation = [jnp.asarray(tokens) for tokens in held_out]
         self.graph = lru_cache(maxsize=None)(self._graph)
         self.step = lru_cache(maxsize=None)(self._step)
+        self.recluster = lru_cache(maxsize=None)(self._recluster)
 
     def phase_ends(self) -> list[int]:
         """The step after the last of each phase."""
@@ -267,16 +269,16 @@ class Run:
 
         return apply(state)
 
-    def recluster(self, state: TrainState, sparsity: FFNSparsity) -> TrainState:
+    def _recluster(self, sparsity: FFNSparsity) -> Callable:
         """The state after a warm-started new clustering of all neurons."""
 
-        @jax.jit
+        @partial(jax.jit, donate_argnums=0)
         def apply(state: TrainState) -> TrainState:
             model = self.model(state, sparsity)
             moments = relabel_neurons(model, state.moments, warm_start=True)
             return _with_model(state, model, moments)
 
-        return apply(state)
+        return apply
 
 
 def _with_model(
@@ -374,10 +376,17 @@ class _Loop:
         """Runs to the last step, or to the step in which SIGTERM arrives."""
         ends = self.run.phase_ends()
         pending: tuple[int, dict] | None = None
-        while self.step < self.config.steps and not terminated():
+        stopping = False
+        while self.step < self.config.steps and not stopping:
             masks = None
             if self._is_due(self.config.eval_every, self.step + 1):
-                masks = self.masks(self.run.model(self.state, self.phase.sparsity))
+                # Waits for the step before: its time must not count as looking.
+                if pending is not None:
+                    self.check(*pending)
+                    pending = None
+                with self.clock.stopped():
+                    model = self.run.model(self.state, self.phase.sparsity)
+                    masks = jax.block_until_ready(self.masks(model))
             tokens = next(self.batches)["tokens"]
             self.state, report = self.run.step(self.phase.sparsity)(self.state, tokens)
             self.step += 1
@@ -386,11 +395,14 @@ class _Loop:
                 self.check(*pending)
             pending = self.step, report
 
+            # Asked once per step, so that the loop never ends without saving.
+            stopping = terminated()
             at_end = self.step == ends[self.phase_index]
             log = self._is_due(self.config.log_every, self.step) or at_end
             evaluate = self._is_due(self.config.eval_every, self.step)
+            recluster = self.recluster_is_due() and not at_end
             save = self._is_due(self.config.checkpoint_every, self.step)
-            if not (log or evaluate or save or at_end or terminated()):
+            if not (log or evaluate or recluster or save or at_end or stopping):
                 continue
             self.check(*pending)
             pending = None
@@ -400,11 +412,14 @@ class _Loop:
                 if evaluate:
                     self.validate()
                     self.look_at_ffns(masks)
+                if recluster:
+                    self.recluster()
                 if at_end:
                     self.end_phase(validated=evaluate)
-                elif save or terminated():
-                    self.save(blocking=terminated())
-                self.recluster()
+                elif save or stopping:
+                    self.save(blocking=stopping)
+            if at_end:
+                self.clock = _Clock(self.step)
         self.checkpoints.wait()
         return Outcome(
             state=self.state,
@@ -417,19 +432,24 @@ class _Loop:
         return every > 0 and step % every == 0
 
     def check(self, step: int, report: dict[str, jax.Array]) -> None:
-        """Raises NonFiniteLoss. Called before anything of the step is saved."""
-        loss = float(report["loss"])
-        if math.isfinite(loss):
+        """Raises NonFiniteLoss. Called before anything of the step is saved: a NaN
+        gradient behind a finite loss would be in the masters."""
+        self.refuse_non_finite(step, {name: float(x) for name, x in report.items()})
+
+    def refuse_non_finite(self, step: int, values: dict[str, float]) -> None:
+        if all(map(math.isfinite, values.values())):
             return
         good = self.checkpoints.latest_step()
         where = "there is no checkpoint yet"
         if good is not None:
             where = f"the last good checkpoint is {self.checkpoints.path(good)}"
-        self.record("non_finite_loss", at=step, loss=str(loss))
+        texts = {name: str(value) for name, value in values.items()}
+        self.record("non_finite_loss", at=step, **texts)
         raise NonFiniteLoss(
-            f"loss={loss} at step {step}, phase {self.phase_index} "
-            f"({self.phase.kind}); {where}. Nothing was overwritten. Lower "
-            f"optimizer.peak_learning_rate or look at the data around this step"
+            f"{', '.join(f'{name}={text}' for name, text in texts.items())} at step "
+            f"{step}, phase {self.phase_index} ({self.phase.kind}); {where}. Nothing "
+            f"was overwritten. Start anew with a lower optimizer.peak_learning_rate, "
+            f"or look at the data around this step"
         )
 
     def log(self, report: dict[str, jax.Array]) -> None:
@@ -449,10 +469,10 @@ class _Loop:
             **(speed if math.isfinite(rate) else {}),
         )
 
-    def validate(self) -> float:
+    def validate(self) -> None:
         loss = self.run.validate(self.state, self.phase.sparsity)
+        self.refuse_non_finite(self.step, {"validation_loss": loss})
         self.record("validation", loss=loss)
-        return loss
 
     def look_at_ffns(self, masks_before: list[jax.Array] | None) -> None:
         model = self.run.model(self.state, self.phase.sparsity)
@@ -479,24 +499,27 @@ class _Loop:
             "before_unmasked": self.run.validate(self.state, before, masks=False),
         }
         following = self.run.phases[self.phase_index + 1]
-        self.state = self.run.switch(self.state, before, following.sparsity)
-        self.phase_index += 1
         after = following.sparsity
+        self.state = self.run.switch(self.state, before, after)
         losses |= {
             "after": self.run.validate(self.state, after),
             "after_unmasked": self.run.validate(self.state, after, masks=False),
         }
+        self.refuse_non_finite(self.step, losses)
+        self.phase_index += 1
         jump = losses["after"] - losses["before"]
         self.record("switch", to=following.kind, jump=jump, large=jump > JUMP, **losses)
         self.save(permanent=True, blocking=True)
 
-    def recluster(self) -> None:
-        every = self.config.phases.recluster_every
+    def recluster_is_due(self) -> bool:
         start = sum(phase.steps for phase in self.run.phases[: self.phase_index])
-        steps = self.step - start
-        if self.phase.sparsity.experts and steps and self._is_due(every, steps):
-            self.state = self.run.recluster(self.state, self.phase.sparsity)
-            self.record("recluster")
+        every = self.config.phases.recluster_every
+        has_clusters = self.phase.sparsity.experts is not None
+        return has_clusters and self._is_due(every, self.step - start)
+
+    def recluster(self) -> None:
+        self.state = self.run.recluster(self.phase.sparsity)(self.state)
+        self.record("recluster")
 
     def save(self, *, permanent: bool = False, blocking: bool = False) -> None:
         self.checkpoints.save(
@@ -554,14 +577,14 @@ def _is_before(line: str, step: int) -> bool:
 
 
 class _Clock:
-    """Tokens per second of the steps alone, without validation and compilation."""
+    """Tokens per second of the steps of one phase, without what is not a step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
         self.start: float | None = None
 
     def tokens_per_second(self, step: int, tokens_per_step: int) -> float:
-        """Since the last call; NaN in the first interval, which compiles."""
+        """Since the last call; NaN at the first one, for the first step compiles."""
         now = time.perf_counter()
         rate = math.nan
         if self.start is not None and step > self.step:
