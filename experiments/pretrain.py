@@ -31,19 +31,9 @@ import tyro
 
 from experiments import console
 from experiments.plot import plot_run
-from sparsejax.config import PRESETS, TrainConfig, changed_settings, from_json
+from sparsejax.config import PRESETS, TrainConfig, check_resumable, from_json
 from sparsejax.model import greedy_sample
 from sparsejax.train import NonFiniteLoss, Outcome, train
-
-MAY_CHANGE = {
-    "log_every",
-    "eval_every",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "sample_length",
-    "plot",
-}
-"""Settings that a resumed run may change: none of them touches the training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,14 +115,7 @@ def parse(arguments: list[str]) -> Options:
             raise ValueError(
                 "--resume continues in its own folder; leave --run-folder out"
             )
-        changed = changed_settings(default, options.config)
-        for name, (before, after) in changed.items():
-            if name not in MAY_CHANGE:
-                raise ValueError(
-                    f"--resume: {name} was {before!r} and cannot become {after!r} in "
-                    f"the middle of a run; leave it out or start a new run (these may "
-                    f"change: {', '.join(sorted(MAY_CHANGE))})"
-                )
+        check_resumable(default, options.config, start.resume)
     return options
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from sparsejax.ops.backend import Backend
@@ -344,6 +345,31 @@ def from_json(settings: Mapping[str, Any]) -> TrainConfig:
         return kind(**built)
 
     return build(TrainConfig, settings, "")
+
+
+MAY_CHANGE = frozenset(
+    {
+        "log_every",
+        "eval_every",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "sample_length",
+        "plot",
+    }
+)
+"""Settings that a resumed run may change: none of them touches the training."""
+
+
+def check_resumable(before: TrainConfig, after: TrainConfig, folder: Path) -> None:
+    """Raises ValueError where the run in `folder`, begun under the settings `before`,
+    cannot go on under `after`."""
+    for name, (old, new) in changed_settings(before, after).items():
+        if name not in MAY_CHANGE:
+            raise ValueError(
+                f"{folder} holds a run whose {name} is {old!r} and cannot become "
+                f"{new!r}; leave it out, or begin a run in another folder (a resumed "
+                f"run may change {', '.join(sorted(MAY_CHANGE))})"
+            )
 
 
 def changed_settings(before: TrainConfig, after: TrainConfig) -> dict[str, tuple]:

@@ -29,7 +29,13 @@ from jaxtyping import Array, Float, Int, Key
 
 from sparsejax import metrics
 from sparsejax.checkpoint import Checkpoints
-from sparsejax.config import OptimizerConfig, TrainConfig, from_json, to_json
+from sparsejax.config import (
+    OptimizerConfig,
+    TrainConfig,
+    check_resumable,
+    from_json,
+    to_json,
+)
 from sparsejax.data import (
     Corpus,
     load_corpus,
@@ -321,15 +327,12 @@ def train(
       NonFiniteLoss: names step, phase and the last good checkpoint.
       ValueError: settings or data that do not fit, or a folder of another run.
     """
+    saved = folder / "config.json"
+    if saved.exists():
+        check_resumable(from_json(json.loads(saved.read_text())), config, folder)
     run = Run(config)
     folder.mkdir(parents=True, exist_ok=True)
-    saved = folder / "config.json"
-    if saved.exists() and from_json(json.loads(saved.read_text())) != config:
-        raise ValueError(
-            f"{folder} holds a run with other settings; continue it with "
-            f"--resume {folder}, or choose another folder"
-        )
-    _write_json(saved, to_json(config))
+    _write(saved, json.dumps(to_json(config), indent=2) + "\n")
     with (
         Checkpoints(
             folder / "checkpoints", keep=config.keep_checkpoints
@@ -353,19 +356,19 @@ class _Loop:
         self.config = run.config
         self.checkpoints = checkpoints
         self.observe = observe
+        self.folder = folder
         self.metrics_file = folder / "metrics.jsonl"
         self.batches = run.batches()
         self.peak = metrics.dense_peak(self.config.model.dtype)
         self.statistics = nnx.jit(metrics.model_statistics)
         self.masks = nnx.jit(metrics.weight_masks)
         if checkpoints.latest_step() is None:
-            self.phase_index = 0
+            self.step = self.phase_index = 0
             self.state = run.initial_state()
             self.metrics_file.write_text("")
             self.record("start", unigram_loss=unigram_loss(run.corpus))
         else:
             self.restore()
-        self.step = int(self.state.step)
         self.clock = _Clock(self.step)
 
     @property
@@ -522,6 +525,8 @@ class _Loop:
         self.record("recluster")
 
     def save(self, *, permanent: bool = False, blocking: bool = False) -> None:
+        # First the record: a complete checkpoint then has all records of its step.
+        self.record("checkpoint", permanent=permanent)
         self.checkpoints.save(
             self.step,
             self.state,
@@ -535,11 +540,11 @@ class _Loop:
             permanent=permanent,
             blocking=blocking,
         )
-        self.record("checkpoint", permanent=permanent)
 
     def restore(self) -> None:
         """The newest checkpoint, and metrics.jsonl as it was then."""
         metadata = self.checkpoints.metadata()
+        check_resumable(from_json(metadata["config"]), self.config, self.folder)
         if metadata["corpus"] != self.run.corpus.fingerprint:
             raise ValueError(
                 f"the checkpoint was trained on other tokens than "
@@ -549,17 +554,16 @@ class _Loop:
         self.phase_index = metadata["phase"]
         template = self.run.template(self.phase.sparsity)
         restored = self.checkpoints.restore(template=template)
-        self.state = restored.state
+        self.state, self.step = restored.state, restored.step
         self.batches.set_state(restored.data_state)
         lines = self.metrics_file.read_text().splitlines()
         kept = [line for line in lines if _is_before(line, restored.step)]
-        self.metrics_file.write_text("".join(f"{line}\n" for line in kept))
+        _write(self.metrics_file, "".join(f"{line}\n" for line in kept))
 
     def record(self, event: str, **values: Any) -> None:
-        step = int(self.state.step) if event == "start" else self.step
         record = {
             "event": event,
-            "step": step,
+            "step": self.step,
             "phase": self.phase_index,
             "kind": self.phase.kind,
             **values,
@@ -615,8 +619,8 @@ def _until_sigterm() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _write_json(path: Path, value: Any) -> None:
+def _write(path: Path, text: str) -> None:
     """Whole or not at all."""
     draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(value, indent=2) + "\n")
+    draft.write_text(text)
     draft.replace(path)
