@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -19,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from sparsejax import plan
 from sparsejax.config import TrainConfig
@@ -32,9 +32,10 @@ STDOUT = Console(highlight=False)
 STDERR = Console(highlight=False, stderr=True)
 
 
-def say(text: str, *, error: bool = False) -> None:
-    """One line, on standard output or standard error."""
-    (STDERR if error else STDOUT).print(text, soft_wrap=True)
+def say(text: str, *, style: str | None = None, error: bool = False) -> None:
+    """One line, on standard output or standard error, brackets and all."""
+    console = STDERR if error else STDOUT
+    console.print(text, style=style, soft_wrap=True, markup=False)
 
 
 def announce(config: TrainConfig, *, predicted: bool = False) -> None:
@@ -212,7 +213,7 @@ def progress(config: TrainConfig) -> Iterator[Callable[[dict[str, Any]], None]]:
                 where = f"step {record['step']}/{config.steps} {record['kind']}"
                 say(f"{where}: loss {loss}, {rate} tokens/s")
         elif (line := _line_of(record)) is not None:
-            say(line)
+            say(line, style="yellow" if record.get("large") else None)
 
     with bar:
         yield observe
@@ -233,8 +234,7 @@ def _line_of(record: dict[str, Any]) -> str | None:
         )
         if record["large"]:
             line += (
-                f" [yellow]a jump of {record['jump']:.3f}: the next steps are spent "
-                f"on repair[/yellow]"
+                f"; a jump of {record['jump']:.3f}: the next steps are spent on repair"
             )
         return line
     if record["event"] == "checkpoint" and record["permanent"]:
@@ -252,11 +252,18 @@ def summarise(records: list[dict[str, Any]]) -> None:
     for record in ends.values():
         loss = record["loss"]
         kind, step = record["kind"], str(record["step"])
-        table.add_row(kind, step, f"{loss:.4f}", f"{math.exp(loss):.2f}")
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        table.add_row(kind, step, f"{loss:.4f}", f"{perplexity:.2f}")
     STDOUT.print(table)
 
 
 def show_sample(prompt: str, continuation: str) -> None:
     """A greedy continuation of held-out text."""
     say("greedy sample (prompt, then the model):")
-    STDOUT.print(f"[dim]{escape(prompt)}[/dim][bold]{escape(continuation)}[/bold]")
+    parts = (_printable(prompt), "dim"), (_printable(continuation), "bold")
+    STDOUT.print(Text.assemble(*parts))
+
+
+def _printable(text: str) -> str:
+    """A model of bytes may well write the bytes that move a terminal's cursor."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

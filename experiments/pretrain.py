@@ -127,8 +127,14 @@ def run(arguments: list[str]) -> int:
             console.announce(options.config, predicted=True)
             return 0
         main(options.config, options.resume or options.run_folder)
-    except (ValueError, NotImplementedError, ImportError, NonFiniteLoss) as error:
-        console.say(f"[red]{type(error).__name__}[/red]: {error}", error=True)
+    except (
+        ValueError,
+        NotImplementedError,
+        ImportError,
+        OSError,
+        NonFiniteLoss,
+    ) as error:
+        console.say(f"{type(error).__name__}: {error}", style="red", error=True)
         return 1
     return 0
 
