@@ -1,0 +1,80 @@
+"""The choice of a backend: order, requests, reasons."""
+
+import jax
+import pytest
+
+from sparsejax.ops.backend import (
+    GemmSpec,
+    Implementation,
+    choose_backend,
+    current_platform,
+)
+
+SPEC = GemmSpec(name="Y = X W", m=3, k=4, n=5, dtype="float32")
+
+
+def implementation(*, why=None, path="", share=1.0):
+    return Implementation(
+        run=lambda *operands: operands,
+        why_unsupported=lambda spec: why,
+        describe=lambda spec: (path, share),
+    )
+
+
+def test_first_supported_is_taken_and_refusals_are_told():
+    table = {
+        "reference": implementation(path="slow"),
+        "xla": implementation(path="masked", share=0.5),
+        "mosaic_sm90": implementation(why="cpu is no sm_90"),
+    }
+    decision = choose_backend(SPEC, None, table)
+    assert (decision.backend, decision.path) == ("xla", "masked")
+    assert decision.executed_share == 0.5
+    assert decision.spec is SPEC
+    assert decision.measured_us is None
+    assert decision.reason == "the first that can run it; mosaic_sm90: cpu is no sm_90"
+
+
+def test_kernel_comes_before_xla():
+    table = {"xla": implementation(), "mosaic_sm90": implementation(path="wgmma.sp")}
+    assert choose_backend(SPEC, None, table).path == "wgmma.sp"
+
+
+def test_named_backend_is_taken_even_if_slower():
+    table = {"reference": implementation(path="slow"), "xla": implementation()}
+    decision = choose_backend(SPEC, "reference", table)
+    assert (decision.backend, decision.reason) == ("reference", "as requested")
+
+
+def test_named_backend_never_falls_back():
+    table = {"xla": implementation(), "mosaic_sm90": implementation(why="k=4 < 64")}
+    with pytest.raises(NotImplementedError, match="mosaic_sm90: k=4 < 64; leave back"):
+        choose_backend(SPEC, "mosaic_sm90", table)
+
+
+def test_missing_kernel_says_for_which_gemm():
+    with pytest.raises(NotImplementedError, match="no kernel for a dense GEMM"):
+        choose_backend(SPEC, "mosaic_sm90", {"xla": implementation()})
+
+
+def test_all_refusals_are_told_where_nothing_runs():
+    table = {"reference": implementation(why="a"), "xla": implementation(why="b")}
+    with pytest.raises(NotImplementedError, match="xla: b; reference: a$"):
+        choose_backend(SPEC, None, table)
+
+
+def test_unknown_backend_lists_the_known():
+    with pytest.raises(ValueError, match="'triton' is not one of reference, xla, mos"):
+        choose_backend(SPEC, "triton", {})
+
+
+def test_dense_flops():
+    assert SPEC.dense_flops == 2 * 3 * 4 * 5
+
+
+def test_platform_follows_the_default_device():
+    assert current_platform() == jax.default_backend()
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert current_platform() == "cpu"
+    with jax.default_device("gpu"):
+        assert current_platform() == "gpu"

@@ -1,0 +1,201 @@
+"""The configuration space of the FFN: what it refuses, and what it explains."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ffn_cases import TWO_FOUR, all_sparsities, name_of
+from sparsejax.ops.ffn_spec import DENSE, FFNSparsity, FFNSpec
+from sparsejax.patterns import NM, VNM
+
+VENOM = VNM(8, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": NM(1, 4)}, r"weights=NM\(n=1, m=4\) is not 2:4.*use NM\(2, 4\)"),
+        ({"activations": NM(2, 8)}, r"activations=NM\(n=2, m=8\) is not 2:4"),
+        ({"activations": VNM(8, 1, 16)}, "keeps n=1 of four; .* need n=2"),
+        (
+            {"activations": VENOM, "experts_per_token": 5},
+            r"experts_per_token=5 is not in \[1, 4\]",
+        ),
+        (
+            {"activations": VENOM, "experts_per_token": 0},
+            r"experts_per_token=0 is not in \[1, 4\]",
+        ),
+        ({"activations": VNM(8, 2, 18)}, "m=18 is not a multiple of 4.*use m=20"),
+        ({"skip_blocks": True}, "needs a V:N:M activation pattern, not None"),
+        (
+            {"skip_blocks": True, "activations": TWO_FOUR},
+            r"not NM\(n=2, m=4\); set activations=VNM",
+        ),
+        (
+            {
+                "skip_blocks": True,
+                "activations": VENOM,
+                "router": "true_mass",
+                "weight_gradients": "expert_columns",
+            },
+            "only known after GEMM 1 over all neurons; choose router=",
+        ),
+        (
+            {"skip_blocks": True, "activations": VENOM},
+            "weight_gradients='dense' cannot be computed; use 'expert_columns'",
+        ),
+        (
+            {"weight_gradients": "expert_columns", "activations": TWO_FOUR},
+            "needs a V:N:M activation pattern, not NM",
+        ),
+        ({"dense_features": 1.0}, r"dense_features=1.0 is not in \[0, 1\)"),
+        ({"dense_features": -0.1}, r"dense_features=-0.1 is not in \[0, 1\)"),
+    ],
+)
+def test_impossible_combination_says_what_to_change(options, message):
+    with pytest.raises(ValueError, match=message):
+        FFNSparsity(**options)
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "d_model", "d_hidden", "message"),
+    [
+        (FFNSparsity(weights=TWO_FOUR), 10, 64, "d_model=10 is not a mu.* pad to 12"),
+        (
+            FFNSparsity(activations=TWO_FOUR),
+            8,
+            66,
+            "d_hidden=66 is not a multiple of m=4.*pad to 68",
+        ),
+        (
+            FFNSparsity(activations=VENOM),
+            8,
+            72,
+            "d_hidden=72 is not a multiple of m=16.*pad to 80",
+        ),
+        (
+            FFNSparsity(
+                activations=VNM(6, 2, 16),
+                weight_gradients="expert_columns",
+                token_sparsity="magnitude",
+            ),
+            8,
+            64,
+            "multiples of 6, but token_sparsity='magnitude' needs groups of four",
+        ),
+    ],
+)
+def test_sizes_that_do_not_divide(sparsity, d_model, d_hidden, message):
+    def spec(d_model, d_hidden):
+        return FFNSpec(
+            tokens=3,
+            d_model=d_model,
+            d_hidden=d_hidden,
+            dtype="float32",
+            sparsity=sparsity,
+        )
+
+    with pytest.raises(ValueError, match=message):
+        spec(d_model, d_hidden)
+
+
+def test_dense_sizes_are_free():
+    assert FFNSpec(tokens=1, d_model=3, d_hidden=5, dtype="float32").gemms()
+
+
+@pytest.mark.parametrize(
+    ("x", "w_up", "w_down", "message"),
+    [
+        ((2, 3, 8), (8, 16), (16, 8), "must be matrices; flatten batch axes"),
+        ((3, 8), (8, 16), (16, 4), r"shapes do not chain: x \(3, 8\)"),
+        ((3, 4), (8, 16), (16, 8), r"shapes do not chain: x \(3, 4\)"),
+    ],
+)
+def test_shapes_that_do_not_chain(x, w_up, w_down, message):
+    with pytest.raises(ValueError, match=message):
+        FFNSpec.of(*(jnp.zeros(shape) for shape in (x, w_up, w_down)), DENSE)
+
+
+def spec_of(sparsity, **changes):
+    sizes = {"tokens": 32, "d_model": 8, "d_hidden": 64, "dtype": "float32"}
+    return FFNSpec(**(sizes | changes), sparsity=sparsity)
+
+
+@pytest.mark.parametrize("sparsity", list(all_sparsities()), ids=name_of)
+def test_gemms_follow_the_table(sparsity):
+    """Which operand is sparse in GEMMs 1 to 6: the table of the six equations."""
+    weight = "rhs" if sparsity.weights else None
+    activation = "lhs" if sparsity.activations else None
+    tokens = sparsity.token_sparsity is not None
+    gemms = spec_of(sparsity).gemms()
+    assert [gemm.sparse_operand for gemm in gemms] == [
+        weight,
+        activation,
+        weight,
+        activation,
+        "rhs" if tokens else None,
+        "lhs" if tokens else None,
+    ]
+    assert all((g.pattern is None) == (g.sparse_operand is None) for g in gemms)
+    venom, skip = sparsity.experts is not None, sparsity.skip_blocks
+    columns = sparsity.weight_gradients == "expert_columns"
+    grouped = [skip, venom, skip, venom, columns, columns]
+    assert [gemm.experts for gemm in gemms] == [4 if g else None for g in grouped]
+    t, d, f = 32, 8, 64
+    sizes = [(t, d, f), (t, f, d), (t, d, f), (t, f, d), (d, t, f), (f, t, d)]
+    assert [(gemm.m, gemm.k, gemm.n) for gemm in gemms] == sizes
+    assert all(gemm.dense_flops == 2 * t * d * f for gemm in gemms)
+
+
+@pytest.mark.parametrize("sparsity", list(all_sparsities()), ids=name_of)
+def test_explain_counts_what_is_executed(sparsity):
+    """Without sparse tensor cores only whole experts are skipped."""
+    share = sparsity.experts_per_token / (sparsity.experts or 1)
+    decisions = spec_of(sparsity).explain()
+    assert len(decisions) == 6
+    for decision in decisions:
+        assert decision.backend == "xla"
+        assert decision.executed_share == (share if decision.spec.experts else 1.0)
+        assert decision.reason.startswith("the first that can run it; mosaic_sm90: ")
+    for decision in spec_of(sparsity).explain("reference"):
+        assert (decision.executed_share, decision.reason) == (1.0, "as requested")
+
+
+def test_explain_names_the_path():
+    everything = FFNSparsity(weights=TWO_FOUR, activations=VENOM)
+    paths = [decision.path for decision in spec_of(everything).explain()]
+    assert paths == [
+        "dense GEMM over the masked weight; skips nothing",
+        "grouped GEMM over 4 experts, a loop over row tiles",
+        "dense GEMM over the masked weight; skips nothing",
+        "grouped GEMM over 4 experts, a loop over row tiles",
+        "dense GEMM by XLA",
+        "dense GEMM by XLA",
+    ]
+    on_gpu = [d.path for d in spec_of(everything, device="gpu").explain()]
+    assert on_gpu[1] == "grouped GEMM over 4 experts, lax.ragged_dot"
+    assert on_gpu[4] == "dense GEMM by cuBLAS"
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "kind"),
+    [
+        (DENSE, "a dense GEMM"),
+        (FFNSparsity(weights=TWO_FOUR), r"a NM\(n=2, m=4\) GEMM"),
+    ],
+)
+def test_missing_kernel_is_named(sparsity, kind):
+    with pytest.raises(NotImplementedError, match=f"has no kernel for {kind}"):
+        spec_of(sparsity).explain("mosaic_sm90")
+
+
+def test_spec_is_hashable_and_reads_the_call():
+    x, w_up, w_down = (
+        jax.ShapeDtypeStruct(s, "bfloat16") for s in ((3, 8), (8, 16), (16, 8))
+    )
+    spec = FFNSpec.of(x, w_up, w_down, DENSE)
+    assert spec == FFNSpec(tokens=3, d_model=8, d_hidden=16, dtype="bfloat16")
+    assert hash(spec) == hash(FFNSpec.of(x, w_up, w_down, DENSE))
+    assert DENSE.is_dense and not FFNSparsity(weights=TWO_FOUR).is_dense
+    assert FFNSparsity(token_sparsity="mvue").needs_key
+    assert not FFNSparsity(token_sparsity="magnitude").needs_key
