@@ -179,7 +179,7 @@ def _predict(config: TrainConfig, planned: tuple[Phase, ...]) -> None:
 
 @contextmanager
 def progress(config: TrainConfig) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A progress bar; what it yields takes the records of `sparsejax.train`.
+    """A progress bar; what it yields takes the records of `sparsejax.loop`.
 
     Where standard output is no terminal there is no bar, but a line per record.
     """

@@ -27,13 +27,14 @@ from pathlib import Path
 from typing import Annotated
 
 import jax.numpy as jnp
+import numpy as np
 import tyro
 
 from experiments import console
 from experiments.plot import plot_run
 from sparsejax.config import PRESETS, TrainConfig, check_resumable, from_json
+from sparsejax.loop import NonFiniteLoss, Outcome, train
 from sparsejax.model import greedy_sample
-from sparsejax.train import NonFiniteLoss, Outcome, train
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,8 @@ def main(config: TrainConfig, run_folder: Path | None = None) -> Outcome:
             window=window,
         )
         tokenizer = outcome.corpus.tokenizer
-        console.show_sample(tokenizer.decode(prompt), tokenizer.decode(ids))
+        continuation = tokenizer.decode(np.asarray(ids))
+        console.show_sample(tokenizer.decode(prompt), continuation)
     if config.plot:
         console.say(plot_run(run_folder))
     console.say(f"run folder: {run_folder}")
