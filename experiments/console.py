@@ -238,7 +238,7 @@ def _line_of(record: dict[str, Any]) -> str | None:
             )
         return line
     if record["event"] == "checkpoint" and record["permanent"]:
-        return f"{step}: checkpoint of the switch"
+        return f"{step}: checkpoint, for good"
     return None
 
 

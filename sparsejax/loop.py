@@ -149,9 +149,9 @@ class _Loop:
                 continue
             self.check(*pending)
             pending = None
-            if log:
-                self.log(report)
             with self.clock.stopped():
+                if log:
+                    self.log(report)
                 if evaluate:
                     self.validate()
                     self.look_at_ffns(masks)
@@ -261,7 +261,8 @@ class _Loop:
         return has_clusters and self._is_due(every, self.step - start)
 
     def recluster(self) -> None:
-        self.state = self.run.recluster(self.phase.sparsity)(self.state)
+        recluster = self.run.recluster(self.phase.sparsity)
+        self.state = jax.block_until_ready(recluster(self.state))
         self.record("recluster")
 
     def save(self, *, permanent: bool = False, blocking: bool = False) -> None:
