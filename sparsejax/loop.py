@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from sparsejax import metrics
 from sparsejax.checkpoint import Checkpoints
@@ -100,8 +99,6 @@ class _Loop:
         self.metrics_file = folder / "metrics.jsonl"
         self.batches = run.batches()
         self.peak = metrics.dense_peak(self.config.model.dtype)
-        self.statistics = nnx.jit(metrics.model_statistics)
-        self.masks = nnx.jit(metrics.weight_masks)
         if checkpoints.latest_step() is None:
             self.step = self.phase_index = 0
             self.state = run.initial_state()
@@ -129,7 +126,7 @@ class _Loop:
                     pending = None
                 with self.clock.stopped():
                     model = self.run.model(self.state, self.phase.sparsity)
-                    masks = jax.block_until_ready(self.masks(model))
+                    masks = jax.block_until_ready(self.run.masks(model))
             tokens = next(self.batches)["tokens"]
             self.state, report = self.run.step(self.phase.sparsity)(self.state, tokens)
             self.step += 1
@@ -182,6 +179,7 @@ class _Loop:
     def refuse_non_finite(self, step: int, values: dict[str, float]) -> None:
         if all(map(math.isfinite, values.values())):
             return
+        self.checkpoints.wait()
         good = self.checkpoints.latest_step()
         where = "there is no checkpoint yet"
         if good is not None:
@@ -221,9 +219,9 @@ class _Loop:
         model = self.run.model(self.state, self.phase.sparsity)
         sequences = max(1, 4096 // self.config.data.sequence_length)
         tokens = self.run.validation[0][:sequences, :-1]
-        report = dict(self.statistics(model, tokens))
+        report = dict(self.run.statistics(model, tokens))
         if masks_before:
-            after = self.masks(model)
+            after = self.run.masks(model)
             report["flip_rate"] = metrics.mask_flip_rate(masks_before, after)
         values = {name: np.asarray(value).tolist() for name, value in report.items()}
         self.record("ffn", **values)

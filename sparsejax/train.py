@@ -17,6 +17,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
+from sparsejax import metrics
 from sparsejax.config import OptimizerConfig, TrainConfig
 from sparsejax.data import load_corpus, train_batches, validation_batches
 from sparsejax.layers import sparse_ffns
@@ -144,6 +145,8 @@ class Run:
         self.graph = lru_cache(maxsize=None)(self._graph)
         self.step = lru_cache(maxsize=None)(self._step)
         self.recluster = lru_cache(maxsize=None)(self._recluster)
+        self.statistics = nnx.jit(metrics.model_statistics)
+        self.masks = nnx.jit(metrics.weight_masks)
 
     def phase_ends(self) -> list[int]:
         """The step after the last of each phase."""
