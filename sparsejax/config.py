@@ -16,8 +16,8 @@ class ModelConfig:
     vocab_size: int = 256
     d_model: int = 128
     layers: int = 4
-    heads: int = 4
-    kv_heads: int = 4
+    heads: int = 2
+    kv_heads: int = 2
     """Key and value heads; fewer than `heads` is grouped-query attention."""
     d_hidden: int = 512
     """F, neurons per FFN (for "swiglu": per branch)."""
@@ -63,7 +63,7 @@ class DataConfig:
     """Glob of text files ("**" allowed). None: the Python standard library's source."""
     tokenizer: str | None = None
     """Path of a Hugging Face tokenizer.json. None: bytes, vocabulary 256."""
-    sequence_length: int = 256
+    sequence_length: int = 128
     """Tokens the model sees per sequence (one more is read, for the targets)."""
     validation_share: float = 0.05
     """Share of the files held out; a file is always on the same side."""
@@ -75,7 +75,7 @@ class DataConfig:
 class OptimizerConfig:
     """AdamW with linear warm-up and one cosine decay over all steps, phases or not."""
 
-    peak_learning_rate: float = 1.5e-3
+    peak_learning_rate: float = 3e-3
     warmup_share: float = 0.04
     """Share of the steps over which the learning rate rises from 0."""
     final_ratio: float = 0.05
@@ -161,9 +161,9 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     phases: RecipeConfig = field(default_factory=RecipeConfig)
-    steps: int = 600
+    steps: int = 800
     """Optimiser steps."""
-    batch_size: int = 16
+    batch_size: int = 32
     """Sequences per optimiser step."""
     micro_batches: int = 1
     """Parts of a step whose gradients are accumulated; weights are packed once."""
