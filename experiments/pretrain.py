@@ -15,7 +15,8 @@ What it would cost, without running it; and continuing a stopped run:
     uv run experiments/pretrain.py --preset llama-1b --dry-run
     uv run experiments/pretrain.py --resume runs/tiny-default-20260101-120000
 
-The run folder receives config.json, metrics.jsonl, checkpoints/ and loss.png.
+The run folder receives config.json, metrics.jsonl, checkpoints/, loss.png and
+model.safetensors, the dense weights.
 """
 
 import argparse
@@ -31,6 +32,7 @@ import numpy as np
 import tyro
 
 from experiments import console
+from experiments.export import export
 from experiments.plot import plot_run
 from sparsejax.config import PRESETS, TrainConfig, check_resumable, from_json
 from sparsejax.loop import NonFiniteLoss, Outcome, train
@@ -60,6 +62,7 @@ def main(config: TrainConfig, run_folder: Path | None = None) -> Outcome:
         outcome = train(config, run_folder, observe=observe)
     if outcome.completed:
         console.summarise(read_metrics(run_folder))
+        console.say(export(outcome.model, run_folder / "model.safetensors"))
     else:
         console.say(f"stopped by SIGTERM; go on with --resume {run_folder}")
     if outcome.completed and config.sample_length:

@@ -1,0 +1,58 @@
+"""Plain dense weights out of a trained model: a safetensors file, one entry a matrix.
+
+Written at the end of every run that ends dense (`model.safetensors` in the run folder,
+extra "hf"). Names and shapes, float32, activations times matrix:
+
+    embedding (vocab, d_model)          head (d_model, vocab), unless it is tied
+    blocks.I.attention.w_query, w_key, w_value, w_out (d_in, d_out)
+    blocks.I.ffn.w_up (d_model, d_hidden), w_down (d_hidden, d_model), w_gate if gated
+    blocks.I.attention_norm.scale, blocks.I.ffn_norm.scale, final_norm.scale (d_model,)
+"""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+
+from sparsejax.model import Transformer
+
+
+def dense_weights(model: Transformer) -> dict[str, np.ndarray]:
+    """Every trained parameter by name, the stacked layers one by one.
+
+    Raises:
+      ValueError: the model's FFNs are sparse: a dense network with these weights would
+        compute something else. `recipe.switch` it to a dense one before.
+    """
+    if not model.sparsity.is_dense:
+        raise ValueError(
+            f"the model is sparse ({model.sparsity}); a dense network with its weights "
+            f"computes something else: end the run with a dense phase, or switch the "
+            f"model with recipe.switch"
+        )
+    weights: dict[str, np.ndarray] = {}
+    state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    for path, leaf in jax.tree.leaves_with_path(state):
+        names = [entry.key for entry in path]
+        array = np.asarray(leaf)
+        if names[0] != "blocks":
+            weights[".".join(names)] = array
+            continue
+        for index, layer in enumerate(array):
+            weights[".".join(["blocks", str(index), *names[1:]])] = layer
+    return weights
+
+
+def export(model: Transformer, path: Path) -> str:
+    """Writes `dense_weights` to `path`; returns a line that says what happened."""
+    if not model.sparsity.is_dense:
+        return (
+            f"no {path.name}: the run ended sparse; a dense phase at the end makes it"
+        )
+    try:
+        from safetensors.numpy import save_file
+    except ImportError:
+        return f"no {path.name}: safetensors is missing; run `uv sync --extra hf`"
+    save_file(dense_weights(model), path)
+    return f"dense weights: {path}"
