@@ -1,0 +1,302 @@
+"""Times one training step of the sparse FFN against the dense one.
+
+    uv run python -m experiments.bench_ffn
+
+A step is everything that a training step spends on one FFN: routing, soft threshold
+and packing of the weights, forward, backward. Inputs and output cotangent are random.
+Every mode is first compared with a masked dense computation written here, without the
+library's masks, dispatch or grouped GEMMs; a wrong mode stops the run.
+
+Two CPU cores: about 2 minutes. Expected there: V:N:M with skip_blocks takes less than
+half of the dense time; 2:4 alone saves nothing, because only sparse tensor cores can
+skip inside a group of four, and costs its selection.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import tyro
+from jaxtyping import Array, Float
+from rich.console import Console
+from rich.table import Table
+
+from experiments.timing import Timing, time_interleaved
+from sparsejax.ops.ffn import ffn
+from sparsejax.ops.ffn_spec import DENSE, FFNSparsity, FFNSpec
+from sparsejax.patterns import TWO_FOUR, VNM
+from sparsejax.pruning import soft_threshold_scale
+from sparsejax.router import nearest_centre
+
+BASELINE = "dense"
+
+# Library and check sum in another order, so at float32 a handful of the two million
+# groups of the default shape choose otherwise: a relative error of 1e-4 to 1e-3.
+TOLERANCE = 2e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What is timed, and where the rows go."""
+
+    tokens: int = 4096
+    """T"""
+    d_model: int = 512
+    d_hidden: int = 2048
+    """F"""
+    experts: int = 4
+    """E, clusters of neurons; a token uses 1 of E (and 2 of 2 E in one mode)."""
+    v: int = 128
+    """Rows of a V:N:M block: the row tile of the grouped GEMMs."""
+    rounds: int = 15
+    seed: int = 0
+    results: Path | None = Path("experiments/results/bench_ffn_cpu.jsonl")
+    """One JSON line per mode is appended; None writes nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """One FFN's weights and one batch, float32."""
+
+    x: Float[Array, "tokens d_model"]
+    w_up: Float[Array, "d_model d_hidden"]
+    w_down: Float[Array, "d_hidden d_model"]
+    dy: Float[Array, "tokens d_model"]
+    scales: Float[Array, "2"]
+    """beta of W1 and W2^T, frozen when the sparse phase began: not timed."""
+    centres: Float[Array, "experts d_model"]
+    """Of the clusters, recomputed rarely: not timed."""
+
+
+jax.tree_util.register_dataclass(Inputs)
+
+
+def modes(config: Config) -> dict[str, FFNSparsity]:
+    """What is compared, by name; the baseline first."""
+    venom = VNM(config.v, 2, 4 * config.experts)
+    finer = VNM(config.v, 2, 8 * config.experts)
+    skip = partial(
+        FFNSparsity,
+        activations=venom,
+        skip_blocks=True,
+        weight_gradients="expert_columns",
+    )
+    masked = partial(FFNSparsity, weight_gradients="expert_columns")
+    return {
+        BASELINE: DENSE,
+        "2:4 weights": FFNSparsity(weights=TWO_FOUR),
+        "2:4 activations": FFNSparsity(activations=TWO_FOUR),
+        "2:4 weights and activations": FFNSparsity(
+            weights=TWO_FOUR, activations=TWO_FOUR
+        ),
+        "V:N:M, nearest centre": masked(activations=venom),
+        "V:N:M, skip_blocks": skip(),
+        "V:N:M, skip_blocks, 2:4 weights": skip(weights=TWO_FOUR),
+        "V:N:M, true mass, 1 of E": masked(activations=venom, router="true_mass"),
+        "V:N:M, true mass, 2 of 2E": masked(
+            activations=finer, router="true_mass", experts_per_token=2
+        ),
+    }
+
+
+def make_inputs(config: Config) -> Inputs:
+    """Random everything; unit centres, so that experts are about equally popular."""
+    t, d, f = config.tokens, config.d_model, config.d_hidden
+    keys = jax.random.split(jax.random.key(config.seed), 5)
+    w_up = jax.random.normal(keys[1], (d, f)) / d**0.5
+    w_down = jax.random.normal(keys[2], (f, d)) / f**0.5
+    centres = jax.random.normal(keys[4], (config.experts, d))
+    scales = [soft_threshold_scale(w_up, axis=0), soft_threshold_scale(w_down, axis=1)]
+    return Inputs(
+        x=jax.random.normal(keys[0], (t, d)),
+        w_up=w_up,
+        w_down=w_down,
+        dy=jax.random.normal(keys[3], (t, d)),
+        scales=jnp.stack(scales),
+        centres=centres / jnp.linalg.norm(centres, axis=1, keepdims=True),
+    )
+
+
+Step = Callable[[FFNSparsity, Inputs], tuple[Array, Array, Array, Array]]
+
+
+def step(sparsity: FFNSparsity, inputs: Inputs) -> tuple[Array, Array, Array, Array]:
+    """(y, dx, dw_up, dw_down) by the library: what is timed."""
+    expert_index = None
+    if sparsity.experts and sparsity.router == "nearest_centre":
+        expert_index = nearest_centre(inputs.x, inputs.centres)
+
+    def run(x, w_up, w_down):
+        return ffn(
+            x,
+            w_up,
+            w_down,
+            sparsity=sparsity,
+            scales=inputs.scales,
+            expert_index=expert_index,
+        )
+
+    y, pull_back = jax.vjp(run, inputs.x, inputs.w_up, inputs.w_down)
+    return y, *pull_back(inputs.dy)
+
+
+def masked_dense(
+    sparsity: FFNSparsity, inputs: Inputs
+) -> tuple[Array, Array, Array, Array]:
+    """(y, dx, dw_up, dw_down) from full-size matrices and masks: what is right."""
+    x, w_up, w_down, dy = inputs.x, inputs.w_up, inputs.w_down, inputs.dy
+    s_up, s_down = w_up, w_down
+    if sparsity.weights:
+        s_up = inputs.scales[0] * _shrink(w_up.T).T
+        s_down = inputs.scales[1] * _shrink(w_down)
+    y_up = x @ s_up
+    hidden = jnp.maximum(y_up, 0)
+    if sparsity.activations:
+        hidden = jnp.where(_two_largest_of_four(y_up), hidden, 0)
+    if sparsity.experts:
+        experts, count = sparsity.experts, sparsity.experts_per_token
+        if sparsity.router == "true_mass":
+            mass = jnp.maximum(y_up, 0) ** 4
+            scores = mass.reshape(len(x), experts, -1).sum(axis=2)
+        else:
+            scores = x @ inputs.centres.T
+        best = jnp.sort(scores, axis=1)[:, -count][:, None]
+        hidden *= jnp.repeat(scores >= best, y_up.shape[1] // experts, axis=1)
+    a = hidden**2
+    dy_up = 2 * hidden * (dy @ s_down.T)
+    return a @ w_down, dy_up @ w_up.T, x.T @ dy_up, a.T @ dy
+
+
+def _two_largest_of_four(scores: Array) -> Array:
+    fours = scores.reshape(-1, 4)
+    third = jnp.sort(fours, axis=1)[:, 1:2]
+    return (fours > third).reshape(scores.shape)
+
+
+def _shrink(w: Array) -> Array:
+    """Each four along the last axis brought nearer to zero by its second smallest."""
+    fours = w.reshape(-1, 4)
+    threshold = jnp.sort(jnp.abs(fours), axis=1)[:, 1:2]
+    shrunk = jnp.sign(fours) * jnp.maximum(jnp.abs(fours) - threshold, 0)
+    return shrunk.reshape(w.shape)
+
+
+def check(name: str, got: Sequence[Array], expected: Sequence[Array]) -> None:
+    """Raises AssertionError where an output is wrong by more than `TOLERANCE`."""
+    outputs = ("y", "dx", "dw_up", "dw_down")
+    for output, ours, theirs in zip(outputs, got, expected, strict=True):
+        error = float(jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs))
+        if not error <= TOLERANCE:
+            raise AssertionError(
+                f"mode {name!r}: {output} differs from the masked dense computation "
+                f"by {error:.2e} of its norm, more than {TOLERANCE:.0e}"
+            )
+
+
+def main(
+    config: Config, *, run_step: Step = step, arguments: Sequence[str] = ()
+) -> list[dict]:
+    """Checks, times, prints and records every mode; returns the rows."""
+    inputs = make_inputs(config)
+    compiled = jax.jit(run_step, static_argnums=0)
+    right = jax.jit(masked_dense, static_argnums=0)
+    calls = {}
+    for name, sparsity in modes(config).items():
+        calls[name] = partial(compiled, sparsity, inputs)
+        check(name, calls[name](), right(sparsity, inputs))
+    timings = time_interleaved(calls, baseline=BASELINE, rounds=config.rounds)
+    rows = [_row(config, timing, arguments) for timing in timings]
+    if config.results is not None:
+        config.results.parent.mkdir(parents=True, exist_ok=True)
+        with config.results.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    _print(config, rows)
+    return rows
+
+
+def _row(config: Config, timing: Timing, arguments: Sequence[str]) -> dict:
+    sparsity = modes(config)[timing.name]
+    spec = FFNSpec(
+        tokens=config.tokens,
+        d_model=config.d_model,
+        d_hidden=config.d_hidden,
+        dtype="float32",
+        sparsity=sparsity,
+        device=jax.default_backend(),
+    )
+    decisions = spec.explain()
+    dense_flops = sum(decision.spec.dense_flops for decision in decisions)
+    figures = (
+        "time_ms",
+        "time_ms_min",
+        "time_ms_max",
+        "ratio",
+        "ratio_min",
+        "ratio_max",
+    )
+    return {
+        "mode": timing.name,
+        "shape": {
+            "tokens": config.tokens,
+            "d_model": config.d_model,
+            "d_hidden": config.d_hidden,
+            "experts": sparsity.experts,
+            "v": config.v if sparsity.experts else None,
+        },
+        "dtype": spec.dtype,
+        **{name: round(getattr(timing, name), 4) for name in figures},
+        "rounds": timing.rounds,
+        "executed_share": sum(d.executed_share for d in decisions) / len(decisions),
+        "dense_equivalent_gflops": round(dense_flops / timing.time_ms / 1e6, 1),
+        "device": jax.devices()[0].device_kind,
+        "cores": os.cpu_count(),
+        "jax": jax.__version__,
+        "commit": _commit(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": " ".join(["python -m experiments.bench_ffn", *arguments]),
+    }
+
+
+def _commit() -> str | None:
+    """The commit that was run, with "+" where files differ from it."""
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def _print(config: Config, rows: Sequence[dict]) -> None:
+    table = Table(
+        title=f"FFN step, T={config.tokens} d={config.d_model} F={config.d_hidden} "
+        f"E={config.experts} V={config.v}, float32, {rows[0]['device']}",
+        caption="ratio: to dense in the same round, min to max over "
+        f"{config.rounds} rounds; executed: share of the dense FLOPs; GFLOP/s: "
+        "dense-equivalent, as if all six GEMMs were dense",
+    )
+    table.add_column("mode", no_wrap=True)
+    for heading in ("ms", "ratio", "spread", "executed", "GFLOP/s"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            row["mode"],
+            f"{row['time_ms']:.1f}",
+            f"{row['ratio']:.2f}",
+            f"{row['ratio_min']:.2f} to {row['ratio_max']:.2f}",
+            f"{row['executed_share']:.0%}",
+            f"{row['dense_equivalent_gflops']:.0f}",
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__), arguments=sys.argv[1:])

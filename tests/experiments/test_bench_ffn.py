@@ -1,0 +1,91 @@
+"""The FFN benchmark at tiny sizes: its rows, and that it refuses wrong results."""
+
+import dataclasses
+import json
+import time
+
+import pytest
+
+from experiments import bench_ffn
+from experiments.bench_ffn import Config
+from experiments.timing import time_interleaved
+
+TINY = Config(tokens=40, d_model=8, d_hidden=64, v=8, rounds=2, results=None)
+
+
+def test_rows_are_complete_and_appended(tmp_path):
+    results = tmp_path / "new" / "rows.jsonl"
+    config = dataclasses.replace(TINY, results=results)
+    rows = bench_ffn.main(config, arguments=["--tokens", "40"])
+    assert [row["mode"] for row in rows] == list(bench_ffn.modes(config))
+    assert [json.loads(line) for line in results.read_text().splitlines()] == rows
+    by_mode = {row["mode"]: row for row in rows}
+    dense, skip = by_mode["dense"], by_mode["V:N:M, skip_blocks"]
+    assert (dense["ratio"], dense["ratio_min"], dense["ratio_max"]) == (1, 1, 1)
+    assert (dense["executed_share"], skip["executed_share"]) == (1.0, 0.25)
+    # GEMMs 1 and 3 dense, the other four grouped
+    assert by_mode["V:N:M, nearest centre"]["executed_share"] == (2 + 4 / 4) / 6
+    assert skip["shape"] == {
+        "tokens": 40,
+        "d_model": 8,
+        "d_hidden": 64,
+        "experts": 4,
+        "v": 8,
+    }
+    assert dense["shape"]["experts"] is None
+    assert skip["command"] == "python -m experiments.bench_ffn --tokens 40"
+    for row in rows:
+        assert row["ratio_min"] <= row["ratio"] <= row["ratio_max"]
+        assert row["time_ms_min"] <= row["time_ms"] <= row["time_ms_max"]
+        flops = 6 * 2 * 40 * 8 * 64
+        expected = flops / row["time_ms"] / 1e6
+        assert row["dense_equivalent_gflops"] == pytest.approx(expected, abs=0.06)
+
+
+@pytest.mark.parametrize("output", range(4))
+def test_wrong_implementation_is_caught(output, tmp_path):
+    def wrong(sparsity, inputs):
+        results = list(bench_ffn.step(sparsity, inputs))
+        results[output] = results[output].at[0].multiply(1.1)
+        return tuple(results)
+
+    config = dataclasses.replace(TINY, results=tmp_path / "rows.jsonl")
+    name = ("y", "dx", "dw_up", "dw_down")[output]
+    with pytest.raises(AssertionError, match=f"mode 'dense': {name} differs"):
+        bench_ffn.main(config, run_step=wrong)
+    assert not config.results.exists()
+
+
+def test_mode_that_forgets_its_mask_is_caught():
+    def forgetful(sparsity, inputs):
+        masked = dataclasses.replace(sparsity, activations=None)
+        two_four = sparsity.activations == bench_ffn.TWO_FOUR
+        return bench_ffn.step(masked if two_four else sparsity, inputs)
+
+    with pytest.raises(AssertionError, match="mode '2:4 activations': y differs"):
+        bench_ffn.main(TINY, run_step=forgetful)
+
+
+def test_ratios_compare_times_of_one_round():
+    pauses = {"fast": 0.002, "slow": 0.02}
+    calls = {name: lambda s=s: time.sleep(s) for name, s in pauses.items()}
+    fast, slow = time_interleaved(calls, baseline="fast", rounds=3)
+    assert (fast.name, fast.ratio, fast.rounds) == ("fast", 1.0, 3)
+    assert slow.time_ms >= 20 and slow.time_ms_min >= 20
+    assert 1 < slow.ratio_min <= slow.ratio <= slow.ratio_max
+
+
+def test_warmup_is_not_counted():
+    waits = iter([0.05, 0.0, 0.0])
+    (timing,) = time_interleaved(
+        {"only": lambda: time.sleep(next(waits))}, baseline="only", rounds=2
+    )
+    assert timing.time_ms_max < 50
+    assert next(waits, None) is None
+
+
+def test_timing_errors():
+    with pytest.raises(ValueError, match="baseline='b' is not one of a"):
+        time_interleaved({"a": int}, baseline="b", rounds=1)
+    with pytest.raises(ValueError, match="rounds=0 leaves nothing"):
+        time_interleaved({"a": int}, baseline="a", rounds=0)
