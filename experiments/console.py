@@ -130,7 +130,7 @@ def _say_paths(config: TrainConfig, sparsity: FFNSparsity) -> None:
             f"  {decision.spec.name:<18} {decision.backend}: {decision.path} "
             f"({decision.executed_share:.0%})"
         )
-    for reason in dict.fromkeys(f"{d.backend} {d.reason}" for d in decisions):
+    for reason in dict.fromkeys(f"{d.backend}: {d.reason}" for d in decisions):
         say(f"  why: {reason}")
     if not sparsity.is_dense and executed == 1.0:
         say(
