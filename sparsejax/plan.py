@@ -92,43 +92,6 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> FlopsPerToken:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExecutedFlops:
-    """FLOPs of one token in the FFN's GEMMs, over all layers, in the order of
-    `GEMM_NUMBERS`: dense, and what the hardware executes."""
-
-    dense: tuple[float, ...]
-    executed: tuple[float, ...]
-
-    @property
-    def share(self) -> float:
-        """executed / dense, over all GEMMs."""
-        return sum(self.executed) / sum(self.dense)
-
-
-def executed_flops(
-    config: ModelConfig,
-    sparsity: FFNSparsity,
-    *,
-    sparse_tensor_cores: bool,
-    grouped_gemm: bool = True,
-) -> ExecutedFlops:
-    """What is left of each FFN GEMM, given the path that runs it.
-
-    A 2:4 operand halves a GEMM on sparse tensor cores only, and a router divides it by
-    experts / experts_per_token in a grouped GEMM only; a masked dense GEMM saves
-    nothing. Rows that pad an expert's tokens to V are not counted.
-    """
-    two_four = 2.0 if sparse_tensor_cores else 1.0
-    routed = _routing_factor(sparsity) if grouped_gemm else 1.0
-    dense = 2.0 * config.d_model * config.d_hidden * config.layers
-    factors = _gemm_factors(config, sparsity, two_four, routed)
-    return ExecutedFlops(
-        dense=(dense,) * len(factors),
-        executed=tuple(dense / factor for factor in factors),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class KernelFactors:
     """Assumed speed of a sparse GEMM, as a multiple of the dense one of the same shape.
 

@@ -15,7 +15,6 @@ from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
 from sparsejax.patterns import NM, VNM
 from sparsejax.plan import (
     KernelFactors,
-    executed_flops,
     flops_per_token,
     gemm_speedups,
     memory_bytes,
@@ -109,47 +108,35 @@ def test_share_of_the_ffn_at_one_billion_parameters():
     assert flops_per_token(gated, 4096).ffn * 6 == flops.ffn * 9
 
 
+IDEAL = KernelFactors(two_four=2.0)
+
+
 @pytest.mark.parametrize(
-    ("sparsity", "cores", "grouped", "expected"),
+    ("sparsity", "shares"),
     [
-        (DENSE, True, True, (1, 1, 1, 1, 1, 1)),
-        (MASKS, False, False, (1, 1, 1, 1, 1, 1)),
-        (MASKS, False, True, (1, 1 / 4, 1, 1 / 4, 1, 1)),
-        (MASKS, True, True, (1 / 2, 1 / 8, 1 / 2, 1 / 8, 1, 1)),
-        (BLOCKS, False, True, (1 / 4,) * 6),
-        (BLOCKS, True, True, (1 / 8, 1 / 8, 1 / 8, 1 / 8, 1 / 4, 1 / 4)),
+        (DENSE, (1, 1, 1, 1, 1, 1)),
+        (MASKS, (1 / 2, 1 / 8, 1 / 2, 1 / 8, 1, 1)),
+        (BLOCKS, (1 / 8, 1 / 8, 1 / 8, 1 / 8, 1 / 4, 1 / 4)),
         (
             dataclasses.replace(BLOCKS, experts_per_token=2),
-            True,
-            True,
             (1 / 4, 1 / 4, 1 / 4, 1 / 4, 1 / 2, 1 / 2),
         ),
         (
             FFNSparsity(activations=NM(2, 4), token_sparsity="magnitude"),
-            True,
-            True,
             (1, 1 / 2, 1, 1 / 2, 0.05 + 0.95 / 2, 0.05 + 0.95 / 2),
         ),
     ],
 )
-def test_executed_flops_per_gemm(sparsity, cores, grouped, expected):
-    flops = executed_flops(
-        TINY, sparsity, sparse_tensor_cores=cores, grouped_gemm=grouped
-    )
-    shares = np.divide(flops.executed, flops.dense)
-    np.testing.assert_allclose(shares, expected, rtol=1e-12)
-    assert flops.share == pytest.approx(np.mean(expected))
-    assert sum(flops.dense) == flops_per_token(TINY, 8).ffn
+def test_ideal_kernels_take_the_share_that_is_left(sparsity, shares):
+    times = 1 / np.array(gemm_speedups(TINY, sparsity, IDEAL))
+    np.testing.assert_allclose(times, shares, rtol=1e-12)
 
 
-def test_executed_flops_of_a_gated_ffn():
+def test_ideal_kernels_of_a_gated_ffn():
     config = dataclasses.replace(TINY, activation="swiglu")
-    flops = executed_flops(
-        config, FFNSparsity(weights=NM(2, 4)), sparse_tensor_cores=True
-    )
-    shares = np.divide(flops.executed, flops.dense)
+    times = 1 / np.array(gemm_speedups(config, FFNSparsity(weights=NM(2, 4)), IDEAL))
     # X Wg, X Wu and dY Wd^T of nine
-    np.testing.assert_array_equal(shares, [0.5, 0.5, 1, 0.5, 1, 1, 1, 1, 1])
+    np.testing.assert_array_equal(times, [0.5, 0.5, 1, 0.5, 1, 1, 1, 1, 1])
 
 
 def test_predicted_speedups_reproduce_the_published_arithmetic():
