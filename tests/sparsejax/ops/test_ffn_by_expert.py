@@ -1,0 +1,121 @@
+"""The V:N:M FFN: uneven routing, skipped blocks, one compilation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ffn_cases import (
+    D_HIDDEN,
+    TOKENS,
+    TWO_FOUR,
+    jitted,
+    make_experts,
+    make_inputs,
+    oracle,
+    value_and_gradients,
+)
+from sparsejax.ops.ffn_spec import FFNSparsity
+from sparsejax.patterns import VNM
+
+# rounding of float64, as in test_ffn
+TOLERANCE = 1e-11
+
+
+def venom(v=8, *, skip_blocks=True, experts_per_token=1, token_sparsity=None):
+    return FFNSparsity(
+        weights=TWO_FOUR,
+        activations=VNM(v, 2, 16),
+        experts_per_token=experts_per_token,
+        skip_blocks=skip_blocks,
+        weight_gradients="expert_columns",
+        token_sparsity=token_sparsity,
+    )
+
+
+def assert_matches_oracle(sparsity, experts, tokens=TOKENS):
+    inputs = make_inputs(tokens=tokens)
+    with jax.enable_x64(True):
+        got = jitted(sparsity, *inputs, experts)
+    for ours, theirs in zip(got, oracle(sparsity, *inputs, experts), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+ROUTINGS = {
+    "all tokens to the first expert": np.zeros(TOKENS, int),
+    "all tokens to the last expert": np.full(TOKENS, 3),
+    "one token alone": np.where(np.arange(TOKENS) == 20, 2, 1),
+    "two empty experts": np.where(np.arange(TOKENS) % 3, 3, 0),
+    "whole tiles": np.where(np.arange(TOKENS) < 16, 1, 2),
+}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("skip_blocks", [True, False])
+def test_uneven_routing(name, skip_blocks):
+    sparsity = venom(skip_blocks=skip_blocks, token_sparsity="magnitude")
+    assert_matches_oracle(sparsity, ROUTINGS[name][:, None])
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 9])
+@pytest.mark.parametrize("v", [4, 64])
+def test_few_tokens(tokens, v):
+    sparsity = venom(v, token_sparsity="magnitude")
+    assert_matches_oracle(sparsity, make_experts(sparsity, tokens=tokens), tokens)
+
+
+@pytest.mark.parametrize("v", [1, 3, 37, 128])
+def test_every_v(v):
+    sparsity = venom(v)
+    assert_matches_oracle(sparsity, make_experts(sparsity))
+
+
+def test_all_experts_of_a_token_are_plain_two_four():
+    every = np.stack([np.random.default_rng(t).permutation(4) for t in range(TOKENS)])
+    assert_matches_oracle(venom(experts_per_token=4), every)
+
+
+def test_routing_is_data():
+    """One compilation for any group sizes, empty experts included."""
+    sparsity, inputs = venom(), make_inputs()
+
+    @jax.jit
+    def run(inputs, experts):
+        return value_and_gradients(sparsity, *inputs, experts)
+
+    for routing in ROUTINGS.values():
+        run(inputs, jnp.asarray(routing)[:, None])
+    assert run._cache_size() == 1
+
+
+@pytest.mark.parametrize("token_sparsity", [None, "magnitude", "mvue"])
+def test_skipped_blocks_are_never_computed(token_sparsity):
+    tokens = 256
+    inputs = make_inputs(tokens=tokens)
+
+    def largest(skip_blocks):
+        sparsity = venom(skip_blocks=skip_blocks, token_sparsity=token_sparsity)
+        experts = make_experts(sparsity, tokens=tokens)
+
+        def run(*inputs):
+            key = jax.random.key(0)
+            return value_and_gradients(sparsity, *inputs, experts, key=key)
+
+        return max(sizes_in(jax.make_jaxpr(run)(*inputs).jaxpr))
+
+    assert largest(skip_blocks=True) < tokens * D_HIDDEN
+    # masks compute every neuron of every token: the measure can tell
+    assert largest(skip_blocks=False) >= tokens * D_HIDDEN
+
+
+def sizes_in(jaxpr):
+    """Elements of every intermediate array, those in loops and calls included."""
+    for equation in jaxpr.eqns:
+        for variable in equation.outvars:
+            yield getattr(variable.aval, "size", 0)
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from sizes_in(inner)
