@@ -1,0 +1,114 @@
+"""A training run small enough for tests, and what two runs are compared by."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+from sparsejax.config import (
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RecipeConfig,
+    TrainConfig,
+)
+from sparsejax.train import TrainState
+
+WORDS = "the sparse dense token mask expert weight neuron of in and with is a".split()
+
+
+def write_text(folder: Path) -> str:
+    """Eight files of random words; the glob that finds them."""
+    generator = np.random.default_rng(0)
+    for index in range(8):
+        words = " ".join(generator.choice(WORDS, 300))
+        (folder / f"{index}.txt").write_text(words)
+    return f"{folder}/*.txt"
+
+
+def micro_config(text: str, **changes) -> TrainConfig:
+    """3 steps of warm-up, 6 sparse ones, 3 of the tail; 16 neurons per expert."""
+    config = TrainConfig(
+        model=ModelConfig(
+            vocab_size=256, d_model=16, layers=2, heads=2, kv_heads=1, d_hidden=64
+        ),
+        data=DataConfig(text=text, sequence_length=16, validation_share=0.3),
+        optimizer=OptimizerConfig(peak_learning_rate=1e-2, warmup_share=0.1),
+        phases=RecipeConfig(warmup_share=0.25, sparse_share=0.5, block_rows=8),
+        steps=12,
+        batch_size=4,
+        log_every=1,
+        eval_every=4,
+        eval_batches=2,
+        checkpoint_every=2,
+        sample_length=0,
+        plot=False,
+    )
+    return replace(config, **changes)
+
+
+def with_phases(config: TrainConfig, **changes) -> TrainConfig:
+    return replace(config, phases=replace(config.phases, **changes))
+
+
+def arrays_of(state: TrainState) -> dict[str, np.ndarray]:
+    """The leaves by name; random keys as their data."""
+
+    def plain(leaf: jax.Array) -> np.ndarray:
+        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+    leaves = jax.tree.leaves_with_path(state)
+    return {jax.tree_util.keystr(path): plain(leaf) for path, leaf in leaves}
+
+
+def assert_same_bits(left: TrainState, right: TrainState) -> None:
+    ours, theirs = arrays_of(left), arrays_of(right)
+    assert ours.keys() == theirs.keys()
+    for name, array in ours.items():
+        assert array.dtype == theirs[name].dtype, name
+        assert array.tobytes() == theirs[name].tobytes(), name
+
+
+@contextmanager
+def compilation_cache(tmp_path_factory) -> Iterator[Path]:
+    """What is compiled inside is kept in a folder that all workers of this test run
+    share; yields the folder, for processes of their own."""
+    base = tmp_path_factory.getbasetemp()
+    folder = base.parent / "compiled" if is_worker(base) else base / "compiled"
+    settings = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    try:
+        yield folder
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        reset_cache()
+
+
+def is_worker(base: Path) -> bool:
+    return base.name.startswith("popen-")
+
+
+def read_records(folder: Path) -> list[dict]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def without_speed(records: list[dict]) -> list[dict]:
+    """The records without what depends on the clock."""
+    clocked = ("tokens_per_second", "tflops", "mfu")
+    return [
+        {k: v for k, v in record.items() if not any(c in k for c in clocked)}
+        for record in records
+    ]

@@ -1,0 +1,489 @@
+"""Whole runs: phases and switches, interruption and resumption, what stops a run."""
+
+import copy
+import json
+import math
+import shutil
+import signal
+import time
+from dataclasses import fields, replace
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparsejax import loop, metrics
+from sparsejax.checkpoint import Checkpoints
+from sparsejax.config import MAY_CHANGE, TrainConfig, to_json
+from sparsejax.loop import NonFiniteLoss, train
+from sparsejax.metrics import DensePeak
+from sparsejax.train import Run
+from tests.micro_run import (
+    assert_same_bits,
+    compilation_cache,
+    micro_config,
+    read_records,
+    with_phases,
+    without_speed,
+    write_text,
+)
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@lru_cache
+def compiled_run(config: TrainConfig) -> Run:
+    return Run(config)
+
+
+def shared_run(config: TrainConfig) -> Run:
+    """A `Run` that shares its compiled functions with every other that trains alike."""
+    alike = {f.name: f.default for f in fields(TrainConfig) if f.name in MAY_CHANGE}
+    run = copy.copy(compiled_run(replace(config, **alike)))
+    run.config = config
+    return run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick(tmp_path_factory):
+    """Shared compilation, and no GEMM of size 2048 before each run. Runs in processes
+    of their own are in test_pretrain."""
+    with pytest.MonkeyPatch.context() as patch, compilation_cache(tmp_path_factory):
+        patch.setattr(loop, "Run", shared_run)
+        peak = DensePeak(tflops=1.0, source="test")
+        patch.setattr(metrics, "dense_peak", lambda dtype: peak)
+        yield
+
+
+VARIANTS = {
+    "default": lambda c: c,
+    "paper": lambda c: with_phases(replace(c, recipe="paper"), recluster_every=2),
+    "mvue": lambda c: with_phases(
+        replace(c, recipe="paper", micro_batches=2), token_sparsity="mvue", fold=False
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(text, tmp_path_factory):
+    """By variant: configuration, folder and outcome of a run that nothing disturbed."""
+
+    @lru_cache
+    def of(variant: str):
+        config = VARIANTS[variant](micro_config(text))
+        folder = tmp_path_factory.mktemp(variant)
+        return config, folder, train(config, folder)
+
+    return of
+
+
+def kill_at(event: str, step: int):
+    def observe(record: dict) -> None:
+        if (record["event"], record["step"]) == (event, step):
+            raise Killed
+
+    return observe
+
+
+# Before any checkpoint; inside each phase; between a switch and its checkpoint; at the
+# first step after a switch, which resumes exactly there.
+KILLS = [
+    ("step", 1),
+    ("step", 3),
+    ("switch", 3),
+    ("step", 4),
+    ("validation", 8),
+    ("checkpoint", 9),
+    ("step", 10),
+    ("step", 12),
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_run_killed_anywhere_resumes_to_the_same_bits(
+    variant, uninterrupted, tmp_path
+):
+    config, folder, expected = uninterrupted(variant)
+    for event, step in KILLS:
+        with pytest.raises(Killed):
+            train(config, tmp_path, observe=kill_at(event, step))
+    resumed = train(config, tmp_path)
+    assert resumed.completed
+    assert_same_bits(resumed.state, expected.state)
+    ours, theirs = read_records(tmp_path), read_records(folder)
+    assert without_speed(ours) == without_speed(theirs)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_checkpoint_of_a_run_leads_to_its_end(variant, uninterrupted, tmp_path):
+    config, folder, expected = uninterrupted(variant)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    for step in Checkpoints(folder / "checkpoints").steps()[-2::-1]:
+        for path in (tmp_path / "checkpoints").iterdir():
+            if int(path.name[5:13]) > step:
+                shutil.rmtree(path)
+        started = []
+        resumed = train(config, tmp_path, observe=started.append)
+        assert started[0]["step"] > step
+        assert_same_bits(resumed.state, expected.state)
+
+
+def test_a_finished_run_is_left_as_it_is(uninterrupted, tmp_path):
+    config, folder, expected = uninterrupted("default")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    again = train(config, tmp_path)
+    assert again.completed
+    assert_same_bits(again.state, expected.state)
+    assert read_records(tmp_path) == read_records(folder)
+
+
+def test_records_of_a_run_are_complete(uninterrupted):
+    _, folder, _ = uninterrupted("default")
+    records = read_records(folder)
+
+    def steps_of(event: str) -> list[int]:
+        return [r["step"] for r in records if r["event"] == event]
+
+    assert steps_of("start") == [0]
+    assert steps_of("step") == list(range(1, 13))
+    assert steps_of("validation") == [3, 4, 8, 9, 12]
+    assert steps_of("ffn") == [4, 8, 12]
+    assert steps_of("switch") == [3, 9]
+    assert steps_of("checkpoint") == [2, 3, 4, 6, 8, 9, 10, 12]
+    permanent = [r["step"] for r in records if r.get("permanent")]
+    assert permanent == [3, 9, 12]
+    kinds = {r["step"]: r["kind"] for r in records if r["event"] == "step"}
+    assert list(kinds.values()) == ["warm-up"] * 3 + ["sparse"] * 6 + ["dense"] * 3
+    saved = json.loads((folder / "config.json").read_text())
+    assert saved == to_json(uninterrupted("default")[0])
+
+
+def test_checkpoints_of_the_switches_and_the_newest_stay(uninterrupted):
+    config, folder, _ = uninterrupted("default")
+    assert config.keep_checkpoints == 2
+    assert Checkpoints(folder / "checkpoints").steps() == [3, 9, 10, 12]
+
+
+def test_reclustering_happens_when_it_is_due_and_not_at_the_switch(uninterrupted):
+    config, folder, _ = uninterrupted("paper")
+    records = read_records(folder)
+    assert config.phases.recluster_every == 2
+    # The sparse phase is steps 4 to 9, its last step ends in the switch.
+    assert [r["step"] for r in records if r["event"] == "recluster"] == [5, 7]
+    losses = [r["loss"] for r in records if r["event"] == "step"]
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_reclustering_needs_no_other_event_on_its_step(text, tmp_path):
+    settings = {"log_every": 100, "eval_every": 0, "checkpoint_every": 0}
+    config = VARIANTS["paper"](micro_config(text, **settings))
+    train(config, tmp_path)
+    events = [(r["event"], r["step"]) for r in read_records(tmp_path)]
+    assert ("recluster", 5) in events and ("recluster", 7) in events
+    assert [e for e in events if e[0] == "step"] == [
+        ("step", 3),
+        ("step", 9),
+        ("step", 12),
+    ]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_phase_compiles_one_step_and_both_dense_phases_share_it(
+    variant, uninterrupted
+):
+    config, _, _ = uninterrupted(variant)
+    run = loop.Run(config)
+    warmup, sparse, tail = (run.step(phase.sparsity) for phase in run.phases)
+    assert warmup is tail and warmup is not sparse
+    # All runs of this module that train alike, the resumed ones included.
+    assert warmup._cache_size() == 1
+    assert sparse._cache_size() == 1
+
+
+def test_a_switch_records_both_sides_with_and_without_masks(uninterrupted):
+    _, folder, _ = uninterrupted("default")
+    entering, leaving = (r for r in read_records(folder) if r["event"] == "switch")
+    assert (entering["to"], leaving["to"]) == ("sparse", "dense")
+    # Dense on one side of each: there is nothing to mask.
+    assert entering["before"] == entering["before_unmasked"]
+    assert leaving["after"] == leaving["after_unmasked"]
+    # Masks change the loss, the parameters were not touched.
+    assert entering["after"] != entering["before"]
+    assert entering["after_unmasked"] == entering["before"]
+    for record in (entering, leaving):
+        assert record["jump"] == record["after"] - record["before"]
+        assert record["large"] == (record["jump"] > 0.1)
+
+
+def test_folding_makes_the_switch_out_of_two_four_weights_lossless(text, tmp_path):
+    config = micro_config(text, recipe="weights", steps=6, eval_every=0)
+    config = with_phases(config, warmup_share=0, sparse_share=0.5)
+    train(config, tmp_path)
+    (record,) = (r for r in read_records(tmp_path) if r["event"] == "switch")
+    # float32 rounding of beta S(W1), read once packed and once as a dense weight
+    assert record["after"] == pytest.approx(record["before"], rel=1e-5)
+    assert not record["large"]
+    assert abs(record["before_unmasked"] - record["before"]) > 1e-3
+
+
+def test_without_the_fold_the_dense_tail_begins_with_the_masters(uninterrupted):
+    config, folder, _ = uninterrupted("mvue")
+    assert not config.phases.fold
+    _, leaving = (r for r in read_records(folder) if r["event"] == "switch")
+    assert leaving["after"] == leaving["before_unmasked"] != leaving["before"]
+
+
+def test_a_jump_above_a_tenth_is_flagged(text, tmp_path, monkeypatch):
+    def validate(run, state, sparsity, *, masks=True):
+        return 3.0 if sparsity.is_dense or not masks else 3.11
+
+    monkeypatch.setattr(Run, "validate", validate)
+    train(micro_config(text), tmp_path)
+    entering, leaving = (r for r in read_records(tmp_path) if r["event"] == "switch")
+    assert entering["jump"] == pytest.approx(0.11)
+    assert entering["large"] is True
+    assert leaving["jump"] == pytest.approx(-0.11)
+    assert leaving["large"] is False
+
+
+# What stops a run.
+
+
+def poison(monkeypatch, *, step: int, name: str, value: float) -> None:
+    """Makes one entry of the report of one step non-finite, and the masters NaN."""
+    original = Run._step
+
+    def poisoned(self, sparsity):
+        honest = original(self, sparsity)
+
+        def run(state, tokens):
+            state, report = honest(state, tokens)
+            if int(state.step) == step:
+                report = {**report, name: jnp.float32(value)}
+                params = jax.tree.map(lambda x: x * jnp.nan, state.params)
+                state = replace(state, params=params)
+            return state, report
+
+        return run
+
+    monkeypatch.setattr(Run, "_step", poisoned)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("loss", math.nan), ("gradient_norm", math.inf)]
+)
+def test_what_is_not_finite_stops_the_run_before_it_is_saved(
+    name, value, text, tmp_path, monkeypatch, uninterrupted
+):
+    config, folder, expected = uninterrupted("default")
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "Run", Run)
+        # Step 8 ends in a validation and a checkpoint.
+        poison(patch, step=8, name=name, value=value)
+        with pytest.raises(NonFiniteLoss) as caught:
+            train(config, tmp_path)
+    message = str(caught.value)
+    assert f"{name}={value}" in message
+    assert "at step 8, phase 1 (sparse)" in message
+    good = tmp_path / "checkpoints" / "step_00000006"
+    assert str(good) in message and good.is_dir()
+    assert Checkpoints(tmp_path / "checkpoints").latest_step() == 6
+    last = read_records(tmp_path)[-1]
+    assert (last["event"], last["at"]) == ("non_finite_loss", 8)
+    # The cause gone, the run goes on from there as if nothing had happened.
+    resumed = train(config, tmp_path)
+    assert_same_bits(resumed.state, expected.state)
+    ours, theirs = read_records(tmp_path), read_records(folder)
+    assert without_speed(ours) == without_speed(theirs)
+
+
+def test_it_is_noticed_between_records_as_well(text, tmp_path, monkeypatch):
+    settings = {"log_every": 100, "eval_every": 0, "checkpoint_every": 0}
+    monkeypatch.setattr(loop, "Run", Run)
+    poison(monkeypatch, step=2, name="loss", value=math.nan)
+    with pytest.raises(NonFiniteLoss, match="at step 2, .* there is no checkpoint yet"):
+        train(micro_config(text, **settings), tmp_path)
+
+
+def test_a_non_finite_validation_stops_the_run_before_the_switch(
+    text, tmp_path, monkeypatch, uninterrupted
+):
+    config, _, _ = uninterrupted("default")
+    monkeypatch.setattr(Run, "validate", lambda *_, **__: math.nan)
+    with pytest.raises(NonFiniteLoss, match="validation_loss=nan at step 3, phase 0"):
+        train(config, tmp_path)
+    assert Checkpoints(tmp_path / "checkpoints").latest_step() == 2
+
+
+def test_a_huge_learning_rate_never_leaves_a_non_finite_checkpoint(text, tmp_path):
+    config = micro_config(text, checkpoint_every=1, eval_every=0)
+    optimizer = replace(config.optimizer, peak_learning_rate=1e30)
+    config = replace(config, optimizer=optimizer)
+    with pytest.raises(NonFiniteLoss):
+        train(config, tmp_path)
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        template = Run(config).template(Run(config).phases[0].sparsity)
+        for step in checkpoints.steps():
+            state = checkpoints.restore(step, template=template).state
+            finite = jax.tree.map(lambda x: bool(jnp.isfinite(x).all()), state.params)
+            assert all(jax.tree.leaves(finite)), step
+
+
+def test_sigterm_finishes_the_step_and_saves_it(uninterrupted, tmp_path):
+    config, _, expected = uninterrupted("default")
+
+    def observe(record: dict) -> None:
+        if (record["event"], record["step"]) == ("step", 5):
+            signal.raise_signal(signal.SIGTERM)
+
+    outcome = train(config, tmp_path, observe=observe)
+    assert not outcome.completed
+    # Step 5 was being written down when the signal came: step 6 is the last.
+    assert int(outcome.state.step) == 6
+    assert Checkpoints(tmp_path / "checkpoints").latest_step() == 6
+    assert_same_bits(train(config, tmp_path).state, expected.state)
+
+
+class SignalledBatches:
+    """Batches of which the fifth comes together with SIGTERM."""
+
+    def __init__(self, batches) -> None:
+        self.batches = batches
+        self.taken = 0
+
+    def __next__(self):
+        self.taken += 1
+        if self.taken == 5:
+            signal.raise_signal(signal.SIGTERM)
+        return next(self.batches)
+
+    def get_state(self):
+        return self.batches.get_state()
+
+
+def test_sigterm_between_records_is_saved_too(
+    text, tmp_path, monkeypatch, uninterrupted
+):
+    _, _, expected = uninterrupted("default")
+    settings = {"log_every": 100, "eval_every": 0, "checkpoint_every": 0}
+    config = micro_config(text, **settings)
+    batches = Run.batches
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "batches", lambda run: SignalledBatches(batches(run)))
+        outcome = train(config, tmp_path)
+    assert not outcome.completed
+    assert Checkpoints(tmp_path / "checkpoints").latest_step() == 5
+    assert_same_bits(train(config, tmp_path).state, expected.state)
+
+
+def test_the_handler_of_sigterm_is_given_back(uninterrupted, tmp_path):
+    config, _, _ = uninterrupted("default")
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Killed):
+        train(config, tmp_path, observe=kill_at("step", 1))
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+# Folders.
+
+
+def test_a_folder_of_another_run_is_refused_and_left_alone(uninterrupted, tmp_path):
+    config, folder, _ = uninterrupted("default")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    saved = (tmp_path / "config.json").read_bytes()
+    with pytest.raises(ValueError, match="whose seed is 0 and cannot become 1"):
+        train(replace(config, seed=1), tmp_path)
+    assert (tmp_path / "config.json").read_bytes() == saved
+    (tmp_path / "config.json").unlink()
+    # The checkpoint remembers as well.
+    with pytest.raises(ValueError, match="whose seed is 0 and cannot become 1"):
+        train(replace(config, seed=1), tmp_path)
+
+
+def test_a_resumed_run_may_change_what_it_writes(uninterrupted, tmp_path):
+    config, _, expected = uninterrupted("default")
+    with pytest.raises(Killed):
+        train(config, tmp_path, observe=kill_at("step", 5))
+    changed = replace(config, log_every=5, eval_every=0, keep_checkpoints=9)
+    outcome = train(changed, tmp_path)
+    assert_same_bits(outcome.state, expected.state)
+    steps = [r["step"] for r in read_records(tmp_path) if r["event"] == "step"]
+    assert steps == [1, 2, 3, 4, 5, 9, 10, 12]
+    assert json.loads((tmp_path / "config.json").read_text())["log_every"] == 5
+
+
+def test_a_resume_on_other_text_is_refused(text, tmp_path):
+    own = tmp_path / "text"
+    own.mkdir()
+    config = micro_config(write_text(own), checkpoint_every=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "Run", Run)
+        with pytest.raises(Killed):
+            train(config, tmp_path / "run", observe=kill_at("step", 3))
+        (own / "0.txt").write_text("something else " * 100)
+        with pytest.raises(ValueError, match="trained on other tokens than 8 files"):
+            train(config, tmp_path / "run")
+
+
+def test_a_line_that_was_cut_off_is_dropped(uninterrupted, tmp_path):
+    config, _, expected = uninterrupted("default")
+    with pytest.raises(Killed):
+        train(config, tmp_path, observe=kill_at("step", 5))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "step", "ste')
+    train(config, tmp_path)
+    ours, theirs = read_records(tmp_path), read_records(folder)
+    assert without_speed(ours) == without_speed(theirs)
+
+
+# Speed.
+
+
+def test_the_clock_counts_steps_and_nothing_else(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    clock = loop._Clock(step=3)
+    now += 50.0  # the first step compiles
+    with clock.stopped():
+        assert math.isnan(clock.tokens_per_second(5, 10))
+        now += 7.0  # a validation
+    now += 2.0
+    with clock.stopped():
+        now += 1000.0
+    now += 0.5
+    with clock.stopped():
+        assert clock.tokens_per_second(10, 10) == pytest.approx(5 * 10 / 2.5)
+        now += 30.0
+    now += 4.0
+    assert clock.tokens_per_second(12, 10) == pytest.approx(2 * 10 / 4.0)
+
+
+def test_speed_is_recorded_but_for_the_first_interval_of_a_phase(uninterrupted):
+    _, folder, _ = uninterrupted("default")
+    steps = [r for r in read_records(folder) if r["event"] == "step"]
+    silent = [r["step"] for r in steps if "tokens_per_second" not in r]
+    assert silent == [1, 4, 10]
+    timed = next(r for r in steps if r["step"] == 6)
+    assert timed["tokens_per_second"] > 0
+    assert timed["mfu_executed"] <= timed["mfu_dense_equivalent"]
+
+
+def test_gradient_norms_and_rates_are_those_of_the_step(uninterrupted):
+    _, folder, _ = uninterrupted("default")
+    steps = [r for r in read_records(folder) if r["event"] == "step"]
+    # warm-up of round(0.1 * 12) = 1 step, then one cosine, blind to the phases
+    expected = [0.01]
+    for step in range(1, 12):
+        cosine = 0.5 * (1 + math.cos(math.pi * (step - 1) / 11))
+        expected.append(0.01 * (0.05 + 0.95 * cosine))
+    np.testing.assert_allclose([r["learning_rate"] for r in steps], expected, rtol=1e-5)
+    assert all(r["gradient_norm"] > 0 for r in steps)
