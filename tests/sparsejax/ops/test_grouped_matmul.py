@@ -1,0 +1,268 @@
+"""Grouped GEMMs against a loop over rows, on every path."""
+
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+
+from sparsejax.ops import grouped_matmul as module
+from sparsejax.ops.grouped_matmul import grouped_matmul, grouped_outer
+
+EXPERTS, TILES, K, N = 3, 7, 5, 6
+
+
+def in_chunks(run, size):
+    """What "xla" runs where the platform is no CPU, with chunks of `size` rows."""
+
+    def with_size(*arguments):
+        with mock.patch.object(module, "CHUNK_ROWS", size):
+            return run(*arguments)
+
+    return with_size
+
+
+MATMULS = {
+    "xla": functools.partial(grouped_matmul, backend="xla"),
+    "reference": functools.partial(grouped_matmul, backend="reference"),
+    "chunks of 3": in_chunks(module._matmul_by_chunks, 3),
+    "chunks of 2048": in_chunks(module._matmul_by_chunks, 2048),
+}
+OUTERS = {
+    "xla": functools.partial(grouped_outer, backend="xla"),
+    "reference": functools.partial(grouped_outer, backend="reference"),
+    "chunks of 3": in_chunks(module._outer_by_chunks, 3),
+    "chunks of 2048": in_chunks(module._outer_by_chunks, 2048),
+}
+PATHS = pytest.mark.parametrize("path", MATMULS)
+
+ROUTINGS = {
+    "some of each": [4, 1, 3],
+    "empty first": [0, 5, 2],
+    "empty last": [6, 1, 0],
+    "all in the middle": [0, 12, 0],
+    "nothing": [0, 0, 0],
+    "one row": [0, 0, 1],
+}
+ROUTING = pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
+
+
+def layout(sizes, v):
+    """(expert of each tile, used tiles, expert of each row or -1): plain loops."""
+    tile_expert, row_expert = [], []
+    for expert, size in enumerate(sizes):
+        tiles = -(-size // v)
+        tile_expert += [expert] * tiles
+        row_expert += [expert] * size + [-1] * (tiles * v - size)
+    used = len(tile_expert)
+    assert used <= TILES
+    tile_expert += [EXPERTS - 1] * (TILES - used)
+    row_expert += [-1] * (TILES * v - len(row_expert))
+    return np.array(tile_expert, np.int32), np.int32(used), np.array(row_expert)
+
+
+def make(sizes, v, seed=0):
+    tile_expert, used, row_expert = layout(sizes, v)
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(size=(TILES * v, K)) * (row_expert >= 0)[:, None]
+    weights = rng.normal(size=(EXPERTS, K, N))
+    return rows, weights, tile_expert, used, row_expert
+
+
+def expected_matmul(rows, weights, row_expert):
+    out = np.zeros((len(rows), N))
+    for row, expert in enumerate(row_expert):
+        if expert >= 0:
+            out[row] = rows[row] @ weights[expert]
+    return out
+
+
+def expected_outer(lhs, rhs, row_expert):
+    out = np.zeros((EXPERTS, lhs.shape[1], rhs.shape[1]))
+    for row, expert in enumerate(row_expert):
+        if expert >= 0:
+            out[expert] += np.outer(lhs[row], rhs[row])
+    return out
+
+
+def assert_close(got, expected):
+    # float64 sums of at most 28 products
+    np.testing.assert_allclose(got, expected, rtol=1e-13, atol=1e-13)
+
+
+@PATHS
+@ROUTING
+def test_matmul(path, sizes):
+    rows, weights, tile_expert, used, row_expert = make(sizes, v=4)
+    with jax.enable_x64(True):
+        got = jax.jit(MATMULS[path])(rows, weights, tile_expert, used)
+    assert_close(got, expected_matmul(rows, weights, row_expert))
+
+
+@PATHS
+@ROUTING
+def test_outer(path, sizes):
+    rows, _, tile_expert, used, row_expert = make(sizes, v=4)
+    other = np.random.default_rng(1).normal(size=(len(rows), N))
+    with jax.enable_x64(True):
+        run = jax.jit(OUTERS[path], static_argnums=4)
+        got = run(rows, other, tile_expert, used, EXPERTS)
+    # padding rows of `other` hold numbers; those of `rows` are zero, which is enough
+    assert_close(got, expected_outer(rows, other, row_expert))
+
+
+@functools.cache
+def compiled(path, v):
+    """One compilation per v: group sizes are data."""
+    return jax.jit(MATMULS[path]), jax.jit(OUTERS[path], static_argnums=4)
+
+
+@pytest.mark.parametrize("path", ["xla", "chunks of 3"])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_group_sizes(path, data):
+    v = data.draw(st.sampled_from([1, 2, 5]))
+    sizes, left = [], TILES
+    for _ in range(EXPERTS):
+        size = data.draw(st.integers(0, left * v))
+        left -= -(-size // v)
+        sizes.append(size)
+    seed = data.draw(st.integers(0, 100))
+    rows, weights, tile_expert, used, row_expert = make(sizes, v, seed)
+    matmul, outer = compiled(path, v)
+    with jax.enable_x64(True):
+        out = matmul(rows, weights, tile_expert, used)
+        assert_close(out, expected_matmul(rows, weights, row_expert))
+        dweights = outer(rows, out, tile_expert, used, EXPERTS)
+    assert_close(dweights, expected_outer(rows, np.asarray(out), row_expert))
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+@ROUTING
+def test_gradient(backend, sizes):
+    rows, weights, tile_expert, used, row_expert = make(sizes, v=4)
+
+    def product(rows, weights):
+        return grouped_matmul(rows, weights, tile_expert, used, backend=backend)
+
+    own = (row_expert >= 0)[:, None]
+    dout = np.random.default_rng(2).normal(size=(len(rows), N)) * own
+    with jax.enable_x64(True):
+        _, pull_back = jax.vjp(product, jnp.asarray(rows), jnp.asarray(weights))
+        drows, dweights = pull_back(jnp.asarray(dout))
+        check_grads(product, (rows, weights), 1, ["rev"], rtol=1e-6)
+    for row, expert in enumerate(row_expert):
+        if expert >= 0:
+            assert_close(drows[row], weights[expert] @ dout[row])
+    assert_close(dweights, expected_outer(rows, dout, row_expert))
+
+
+@PATHS
+def test_unused_tiles_are_not_read(path):
+    """A NaN behind the last used tile reaches nothing."""
+    rows, weights, tile_expert, used, _ = make([4, 1, 3], v=4)
+    rows[used * 4 :] = np.nan
+    got = jax.jit(MATMULS[path])(rows, weights, tile_expert, used)
+    assert np.all(np.isfinite(got))
+    np.testing.assert_array_equal(got[used * 4 :], np.zeros_like(got[used * 4 :]))
+
+
+@pytest.mark.parametrize("path", MATMULS)
+def test_bfloat16_accumulates_in_float32(path):
+    """256 terms of 2^-8 beside a 1: lost one by one in bfloat16, kept in float32."""
+    k = 256
+    rows = np.full((TILES, k), 2.0**-8)
+    rows[:, 0] = 1.0
+    weights = np.ones((EXPERTS, k, 2))
+    tile_expert = np.array([0, 0, 1, 1, 2, 2, 2], np.int32)
+    arrays = (jnp.asarray(rows, jnp.bfloat16), jnp.asarray(weights, jnp.bfloat16))
+    out = MATMULS[path](*arrays, tile_expert, np.int32(TILES))
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(out, float), 1 + 255 / 256, rtol=2**-8)
+    dweights = OUTERS[path](
+        *(a[:TILES] for a in (arrays[0], arrays[0])),
+        tile_expert,
+        np.int32(TILES),
+        EXPERTS,
+    )
+    # two rows for experts 0 and 1, three for 2, in float32: exact
+    assert dweights.dtype == jnp.float32
+    np.testing.assert_array_equal(dweights[:, 1, 1], np.array([2, 2, 3]) * 2.0**-16)
+
+
+@pytest.mark.parametrize("transformation", ["vmap", "remat", "scan"])
+def test_transformations(transformation):
+    """Group sizes may differ inside a batch."""
+    both = [
+        make(sizes, v=4, seed=seed) for seed, sizes in enumerate([[4, 1, 3], [0, 9, 2]])
+    ]
+    stacked = [np.stack(arrays) for arrays in list(zip(*both, strict=True))[:4]]
+
+    def one(rows, weights, tile_expert, used):
+        def product(rows, weights):
+            return grouped_matmul(rows, weights, tile_expert, used)
+
+        if transformation == "remat":
+            product = jax.checkpoint(product)
+        out, pull_back = jax.vjp(product, rows, weights)
+        return out, *pull_back(out)
+
+    def scan(*stacked):
+        return jax.lax.scan(lambda _, one_each: (None, one(*one_each)), None, stacked)[
+            1
+        ]
+
+    with jax.enable_x64(True):
+        run = jax.vmap(one) if transformation == "vmap" else scan
+        out, drows, dweights = jax.jit(run)(*stacked)
+    for i, (rows, weights, _, _, row_expert) in enumerate(both):
+        expected = expected_matmul(rows, weights, row_expert)
+        assert_close(out[i], expected)
+        assert_close(dweights[i], expected_outer(rows, expected, row_expert))
+        transposed = np.einsum("rn,rkn->rk", expected, weights[row_expert])
+        assert_close(drows[i], transposed)
+
+
+def test_gpu_takes_static_loops_and_lowers(monkeypatch):
+    """A loop whose length is data waits for the host on GPU: none may be left."""
+    monkeypatch.setattr(module, "current_platform", lambda: "gpu")
+    rows, weights, tile_expert, used, row_expert = make([4, 1, 3], v=4)
+
+    def loss(rows, weights):
+        return jnp.sum(grouped_matmul(rows, weights, tile_expert, used) ** 2) / 2
+
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    with jax.enable_x64(True):
+        traced = gradient.trace(jnp.asarray(rows), jnp.asarray(weights))
+        _, dweights = gradient(rows, weights)
+    text = str(traced.jaxpr)
+    # forward, dX, dW
+    assert text.count(" scan[") == 3 and "while[" not in text
+    assert traced.lower(lowering_platforms=("cuda",)).as_text()
+    out = expected_matmul(rows, weights, row_expert)
+    assert_close(dweights, expected_outer(rows, out, row_expert))
+
+
+def test_cpu_takes_the_loop():
+    rows, weights, tile_expert, used, _ = make([4, 1, 3], v=4)
+    text = str(jax.make_jaxpr(grouped_matmul)(rows, weights, tile_expert, used))
+    assert "while[" in text
+
+
+def test_errors():
+    rows, weights, tile_expert, used, _ = make([4, 1, 3], v=4)
+    with pytest.raises(ValueError, match="5 columns but .* contract 6"):
+        grouped_matmul(rows, weights.swapaxes(1, 2), tile_expert, used)
+    with pytest.raises(ValueError, match="27 rows are not a whole number of 7 tiles"):
+        grouped_matmul(rows[:27], weights, tile_expert, used)
+    with pytest.raises(ValueError, match="lhs has 28 rows and rhs 27"):
+        grouped_outer(rows, rows[:27], tile_expert, used, EXPERTS)
+    with pytest.raises(NotImplementedError, match="no kernel for a grouped GEMM"):
+        grouped_matmul(rows, weights, tile_expert, used, backend="mosaic_sm90")
+    with pytest.raises(NotImplementedError, match="no kernel for a grouped GEMM"):
+        grouped_outer(rows, rows, tile_expert, used, EXPERTS, backend="mosaic_sm90")

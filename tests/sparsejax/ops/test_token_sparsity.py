@@ -1,0 +1,115 @@
+"""2:4 along the tokens: the fixed order, the dense features, what is kept."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsejax.ops.token_sparsity import (
+    FEATURE_TILE,
+    dense_feature_count,
+    densest_features,
+    fixed_token_order,
+    sparsify_tokens,
+)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 37, 1000])
+def test_fixed_order_is_a_permutation_and_fixed(tokens):
+    order = fixed_token_order(tokens)
+    np.testing.assert_array_equal(np.sort(order), np.arange(tokens))
+    np.testing.assert_array_equal(order, fixed_token_order(tokens))
+    assert order.dtype == np.int32
+
+
+def test_fixed_order_parts_neighbours():
+    tokens = 4096
+    fours = fixed_token_order(tokens).reshape(-1, 4)
+    near = np.any(np.diff(np.sort(fours, axis=1), axis=1) == 1, axis=1)
+    # 12 of the 4095 other tokens would be neighbours: 0.15 % of the groups by chance
+    assert np.mean(near) < 0.01
+
+
+def test_fixed_order_of_eight_never_changes():
+    """A checkpoint resumed elsewhere must group the same tokens."""
+    np.testing.assert_array_equal(fixed_token_order(8), [7, 6, 5, 3, 2, 1, 4, 0])
+
+
+@pytest.mark.parametrize(
+    ("features", "share", "count"),
+    [
+        (128, 0.0, 0),
+        (128, 0.05, 16),
+        (128, 0.125, 16),
+        (128, 0.126, 32),
+        (2048, 0.05, 112),
+        (8, 0.05, 8),
+        (128, 0.99, 128),
+    ],
+)
+def test_dense_features_come_in_tiles(features, share, count):
+    assert dense_feature_count(features, share) == count
+    chosen = densest_features(jnp.arange(features), share)
+    # most non-zeros: the last ones
+    np.testing.assert_array_equal(chosen, np.arange(features) >= features - count)
+
+
+def test_dense_feature_ties_go_to_the_lower_index():
+    chosen = densest_features(jnp.ones((2, 64)), 0.3)
+    np.testing.assert_array_equal(chosen, np.tile(np.arange(64) < 32, (2, 1)))
+
+
+def test_dense_features_per_expert():
+    nonzeros = np.random.default_rng(0).integers(0, 5, size=(3, 40))
+    chosen = np.asarray(densest_features(jnp.asarray(nonzeros), 0.2))
+    for row, counts in zip(chosen, nonzeros, strict=True):
+        ranked = sorted(range(40), key=lambda f: (-counts[f], f))
+        assert set(np.flatnonzero(row)) == set(ranked[:FEATURE_TILE])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    fours=st.lists(
+        st.lists(
+            st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, -3.0, np.inf, np.nan]),
+            min_size=4,
+            max_size=4,
+        ),
+        min_size=6,
+        max_size=6,
+    )
+)
+def test_magnitude_keeps_two_of_four_tokens_bit_for_bit(fours):
+    x = np.array(fours, np.float32).reshape(2, 3, 4).swapaxes(1, 2).reshape(8, 3)
+    dense = np.array([[False, True, False]])
+    got = np.asarray(sparsify_tokens(jnp.asarray(x), dense, "magnitude", None))
+    expected = np.zeros_like(x)
+    for feature in range(3):
+        for start in (0, 4):
+            group = x[start : start + 4, feature]
+            size = [np.inf if np.isnan(a) else min(abs(a), 1e30) for a in group]
+            kept = sorted(range(4), key=lambda i: (-size[i], i))[:2]
+            for i in range(4) if feature == 1 else kept:
+                expected[start + i, feature] = group[i]
+    np.testing.assert_array_equal(got.view(np.int32), expected.view(np.int32))
+
+
+@pytest.mark.parametrize("method", ["mvue", "mvue_approximate"])
+def test_estimators_keep_at_most_two_and_leave_dense_features(method):
+    x = np.random.default_rng(0).normal(size=(64, 6)).astype(np.float32)
+    dense = np.arange(6)[None] == 2
+    key = jax.random.key(0)
+    got = np.asarray(sparsify_tokens(jnp.asarray(x), dense, method, key))
+    np.testing.assert_array_equal(got[:, 2], x[:, 2])
+    others = np.delete(got, 2, axis=1).reshape(16, 4, 5)
+    np.testing.assert_array_equal(np.sum(others != 0, axis=1), np.full((16, 5), 2))
+    # not merely masked: rescaled, for the mean's sake
+    assert (
+        np.mean(
+            others[others != 0]
+            != np.delete(x, 2, axis=1).reshape(16, 4, 5)[others != 0]
+        )
+        > 0.5
+    )
