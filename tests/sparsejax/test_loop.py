@@ -435,7 +435,7 @@ def test_a_resume_on_other_text_is_refused(text, tmp_path):
 
 
 def test_a_line_that_was_cut_off_is_dropped(uninterrupted, tmp_path):
-    config, _, expected = uninterrupted("default")
+    config, folder, _ = uninterrupted("default")
     with pytest.raises(Killed):
         train(config, tmp_path, observe=kill_at("step", 5))
     with (tmp_path / "metrics.jsonl").open("a") as file:
