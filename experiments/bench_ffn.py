@@ -99,8 +99,8 @@ def modes(config: Config) -> dict[str, FFNSparsity]:
             weights=TWO_FOUR, activations=TWO_FOUR
         ),
         "V:N:M, nearest centre": masked(activations=venom),
-        "V:N:M, skip_blocks": skip(),
-        "V:N:M, skip_blocks, 2:4 weights": skip(weights=TWO_FOUR),
+        "skip_blocks": skip(),
+        "skip_blocks, 2:4 weights": skip(weights=TWO_FOUR),
         "V:N:M, true mass, 1 of E": masked(activations=venom, router="true_mass"),
         "V:N:M, true mass, 2 of 2E": masked(
             activations=finer, router="true_mass", experts_per_token=2

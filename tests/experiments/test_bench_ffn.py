@@ -20,7 +20,7 @@ def test_rows_are_complete_and_appended(tmp_path):
     assert [row["mode"] for row in rows] == list(bench_ffn.modes(config))
     assert [json.loads(line) for line in results.read_text().splitlines()] == rows
     by_mode = {row["mode"]: row for row in rows}
-    dense, skip = by_mode["dense"], by_mode["V:N:M, skip_blocks"]
+    dense, skip = by_mode["dense"], by_mode["skip_blocks"]
     assert (dense["ratio"], dense["ratio_min"], dense["ratio_max"]) == (1, 1, 1)
     assert (dense["executed_share"], skip["executed_share"]) == (1.0, 0.25)
     # GEMMs 1 and 3 dense, the other four grouped
