@@ -114,7 +114,7 @@ def train_step(
     loss, gradient = jax.tree.map(lambda x: x / count, (loss, gradient))
     updates, moments = optimizer.update(gradient, state.moments, params)
     params = jax.tree.map(jnp.add, params, updates)
-    report = {"loss": loss, "gradient_norm": optax.global_norm(gradient)}
+    report = {"loss": loss, "gradient_norm": optax.tree.norm(gradient)}
     state = replace(state, step=state.step + 1, params=params, moments=moments)
     return state, report
 
@@ -185,7 +185,8 @@ class Run:
                 key=jax.random.key(self.config.seed),
             )
 
-        return jax.jit(init)()
+        # Committed to its device, as a restored state is: both run the same program.
+        return jax.device_put(jax.jit(init)(), jax.local_devices()[0])
 
     def template(self, sparsity: FFNSparsity) -> TrainState:
         """Shapes and dtypes of the state of a phase, nothing allocated."""
