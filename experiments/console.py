@@ -1,6 +1,7 @@
 """What a run prints: the plan before it, a progress bar during, the result after."""
 
 import math
+import os
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,9 @@ from sparsejax.ops.ffn_spec import FFNSparsity
 from sparsejax.patterns import Pattern
 from sparsejax.recipe import Phase, phases
 
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
+"""The flag with which XLA's GPU kernels repeat their bits."""
+
 STDOUT = Console(highlight=False)
 STDERR = Console(highlight=False, stderr=True)
 
@@ -50,6 +54,10 @@ def announce(config: TrainConfig, *, predicted: bool = False) -> None:
         f"compute {model.dtype}, "
         f"masters float32; attention: {attention} ({why})"
     )
+    if device.platform == "gpu":
+        repeats = DETERMINISTIC in os.environ.get("XLA_FLAGS", "")
+        how = "with the same bits" if repeats else "within rounding (--deterministic)"
+        say(f"a resumed run continues {how}")
     say(
         f"parameters: {count.total:,} (embedding {count.embedding:,}, attention "
         f"{count.attention:,}, FFN {count.ffn:,}, norms {count.norms:,}, head "

@@ -21,6 +21,7 @@ model.safetensors, the dense weights.
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import dataclass
 from datetime import datetime
@@ -131,6 +132,10 @@ def run(arguments: list[str]) -> int:
         if options.dry_run:
             console.announce(options.config, predicted=True)
             return 0
+        if options.config.deterministic:
+            # XLA reads it when the first array is made, which is later than this.
+            flags = os.environ.get("XLA_FLAGS", "")
+            os.environ["XLA_FLAGS"] = f"{flags} {console.DETERMINISTIC}".strip()
         main(options.config, options.resume or options.run_folder)
     except (
         ValueError,

@@ -230,7 +230,8 @@ def _matmul_by_chunks(rows, weights, tile_expert, used_tiles):
     def chunk(out, of_chunk):
         expert, start, _ = of_chunk
         block = lax.dynamic_slice_in_dim(padded, start, size)
-        product = dense_matmul(block, weights[expert])
+        weight = lax.dynamic_index_in_dim(weights, expert, keepdims=False)
+        product = dense_matmul(block, weight)
         # Rows behind the expert's own get a wrong product, and then their own: chunks
         # come in the order of their rows.
         return lax.dynamic_update_slice_in_dim(out, product, start, 0), None
