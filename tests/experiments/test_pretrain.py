@@ -1,0 +1,411 @@
+"""The main job: its command line, its plan, micro runs end to end, its processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+from rich.console import Console
+
+from experiments import console, pretrain
+from sparsejax import metrics, plan
+from sparsejax.checkpoint import Checkpoints
+from sparsejax.config import PRESETS, TrainConfig, from_json, to_json
+from sparsejax.metrics import DensePeak
+from sparsejax.train import Run
+from tests.micro_run import (
+    assert_same_bits,
+    compilation_cache,
+    micro_config,
+    read_records,
+    with_phases,
+    without_speed,
+    write_text,
+)
+
+SCRIPT = Path(pretrain.__file__)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch, compilation_cache(tmp_path_factory):
+        peak = DensePeak(tflops=1.0, source="test")
+        patch.setattr(metrics, "dense_peak", lambda dtype: peak)
+        # Tables as on a wide terminal, captured anew by each test.
+        patch.setattr(console, "STDOUT", Wide(stderr=False))
+        patch.setattr(console, "STDERR", Wide(stderr=True))
+        yield
+
+
+class Wide:
+    """A console of 200 columns on whatever standard output is at the time."""
+
+    is_terminal = False
+
+    def __init__(self, *, stderr: bool) -> None:
+        self.stderr = stderr
+
+    def __getattr__(self, name):
+        made = Console(highlight=False, stderr=self.stderr, width=200)
+        return getattr(made, name)
+
+
+def arguments_of(config: TrainConfig) -> list[str]:
+    """The command line that gives `config`."""
+    arguments = []
+
+    def add(values: dict, prefix: str) -> None:
+        for name, value in values.items():
+            flag = f"{prefix}{name.replace('_', '-')}"
+            if isinstance(value, dict):
+                add(value, f"{flag}.")
+            elif isinstance(value, bool):
+                last = flag.split(".")
+                arguments.append(
+                    "--" + ".".join([*last[:-1], ("no-" * (not value)) + last[-1]])
+                )
+            else:
+                arguments.extend([f"--{flag}", str(value)])
+
+    add(to_json(config), "")
+    return arguments
+
+
+# The command line.
+
+
+def test_flags_override_the_preset():
+    options = pretrain.parse(
+        "--preset gpt-124m --recipe paper --steps 3 --model.d-model 32 "
+        "--model.heads 2 --model.kv-heads 1 --phases.experts 8 --phases.no-fold "
+        "--phases.token-sparsity mvue --data.text a*.txt --no-plot".split()
+    )
+    config = options.config
+    gpt = PRESETS["gpt-124m"]()
+    assert config == replace(
+        gpt,
+        recipe="paper",
+        steps=3,
+        model=replace(gpt.model, d_model=32, heads=2, kv_heads=1),
+        phases=replace(gpt.phases, experts=8, fold=False, token_sparsity="mvue"),
+        data=replace(gpt.data, text="a*.txt"),
+        plot=False,
+    )
+    assert (options.run_folder, options.resume, options.dry_run) == (None, None, False)
+
+
+def test_every_setting_is_a_flag(text):
+    config = with_phases(micro_config(text, plot=True), fold=False)
+    assert pretrain.parse(arguments_of(config)).config == config
+
+
+def test_no_flags_are_the_tiny_preset():
+    assert pretrain.parse([]).config == TrainConfig()
+
+
+def test_help_explains_the_flags_with_their_units(capsys):
+    with pytest.raises(SystemExit) as caught:
+        pretrain.parse(["--help"])
+    assert caught.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "--preset {tiny,gpt-124m,llama-1b,llama-7b}",
+        "--recipe {default,paper,weights,dense}",
+        "--model.d-hidden",
+        "--dry-run",
+        "--resume",
+        "Optimiser steps.",
+        "Tokens the model sees per sequence",
+        "Steps between checkpoints",
+        "Share of the steps over which the learning rate rises",
+        "Print the plan and stop",
+    ):
+        assert part in shown, part
+
+
+def test_a_flag_that_does_not_exist_ends_with_a_message(capsys):
+    with pytest.raises(SystemExit) as caught:
+        pretrain.run(["--colour", "red"])
+    assert caught.value.code != 0
+    assert "--colour" in capsys.readouterr().err
+
+
+def stopped_run(folder: Path, config: TrainConfig) -> list[str]:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(to_json(config)))
+    return ["--resume", str(folder)]
+
+
+def test_a_resume_has_the_settings_of_its_run(text, tmp_path):
+    config = micro_config(text)
+    resume = stopped_run(tmp_path / "run", config)
+    options = pretrain.parse(resume)
+    assert (options.config, options.resume) == (config, tmp_path / "run")
+    allowed = pretrain.parse([*resume, "--log-every", "7", "--plot"])
+    assert allowed.config == replace(config, log_every=7, plot=True)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--steps", "7"], "whose steps is 12 and cannot become 7"),
+        (["--model.d-hidden", "32"], "whose model.d_hidden is 64 and cannot become 32"),
+        (
+            ["--preset", "llama-1b"],
+            "whose preset is 'tiny' and cannot become 'llama-1b'",
+        ),
+        (["--run-folder", "elsewhere"], "leave --run-folder out"),
+    ],
+)
+def test_a_resume_with_other_settings_is_refused(
+    extra, message, text, tmp_path, capsys
+):
+    resume = stopped_run(tmp_path / "run", micro_config(text))
+    assert pretrain.run([*resume, *extra]) == 1
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1 and captured.out == ""
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resume", "nowhere"], "--resume nowhere: there is no nowhere/config.json"),
+        (["--batch-size", "10", "--micro-batches", "4"], "not a multiple of micro"),
+        (["--data.text", "[a-z]/nothing*.txt"], "text='[a-z]/nothing*.txt': no file"),
+        (["--backend", "mosaic_sm90", "--recipe", "weights"], "mosaic_sm90"),
+        (["--recipe", "paper", "--phases.experts", "3"], "required by"),
+        (["--model.vocab-size", "64", "--data.text", "TEXT"], "--model.vocab-size 256"),
+    ],
+)
+def test_an_error_is_one_line_and_status_one(
+    arguments, message, text, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    arguments = [text if argument == "TEXT" else argument for argument in arguments]
+    assert pretrain.run(arguments) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1 and "Traceback" not in error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_one_line_too(text, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    where = ["--run-folder", str(tmp_path / "file" / "run")]
+    assert pretrain.run([*arguments_of(micro_config(text)), *where]) == 1
+    error = capsys.readouterr().err
+    assert "NotADirectoryError" in error and error.count("\n") == 1
+
+
+# The plan.
+
+
+@pytest.mark.parametrize("recipe", ["default", "paper", "weights", "dense"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_dry_run_prints_the_plan_and_allocates_nothing(
+    preset, recipe, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    before = {id(array) for array in jax.live_arrays()}
+    assert pretrain.run(["--preset", preset, "--recipe", recipe, "--dry-run"]) == 0
+    assert {id(array) for array in jax.live_arrays()} <= before
+    assert list(tmp_path.iterdir()) == []
+    shown = capsys.readouterr().out
+    model = PRESETS[preset]().model
+    assert f"parameters: {plan.parameter_count(model).total:,} " in shown
+    length = PRESETS[preset]().data.sequence_length
+    flops = plan.flops_per_token(model, length)
+    assert f"{flops.total() / 1e6:,.2f}" in shown
+    assert f"FFN share of a dense step's FLOPs: {flops.ffn_share():.1%}" in shown
+    assert "memory, GiB" in shown and "1  Y1 = X W1" in shown
+    assert ("predicted on sparse tensor cores" in shown) == (recipe != "dense")
+    kinds = ["dense"] if recipe == "dense" else ["warm-up", "sparse", "dense"]
+    assert all(f"│ {kind} " in shown for kind in kinds)
+
+
+# Micro runs, end to end.
+
+
+def test_the_main_job_writes_its_files_and_says_what_it_did(text, tmp_path, capsys):
+    config = micro_config(text, plot=True, sample_length=5)
+    outcome = pretrain.main(config, tmp_path / "run")
+    assert outcome.completed
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names >= {"checkpoints", "config.json", "metrics.jsonl", "loss.png"}
+    assert not any("draft" in name for name in names)
+    assert (tmp_path / "run" / "loss.png").stat().st_size > 10_000
+    saved = from_json(json.loads((tmp_path / "run" / "config.json").read_text()))
+    assert saved == config
+    records = pretrain.read_metrics(tmp_path / "run")
+    shown = capsys.readouterr().out
+    unigram = records[0]["unigram_loss"]
+    assert f"unigram model: {unigram:.3f} nats per token" in shown
+    ends = {3: "warm-up", 9: "sparse", 12: "dense"}
+    for record in records:
+        if record["event"] == "validation" and record["step"] in ends:
+            row = [record["kind"], str(record["step"]), f"{record['loss']:.4f}"]
+            assert row[0] == ends[record["step"]]
+            assert any(
+                [cell.strip() for cell in line.split("│")[1:4]] == row
+                for line in shown.splitlines()
+            )
+        if record["event"] == "switch":
+            assert f"switch to {record['to']}; validation loss before" in shown
+            jumped = f"a jump of {record['jump']:.3f}: the next steps are spent"
+            assert (jumped in shown) == record["large"]
+    prompt = outcome.corpus.tokenizer.decode(outcome.corpus.validation[:16])
+    assert f"greedy sample (prompt, then the model):\n{prompt}" in shown
+    assert f"run folder: {tmp_path / 'run'}" in shown
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: replace(
+            c, recipe="weights", model=replace(c.model, activation="swiglu")
+        ),
+        lambda c: with_phases(
+            replace(c, recipe="paper"), router="token_hash", skip_blocks=True
+        ),
+        lambda c: with_phases(
+            replace(c, recipe="paper"),
+            router="true_mass",
+            experts=8,
+            experts_per_token=2,
+        ),
+        lambda c: replace(
+            c,
+            model=replace(c.model, dtype="bfloat16", remat="dots", tie_embeddings=True),
+        ),
+    ],
+    ids=["swiglu", "hash, skipping", "mass, two of eight", "bfloat16"],
+)
+def test_every_variant_trains(change, text, tmp_path):
+    config = replace(change(micro_config(text)), checkpoint_every=0, eval_every=6)
+    pretrain.main(config, tmp_path / "run")
+    records = read_records(tmp_path / "run")
+    losses = [r["loss"] for r in records if r["event"] == "step"]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 0.5
+    sparse = [r["loss"] for r in records if r["event"] == "step" and r["phase"] == 1]
+    assert sparse[-1] < sparse[0]
+    ffn = next(r for r in records if r["event"] == "ffn" and r["kind"] == "sparse")
+    if config.recipe == "paper":
+        counts = ffn["tokens_per_expert"]
+        chosen = config.phases.experts_per_token * config.data.sequence_length
+        assert all(sum(layer) % chosen == 0 for layer in counts)
+
+
+def test_a_finished_run_that_is_resumed_reports_it_again(text, tmp_path, capsys):
+    folder = tmp_path / "run"
+    pretrain.main(micro_config(text), folder)
+    records = read_records(folder)
+    capsys.readouterr()
+    assert pretrain.run(["--resume", str(folder), "--sample-length", "3"]) == 0
+    assert "greedy sample" in capsys.readouterr().out
+    assert read_records(folder) == records
+
+
+# What is printed.
+
+
+def test_text_is_printed_as_it_is_brackets_included(capsys):
+    console.say("text='[a-z]*.txt' [/nothing] [bold]x")
+    console.show_sample("a[b]c\\", "[/red]\x1b[2J\n")
+    shown = capsys.readouterr().out
+    assert "text='[a-z]*.txt' [/nothing] [bold]x" in shown
+    assert "a[b]c\\[/red]\ufffd[2J" in shown
+
+
+def test_a_perplexity_beyond_float_is_infinite(capsys):
+    where = {"phase": 0, "kind": "dense", "step": 3}
+    console.summarise(
+        [
+            {"event": "start", "unigram_loss": 3.0} | where,
+            {"event": "validation", "loss": 1e4} | where,
+        ]
+    )
+    assert "inf" in capsys.readouterr().out
+
+
+# Processes of their own.
+
+
+def command(*arguments: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), *arguments],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        cwd=SCRIPT.parent.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise AssertionError(f"ended early: {process.communicate()}")
+        if (folder / "metrics.jsonl").exists():
+            lines = (folder / "metrics.jsonl").read_text().splitlines()[:-1]
+            if any(json.loads(line)["step"] >= step for line in lines):
+                return
+        time.sleep(0.02)
+    process.kill()
+    raise AssertionError(f"no step {step}: {process.communicate()}")
+
+
+def test_processes_that_are_ended_resume_to_the_same_bits(text, tmp_path):
+    # Nothing is shared with the processes: each compiles by itself.
+    settings = {"steps": 200, "recipe": "weights", "eval_every": 0}
+    config = micro_config(text, checkpoint_every=10, **settings)
+    config = with_phases(config, warmup_share=0.03, sparse_share=0.96)
+    ended, whole = tmp_path / "ended", tmp_path / "whole"
+    checkpoints = ended / "checkpoints"
+
+    killed = command(*arguments_of(config), "--run-folder", str(ended))
+    wait_for_step(killed, ended, 25)
+    killed.kill()
+    killed.communicate(timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    latest = Checkpoints(checkpoints).latest_step()
+    assert latest is not None and 10 <= latest < 200
+
+    terminated = command("--resume", str(ended))
+    wait_for_step(terminated, ended, latest + 25)
+    terminated.terminate()
+    output, errors = terminated.communicate(timeout=60)
+    assert terminated.returncode == 0, errors
+    assert f"stopped by SIGTERM; go on with --resume {ended}" in output
+    latest = Checkpoints(checkpoints).latest_step()
+    steps = [r["step"] for r in read_records(ended) if r["event"] == "step"]
+    assert latest == steps[-1] < 200
+
+    assert pretrain.run(["--resume", str(ended)]) == 0
+    expected = pretrain.main(config, whole)
+    run = Run(config)
+    template = run.template(run.phases[-1].sparsity)
+    with Checkpoints(checkpoints) as saved:
+        restored = saved.restore(template=template)
+    assert restored.step == 200
+    assert_same_bits(restored.state, expected.state)
+
+    def trained(folder: Path) -> list[dict]:
+        records = without_speed(read_records(folder))
+        return [record for record in records if record["event"] != "checkpoint"]
+
+    assert trained(ended) == trained(whole)
