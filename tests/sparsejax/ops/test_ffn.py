@@ -111,7 +111,7 @@ def test_vmap_of_scan_of_remat_matches_oracle(sparsity):
         y, pull_back = jax.vjp(batched, x, w_up, w_down)
         return y, *pull_back(dy)
 
-    # the transformations, not the code XLA makes of them: a third less compilation
+    # the transformations, not the code XLA makes of them: half the compilation
     options = {"xla_backend_optimization_level": 0}
     with jax.enable_x64(True):
         got = jax.jit(run, compiler_options=options)(x, w_up, w_down, experts, dy)

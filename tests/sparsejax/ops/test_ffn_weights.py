@@ -24,12 +24,14 @@ from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
 from sparsejax.ops.ffn_weights import pack_ffn
 from sparsejax.patterns import NM
 
+# one compilation instead of one for each of its operations
+jitted_pack = jax.jit(pack_ffn, static_argnames=("sparsity", "dtype"))
 SPARSE = FFNSparsity(weights=TWO_FOUR)
 WITH_WEIGHTS = [s for s in representative_sparsities() if s.weights]
 
 
 def pack(w_up, w_down, *, scales=SCALES, dtype=jnp.float32, w_gate=None):
-    return pack_ffn(
+    return jitted_pack(
         w_up,
         w_down,
         w_gate=w_gate,
@@ -70,7 +72,7 @@ def test_packed_beforehand_gives_the_same_bits(sparsity):
     inputs = tuple(a.astype(np.float32) for a in make_inputs())
     experts = make_experts(sparsity)
     here = jitted(sparsity, *inputs, experts)
-    packed = pack_ffn(
+    packed = jitted_pack(
         inputs[1],
         inputs[2],
         sparsity=sparsity,

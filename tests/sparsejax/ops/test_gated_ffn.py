@@ -142,7 +142,8 @@ def test_bfloat16_keeps_float32_masters(sparsity):
 
 def test_packed_beforehand_gives_the_same_bits():
     x, w_gate, w_up, w_down, dy = (a.astype(np.float32) for a in make_inputs())
-    packed = pack_ffn(
+    pack = jax.jit(pack_ffn, static_argnames=("sparsity", "dtype"))
+    packed = pack(
         w_up,
         w_down,
         w_gate=w_gate,
