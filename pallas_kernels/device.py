@@ -1,7 +1,7 @@
 """What the GPUs that kernels are written for can do at most, with the source."""
 
 DENSE_PEAK_TFLOPS = {
-    # NVIDIA data sheets, bf16 tensor cores without sparsity, at the boost clock.
+    # NVIDIA data sheets, SXM boards, bf16 tensor cores without sparsity, boost clock.
     ("H100", "bfloat16"): 989.4,
     ("H200", "bfloat16"): 989.4,
     ("A100", "bfloat16"): 312.0,
@@ -17,6 +17,8 @@ def dense_peak_tflops(device_kind: str, dtype: str) -> float | None:
 
     `device_kind` as `jax.Device.device_kind`, for example "NVIDIA H200".
     """
+    if any(variant in device_kind for variant in ("PCIe", "NVL")):
+        return None  # fewer units or lower clocks than the table's SXM boards
     for (gpu, of_dtype), peak in DENSE_PEAK_TFLOPS.items():
         if gpu in device_kind and dtype == of_dtype:
             return peak

@@ -161,7 +161,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     phases: RecipeConfig = field(default_factory=RecipeConfig)
-    steps: int = 800
+    steps: int = 1300
     """Optimiser steps."""
     batch_size: int = 32
     """Sequences per optimiser step."""
@@ -200,6 +200,7 @@ class TrainConfig:
         for name in ("eval_batches", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        self._refuse_unread_settings()
         if self.model.activation == "swiglu" and self.recipe in ("default", "paper"):
             raise ValueError(
                 f"recipe={self.recipe!r} makes activations sparse, which "
@@ -211,6 +212,28 @@ class TrainConfig:
                 f"batch_size={self.batch_size} is not a multiple of micro_batches="
                 f"{self.micro_batches}; change one of them"
             )
+
+    def _refuse_unread_settings(self) -> None:
+        """A setting that the recipe does not read would be silently ignored."""
+        read_by = {
+            name: ("paper",)
+            for name in (
+                "experts",
+                "block_rows",
+                "experts_per_token",
+                "router",
+                "skip_blocks",
+                "recluster_every",
+            )
+        } | {"token_sparsity": ("default", "paper")}
+        for name, recipes in read_by.items():
+            value, unset = getattr(self.phases, name), getattr(RecipeConfig(), name)
+            if value != unset and self.recipe not in recipes:
+                raise ValueError(
+                    f"phases.{name}={value!r} has no meaning in recipe "
+                    f"{self.recipe!r}; leave it out or use --recipe "
+                    f"{' or '.join(recipes)}"
+                )
 
     @property
     def tokens_per_step(self) -> int:

@@ -33,13 +33,16 @@ def write_text(folder: Path) -> str:
 
 def micro_config(text: str, **changes) -> TrainConfig:
     """3 steps of warm-up, 6 sparse ones, 3 of the tail; 16 neurons per expert."""
+    phases = RecipeConfig(warmup_share=0.25, sparse_share=0.5)
+    if changes.get("recipe") == "paper":
+        phases = replace(phases, block_rows=8)
     config = TrainConfig(
         model=ModelConfig(
             vocab_size=256, d_model=16, layers=2, heads=2, kv_heads=1, d_hidden=64
         ),
         data=DataConfig(text=text, sequence_length=16, validation_share=0.3),
         optimizer=OptimizerConfig(peak_learning_rate=1e-2, warmup_share=0.1),
-        phases=RecipeConfig(warmup_share=0.25, sparse_share=0.5, block_rows=8),
+        phases=phases,
         steps=12,
         batch_size=4,
         log_every=1,

@@ -27,6 +27,8 @@ def test_listed_devices_have_the_dense_peak_of_their_data_sheet(
         ("NVIDIA GeForce RTX 4090", "bfloat16"),
         ("cpu", "float32"),
         ("NVIDIA H200", "int8"),
+        ("NVIDIA H100 PCIe", "bfloat16"),
+        ("NVIDIA H100 NVL", "bfloat16"),
     ],
 )
 def test_what_is_not_in_the_table_has_no_peak(device_kind, dtype):

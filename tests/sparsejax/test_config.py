@@ -97,6 +97,28 @@ from sparsejax.recipe import sparsity_of
             lambda: TrainConfig(recipe="paper", model=ModelConfig(activation="swiglu")),
             "recipe='paper' makes activations sparse",
         ),
+        *(
+            (
+                lambda name=name, value=value: TrainConfig(
+                    phases=RecipeConfig(**{name: value})
+                ),
+                f"phases.{name}={value!r} has no meaning in recipe 'default'",
+            )
+            for name, value in {
+                "experts": 8,
+                "block_rows": 64,
+                "experts_per_token": 2,
+                "router": "true_mass",
+                "skip_blocks": True,
+                "recluster_every": 5,
+            }.items()
+        ),
+        (
+            lambda: TrainConfig(
+                recipe="weights", phases=RecipeConfig(token_sparsity="mvue")
+            ),
+            "token_sparsity='mvue' has no meaning .* use --recipe default or paper",
+        ),
         (
             lambda: TrainConfig(batch_size=10, micro_batches=4),
             "batch_size=10 is not a multiple of micro_batches=4; change one of them",
