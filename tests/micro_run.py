@@ -34,9 +34,11 @@ def write_text(folder: Path) -> str:
 def micro_config(text: str, **changes) -> TrainConfig:
     """3 steps of warm-up, 6 sparse ones, 3 of the tail; 16 neurons per expert."""
     phases = RecipeConfig(warmup_share=0.25, sparse_share=0.5)
-    if changes.get("recipe") == "paper":
+    recipe = changes.pop("recipe", "default")
+    if recipe == "paper":
         phases = replace(phases, block_rows=8)
     config = TrainConfig(
+        recipe=recipe,
         model=ModelConfig(
             vocab_size=256, d_model=16, layers=2, heads=2, kv_heads=1, d_hidden=64
         ),
