@@ -20,8 +20,7 @@ PREFERENCE: tuple[Backend, ...] = ("mosaic_sm90", "xla", "reference")
 
 @dataclass(frozen=True, kw_only=True)
 class GemmSpec:
-    """The static facts of one GEMM `(m, k) @ (k, n)`; `m` counts rows of tokens or,
-    in a weight gradient, features."""
+    """The static facts of one GEMM `(m, k) @ (k, n)`."""
 
     name: str
     """The equation, as `Y1 = X W1`."""
@@ -35,6 +34,8 @@ class GemmSpec:
     experts: int | None = None
     """Grouped over this many experts: a row meets only its expert's weights."""
     experts_per_token: int = 1
+    over_tokens: bool = False
+    """A weight gradient: k counts tokens and m features, else m counts tokens."""
     device: str = "cpu"
     """Platform, as `jax.Device.platform`."""
 

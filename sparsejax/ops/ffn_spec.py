@@ -8,8 +8,9 @@ Sparse tensor cores accept sparsity in one operand, along the reduction axis, so
 GEMM is sparse in its weight (1, 3) or in its activation (2, 4, 5, 6), never in both.
 """
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from jaxtyping import Array, Float
@@ -144,8 +145,8 @@ DENSE = FFNSparsity()
 
 
 @dataclass(frozen=True, kw_only=True)
-class FFNSpec:
-    """The static facts of one squared-ReLU FFN call."""
+class FFNCall(ABC):
+    """The static facts of one call of an FFN, gated or not."""
 
     tokens: int
     d_model: int
@@ -153,6 +154,28 @@ class FFNSpec:
     dtype: str
     sparsity: FFNSparsity = DENSE
     device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        check_divisible(self.d_model, self.d_hidden, self.sparsity)
+
+    @abstractmethod
+    def gemms(self) -> tuple[GemmSpec, ...]:
+        """The GEMMs, forward and backward."""
+
+    def explain(self, backend: Backend | None = None) -> tuple[Decision, ...]:
+        """What runs each of the GEMMs, and why.
+
+        Raises:
+          NotImplementedError: the named backend cannot run one of them; says why.
+        """
+        return tuple(
+            choose_backend(gemm, backend, _implementations_of(gemm))
+            for gemm in self.gemms()
+        )
+
+
+class FFNSpec(FFNCall):
+    """The static facts of one squared-ReLU FFN call."""
 
     @classmethod
     def of(
@@ -183,55 +206,45 @@ class FFNSpec:
             device=current_platform(),
         )
 
-    def __post_init__(self) -> None:
-        check_divisible(self.d_model, self.d_hidden, self.sparsity)
-
     def gemms(self) -> tuple[GemmSpec, ...]:
         """GEMMs 1 to 6."""
         s = self.sparsity
         t, d, f = self.tokens, self.d_model, self.d_hidden
-        weight = {"sparse_operand": "rhs", "pattern": s.weights} if s.weights else {}
-        two_four = NM(2, 4) if s.activations else None
-        activation = {"sparse_operand": "lhs", "pattern": two_four} if two_four else {}
-        by_expert = {"experts": s.experts, "experts_per_token": s.experts_per_token}
-        grouped = by_expert if s.experts else {}
-        skipped = by_expert if s.skip_blocks else {}
-        columns = by_expert if s.weight_gradients == "expert_columns" else {}
+        activations = NM(2, 4) if s.activations else None
         along_tokens = NM(2, 4) if s.token_sparsity else None
-        left = {"sparse_operand": "lhs", "pattern": along_tokens}
-        right = {"sparse_operand": "rhs", "pattern": along_tokens}
-        left, right = (left, right) if along_tokens else ({}, {})
+        routed, columns = bool(s.experts), s.weight_gradients == "expert_columns"
 
-        def gemm(name: str, m: int, k: int, n: int, facts: Mapping) -> GemmSpec:
-            shared = {"dtype": self.dtype, "device": self.device}
-            return GemmSpec(name=name, m=m, k=k, n=n, **shared, **facts)
+        def gemm(name, m, k, n, operand, pattern, by_expert, *, over_tokens=False):
+            return GemmSpec(
+                name=name,
+                m=m,
+                k=k,
+                n=n,
+                dtype=self.dtype,
+                sparse_operand=operand if pattern else None,
+                pattern=pattern,
+                experts=s.experts if by_expert else None,
+                experts_per_token=s.experts_per_token if by_expert else 1,
+                over_tokens=over_tokens,
+                device=self.device,
+            )
 
+        gradient = partial(gemm, pattern=along_tokens, by_expert=columns)
         return (
-            gemm("1  Y1 = X W1", t, d, f, weight | skipped),
-            gemm("2  Y = A W2", t, f, d, activation | grouped),
-            gemm("3  dA = dY W2^T", t, d, f, weight | skipped),
-            gemm("4  dX = dY1 W1^T", t, f, d, activation | grouped),
-            gemm("5  dW1 = X^T dY1", d, t, f, right | columns),
-            gemm("6  dW2 = A^T dY", f, t, d, left | columns),
-        )
-
-    def explain(self, backend: Backend | None = None) -> tuple[Decision, ...]:
-        """What runs each of the six GEMMs, and why.
-
-        Raises:
-          NotImplementedError: the named backend cannot run one of them; says why.
-        """
-        return tuple(
-            choose_backend(gemm, backend, implementations_of(gemm, outer=number >= 5))
-            for number, gemm in enumerate(self.gemms(), start=1)
+            gemm("1  Y1 = X W1", t, d, f, "rhs", s.weights, s.skip_blocks),
+            gemm("2  Y = A W2", t, f, d, "lhs", activations, routed),
+            gemm("3  dA = dY W2^T", t, d, f, "rhs", s.weights, s.skip_blocks),
+            gemm("4  dX = dY1 W1^T", t, f, d, "lhs", activations, routed),
+            gradient("5  dW1 = X^T dY1", d, t, f, "rhs", over_tokens=True),
+            gradient("6  dW2 = A^T dY", f, t, d, "lhs", over_tokens=True),
         )
 
 
-def implementations_of(gemm: GemmSpec, *, outer: bool = False) -> Implementations:
+def _implementations_of(gemm: GemmSpec) -> Implementations:
     """The implementations of the operation that `gemm` is a call of."""
+    if gemm.experts is not None and gemm.over_tokens:
+        return grouped_matmul.OUTER_IMPLEMENTATIONS
     if gemm.experts is not None:
-        if outer:
-            return grouped_matmul.OUTER_IMPLEMENTATIONS
         return grouped_matmul.IMPLEMENTATIONS
     if gemm.pattern is not None:
         return sparse_matmul.IMPLEMENTATIONS

@@ -9,26 +9,14 @@ As in the squared-ReLU FFN, GEMMs 1 and 3 read S(W), GEMMs 2 and 4 the dense wei
 SiLU gives no zeros, so there is no activation sparsity.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from sparsejax.ops.backend import (
-    Backend,
-    Decision,
-    GemmSpec,
-    choose_backend,
-    current_platform,
-)
-from sparsejax.ops.ffn_spec import (
-    DENSE,
-    FFNSparsity,
-    check_divisible,
-    implementations_of,
-)
+from sparsejax.ops.backend import Backend, GemmSpec, current_platform
+from sparsejax.ops.ffn_spec import DENSE, FFNCall, FFNSparsity
 from sparsejax.ops.ffn_weights import (
     PackedFFN,
     multiply,
@@ -37,16 +25,8 @@ from sparsejax.ops.ffn_weights import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class GatedFFNSpec:
+class GatedFFNSpec(FFNCall):
     """The static facts of one gated FFN call."""
-
-    tokens: int
-    d_model: int
-    d_hidden: int
-    dtype: str
-    sparsity: FFNSparsity = DENSE
-    device: str = "cpu"
 
     @classmethod
     def of(
@@ -88,7 +68,7 @@ class GatedFFNSpec:
                 f"token_sparsity={self.sparsity.token_sparsity!r}; use weights=NM(2, 4)"
                 f" alone, or the squared-ReLU FFN"
             )
-        check_divisible(self.d_model, self.d_hidden, self.sparsity)
+        super().__post_init__()
 
     def gemms(self) -> tuple[GemmSpec, ...]:
         """The nine GEMMs, in the order 1a, 1b, 2, 3, 4a, 4b, 5a, 5b, 6."""
@@ -107,16 +87,9 @@ class GatedFFNSpec:
             gemm("3  dA = dY Wd^T", t, d, f, **weight),
             gemm("4a dX = dG Wg^T", t, f, d),
             gemm("4b dX += dU Wu^T", t, f, d),
-            gemm("5a dWg = X^T dG", d, t, f),
-            gemm("5b dWu = X^T dU", d, t, f),
-            gemm("6  dWd = A^T dY", f, t, d),
-        )
-
-    def explain(self, backend: Backend | None = None) -> tuple[Decision, ...]:
-        """What runs each of the nine GEMMs, and why. Raises as `FFNSpec.explain`."""
-        return tuple(
-            choose_backend(gemm, backend, implementations_of(gemm))
-            for gemm in self.gemms()
+            gemm("5a dWg = X^T dG", d, t, f, over_tokens=True),
+            gemm("5b dWu = X^T dU", d, t, f, over_tokens=True),
+            gemm("6  dWd = A^T dY", f, t, d, over_tokens=True),
         )
 
 

@@ -72,6 +72,7 @@ def grouped_outer(
         n=rhs.shape[1],
         dtype=str(lhs.dtype),
         experts=experts,
+        over_tokens=True,
         device=current_platform(),
     )
     if lhs.shape[0] != rhs.shape[0]:
@@ -298,14 +299,7 @@ def _outer_reference(lhs, rhs, tile_expert, used_tiles, experts):
 
 
 def _describe(spec: GemmSpec) -> tuple[str, float]:
-    return _describe_xla(spec, tokens=spec.m)
-
-
-def _describe_outer(spec: GemmSpec) -> tuple[str, float]:
-    return _describe_xla(spec, tokens=spec.k)
-
-
-def _describe_xla(spec: GemmSpec, *, tokens: int) -> tuple[str, float]:
+    tokens = spec.k if spec.over_tokens else spec.m
     experts = spec.experts or 1
     what = f"grouped GEMM over {experts} experts"
     if spec.device == "cpu":
@@ -338,6 +332,6 @@ OUTER_IMPLEMENTATIONS: Implementations = {
         describe=_describe_reference,
     ),
     "xla": Implementation(
-        run=_outer_xla, why_unsupported=lambda spec: None, describe=_describe_outer
+        run=_outer_xla, why_unsupported=lambda spec: None, describe=_describe
     ),
 }
