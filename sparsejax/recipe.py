@@ -35,8 +35,8 @@ class Phase:
 def sparsity_of(recipe: RecipeName, settings: RecipeConfig) -> FFNSparsity:
     """The sparsity of the recipe's sparse phase.
 
-    default: 2:4 weights in GEMMs 1 and 3, 2:4 activations in 2 and 4; the only mixture
-    that our study found indistinguishable from dense. paper: 2:4 weights and V:2:M
+    default: 2:4 weights in GEMMs 1 and 3, 2:4 activations in 2 and 4, the mixture that
+    cost least in all our runs (experiments/LOG.md). paper: 2:4 weights and V:2:M
     activations, GEMMs 5 and 6 per expert (arXiv 2602.06183). weights: 2:4 weights.
     """
     if recipe == "dense":
