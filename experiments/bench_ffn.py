@@ -1,6 +1,6 @@
 """Times one training step of the sparse FFN against the dense one.
 
-    uv run python -m experiments.bench_ffn
+    uv run experiments/bench_ffn.py
 
 A step is everything that a training step spends on one FFN: routing, soft threshold
 and packing of the weights, forward, backward. Inputs and output cotangent are random.
