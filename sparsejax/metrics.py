@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from sparsejax.config import ModelConfig
 from sparsejax.layers import SparseFFN, sparse_ffns
 from sparsejax.model import Transformer
-from sparsejax.ops.backend import Decision
+from sparsejax.ops.backend import Backend, Decision, current_platform
 from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
 from sparsejax.ops.gated_ffn import GatedFFNSpec
 from sparsejax.patterns import NM
@@ -56,7 +56,10 @@ def dense_peak(dtype: str, device: jax.Device | None = None) -> DensePeak:
 
 
 def ffn_decisions(
-    config: ModelConfig, sparsity: FFNSparsity, tokens: int, backend=None
+    config: ModelConfig,
+    sparsity: FFNSparsity,
+    tokens: int,
+    backend: Backend | None = None,
 ) -> tuple[Decision, ...]:
     """What runs each FFN GEMM of this model for `tokens` tokens, and why."""
     kind = GatedFFNSpec if config.activation == "swiglu" else FFNSpec
@@ -66,7 +69,7 @@ def ffn_decisions(
         d_hidden=config.d_hidden,
         dtype=config.dtype,
         sparsity=sparsity,
-        device=jax.devices()[0].platform,
+        device=current_platform(),
     )
     return spec.explain(backend)
 

@@ -166,8 +166,8 @@ class MemoryBytes:
     gradients: int
     """float32, for all parameters at once."""
     packed: int
-    """S(W) of the sparse weights: half the values in the compute dtype, and two bits of
-    position for each."""
+    """S(W) of the sparse weights, as `formats.Compressed` holds them: half the values
+    in the compute dtype, and one byte of position for each."""
     activations: int
     """Saved between forward and backward."""
     logits: int
@@ -222,7 +222,7 @@ def memory_bytes(
     saved = config.layers * per_layer + recomputed + 2 * d * element
     packed = 0
     if sparsity.weights is not None:
-        packed = parameters.ffn * element // 2 + parameters.ffn // 8
+        packed = parameters.ffn // 2 * (element + 1)
     return MemoryBytes(
         parameters=4 * total // devices,
         moments=8 * total // devices,

@@ -68,7 +68,7 @@ class Decision:
     path: str
     """What runs, in words."""
     executed_share: float
-    """FLOPs executed / FLOPs of the dense GEMM (row padding not counted)."""
+    """FLOPs executed / FLOPs of the dense GEMM (rows that pad to V not counted)."""
     reason: str
     measured_us: Mapping[str, float] | None = None
     """Measured times by backend, "dense" included; None where nothing was measured."""

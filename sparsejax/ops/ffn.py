@@ -47,7 +47,8 @@ def ffn(
       scales: the frozen beta of W1 and W2^T, for packing here if `packed` is None.
       expert_index: V:N:M with a router before GEMM 1: the experts of each token.
       key: for `token_sparsity` "mvue" and "mvue_approximate".
-      backend: None for the fastest per GEMM; a name runs everywhere or raises.
+      backend: None for the first of `PREFERENCE` that can, GEMM by GEMM; a name runs
+        everywhere or raises.
     Raises:
       ValueError: shapes do not fit, or an argument that `sparsity` needs is missing.
       NotImplementedError: the named backend cannot run a GEMM; says why.

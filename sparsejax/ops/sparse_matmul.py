@@ -42,7 +42,7 @@ def sparse_matmul(
     Args:
       lhs: (m, k), dense or compressed along its last axis.
       rhs: (k, n), dense or compressed (either orientation).
-      backend: None for the fastest that can run it; a name runs or raises.
+      backend: None for the first of `PREFERENCE` that can; a name runs or raises.
     Raises:
       ValueError: not exactly one operand is compressed, or the shapes do not fit.
       NotImplementedError: the named backend cannot run this GEMM; says why.

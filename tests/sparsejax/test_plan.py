@@ -218,8 +218,8 @@ def test_memory_of_the_states():
     assert one.parameters + one.moments + one.gradients == 16 * parameters.total
     assert eight.moments == one.moments // 8
     assert one.packed == 0
-    # half of the values in two bytes and 2 bits each: 1.125 bytes per weight
-    assert eight.packed == parameters.ffn * 9 // 8 // 8
+    # half of the values, two bytes and one byte of position each
+    assert eight.packed == parameters.ffn * 3 // 2 // 8
     # a token keeps the hidden values of one of four experts
     saved = one.activations - eight.activations
     assert saved == 8192 * 25 * 8448 * 3 // 4 * 2
