@@ -1,7 +1,7 @@
 """Pre-trains a transformer: dense warm-up, sparse feed-forward network, dense tail.
 
 On a laptop or any machine (3 to 6 minutes on two CPU cores; bytes of the Python
-standard library's source; validation loss below 2 nats per byte, unigram model 3.4):
+standard library's source; validation loss about 1.1 nats per byte, unigram model 3.4):
 
     uv run experiments/pretrain.py
 

@@ -241,12 +241,13 @@ class TrainConfig:
 
 
 def tiny() -> TrainConfig:
-    """A few minutes on two CPU cores: 0.8 M parameters, bytes."""
+    """Four minutes on two CPU cores: 0.9 M parameters, bytes."""
     return TrainConfig()
 
 
 def gpt_124m() -> TrainConfig:
-    """GPT-2's smallest size with squared ReLU; training as in arXiv 2404.01847."""
+    """GPT-2's smallest size with squared ReLU. Steps, batch and warm-up of arXiv
+    2404.01847; the learning rate is ours, four times theirs, and not tuned."""
     return TrainConfig(
         preset="gpt-124m",
         model=ModelConfig(
