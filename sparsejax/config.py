@@ -1,31 +1,94 @@
-"""Every setting of a training run, as frozen dataclasses; named presets."""
+"""Every setting of a training run, as frozen dataclasses with the range of each."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Annotated, Any, Literal, get_type_hints
 
 from sparsejax.ops.backend import Backend
 from sparsejax.ops.ffn_spec import RouterChoice, TokenSparsity
+
+FLOAT32_MAX = 3.4028234663852886e38
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """The numbers that a setting may be, between the bounds that are given."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+
+    def __contains__(self, value: float) -> bool:
+        return (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        bounds = {
+            "at least": self.least,
+            "above": self.above,
+            "at most": self.most,
+            "below": self.below,
+        }
+        stated = (f"{how} {n}" for how, n in bounds.items() if n is not None)
+        return " and ".join(stated)
+
+
+INT32_MAX = 2**31 - 1
+Count = Annotated[int, Interval(least=1, most=INT32_MAX)]
+CountOrZero = Annotated[int, Interval(least=0, most=INT32_MAX)]
+Seed = Annotated[int, Interval(least=0, most=2**32 - 1)]
+Share = Annotated[float, Interval(least=0, most=1)]
+Positive = Annotated[float, Interval(above=0, most=FLOAT32_MAX)]
+NotNegative = Annotated[float, Interval(least=0, most=FLOAT32_MAX)]
+Decay = Annotated[float, Interval(least=0, below=1)]
+
+
+def check_intervals(settings: Any, section: str = "") -> None:
+    """Raises ValueError where a field annotated with an `Interval` lies outside it.
+
+    Args:
+      settings: a dataclass.
+      section: what precedes the field's name in its dotted name, with the dot.
+    """
+    for name, interval in _intervals(type(settings)).items():
+        value = getattr(settings, name)
+        if value not in interval:
+            raise ValueError(f"{section}{name}={value} must be {interval}")
+
+
+@cache
+def _intervals(kind: type) -> dict[str, Interval]:
+    hints = get_type_hints(kind, include_extras=True)
+    return {
+        name: extra
+        for name, hint in hints.items()
+        for extra in getattr(hint, "__metadata__", ())
+        if isinstance(extra, Interval)
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder-only transformer."""
 
-    vocab_size: int = 256
-    d_model: int = 128
-    layers: int = 4
-    heads: int = 2
-    kv_heads: int = 2
+    vocab_size: Count = 256
+    d_model: Count = 128
+    layers: Count = 4
+    heads: Count = 2
+    kv_heads: Count = 2
     """Key and value heads; fewer than `heads` is grouped-query attention."""
-    d_hidden: int = 512
+    d_hidden: Count = 512
     """F, neurons per FFN (for "swiglu": per branch)."""
     activation: Literal["relu2", "swiglu"] = "relu2"
     """The FFN: W2 relu(W1 x)^2, or Wd (silu(Wg x) * Wu x)."""
     tie_embeddings: bool = False
-    rope_base: float = 10_000.0
-    norm_epsilon: float = 1e-6
+    rope_base: Positive = 10_000.0
+    norm_epsilon: Positive = 1e-6
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type; master weights and optimiser moments are always float32."""
     remat: Literal["none", "full", "dots"] = "none"
@@ -37,6 +100,7 @@ class ModelConfig:
         return self.d_model // self.heads
 
     def __post_init__(self) -> None:
+        check_intervals(self, "model.")
         if self.d_model % self.heads:
             raise ValueError(
                 f"d_model={self.d_model} is not a multiple of heads={self.heads}; "
@@ -61,45 +125,94 @@ class DataConfig:
 
     text: str | None = None
     """Glob of text files ("**" allowed). None: the Python standard library's source."""
+    shards: str | None = None
+    """Instead of text, tokens: a folder, or a glob, of .bin and .npy files of uint16 or
+    uint32 (nanoGPT, llm.c). Files named val are held out, files named test left out."""
+    shard_dtype: Literal["uint16", "uint32"] = "uint16"
+    """Of .bin files without a header; llm.c's header and .npy files say theirs."""
     tokenizer: str | None = None
-    """Path of a Hugging Face tokenizer.json. None: bytes, vocabulary 256."""
-    sequence_length: int = 128
+    """Path of a Hugging Face tokenizer.json. None: bytes, vocabulary 256; for shards,
+    ids are not turned into text."""
+    sequence_length: Count = 128
     """Tokens the model sees per sequence (one more is read, for the targets)."""
-    validation_share: float = 0.05
-    """Share of the files held out; a file is always on the same side."""
-    seed: int = 0
+    validation_share: Annotated[float, Interval(above=0, below=1)] = 0.05
+    """Share of the files held out; a file is always on the same side. Not read where
+    shards are named val."""
+    seed: Seed = 0
     """Of the order of the training windows."""
+
+    def __post_init__(self) -> None:
+        check_intervals(self, "data.")
+        if self.text is not None and self.shards is not None:
+            raise ValueError(
+                f"data.text={self.text!r} and data.shards={self.shards!r} are both "
+                f"set, and the tokens come from one of them; leave the other out"
+            )
+        if self.shard_dtype not in ("uint16", "uint32"):
+            raise ValueError(
+                f"data.shard_dtype={self.shard_dtype!r} must be 'uint16' or 'uint32'"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW with linear warm-up and one cosine decay over all steps, phases or not."""
 
-    peak_learning_rate: float = 3e-3
-    warmup_share: float = 0.04
+    peak_learning_rate: Positive = 3e-3
+    warmup_share: Share = 0.04
     """Share of the steps over which the learning rate rises from 0."""
-    final_ratio: float = 0.05
+    final_ratio: Share = 0.05
     """Learning rate after the last step / peak."""
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
+    epsilon: Positive = 1e-8
+    weight_decay: NotNegative = 0.1
     """Of matrices, embedding and head included; not of norm scales."""
-    clip_norm: float = 1.0
+    clip_norm: Positive = 1.0
     """Global norm that gradients are scaled down to."""
 
     def __post_init__(self) -> None:
-        for name in ("warmup_share", "final_ratio"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(
-                    f"optimizer.{name}={getattr(self, name)} is not in [0, 1]; it is a "
-                    f"share"
-                )
-        if self.clip_norm <= 0 or self.peak_learning_rate <= 0:
+        check_intervals(self, "optimizer.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How many devices each axis of the mesh has; their product is that of all devices.
+
+    The batch is split over data and fsdp.
+    """
+
+    data: CountOrZero = 0
+    """Replicas of the parameters. 0: all devices that fsdp and tensor leave."""
+    fsdp: Count = 1
+    """Devices that share one copy of parameters, moments and gradients, and gather a
+    layer's weights where they are read."""
+    tensor: Count = 1
+    """Devices that share every token's work: heads, neurons, vocabulary."""
+
+    def __post_init__(self) -> None:
+        check_intervals(self, "mesh.")
+
+    @property
+    def devices(self) -> int:
+        """Of the whole mesh; 0 while `data` is left open."""
+        return self.data * self.fsdp * self.tensor
+
+    def resolve(self, devices: int) -> "MeshConfig":
+        """The mesh with `data` filled in, for this many devices.
+
+        Raises:
+          ValueError: the axes do not multiply to `devices`.
+        """
+        shared = self.fsdp * self.tensor
+        data = self.data or devices // shared
+        if data * shared != devices:
             raise ValueError(
-                f"optimizer.clip_norm={self.clip_norm} and peak_learning_rate="
-                f"{self.peak_learning_rate} must be positive"
+                f"mesh.data={self.data} x mesh.fsdp={self.fsdp} x mesh.tensor="
+                f"{self.tensor} is not the number of devices, {devices}; set axes that "
+                f"multiply to {devices} (data=0 takes what is left)"
             )
+        return replace(self, data=data)
 
 
 RecipeName = Literal["default", "paper", "weights", "dense"]
@@ -110,15 +223,15 @@ PresetName = Literal["tiny", "gpt-124m", "llama-1b", "llama-7b"]
 class RecipeConfig:
     """How long the phases are, and what the sparse one does beyond its recipe."""
 
-    warmup_share: float = 0.05
+    warmup_share: Share = 0.05
     """Share of the steps that are dense before the sparse phase."""
-    sparse_share: float = 0.5
+    sparse_share: Share = 0.5
     """Share of the steps that are sparse; the rest is the dense tail."""
-    experts: int = 4
-    """E of V:2:M with M = 4 E ("paper")."""
-    block_rows: int = 128
+    experts: Annotated[int, Interval(least=1, most=16_384)] = 4
+    """E of V:2:M with M = 4 E, two bytes in the compressed format ("paper")."""
+    block_rows: Count = 128
     """V of V:2:M ("paper")."""
-    experts_per_token: int = 1
+    experts_per_token: Count = 1
     """g of E ("paper")."""
     router: RouterChoice = "nearest_centre"
     """How a token chooses its experts ("paper")."""
@@ -126,25 +239,22 @@ class RecipeConfig:
     """GEMMs 1 and 3 compute only the neurons of a token's experts ("paper")."""
     token_sparsity: TokenSparsity | None = None
     """GEMMs 5 and 6 2:4 along tokens in the sparse phase ("default" and "paper")."""
-    recluster_every: int = 0
+    recluster_every: CountOrZero = 0
     """Steps between warm-started new clusterings in the sparse phase; 0: never."""
     fold: bool = True
     """On leaving 2:4 weights, set W1 to beta S(W1), which the forward has used."""
 
     def __post_init__(self) -> None:
-        if self.warmup_share < 0 or self.sparse_share < 0:
-            raise ValueError(
-                f"phases.warmup_share={self.warmup_share} and sparse_share="
-                f"{self.sparse_share} must not be negative"
-            )
+        check_intervals(self, "phases.")
         if self.warmup_share + self.sparse_share > 1:
             raise ValueError(
                 f"phases.warmup_share={self.warmup_share} + sparse_share="
                 f"{self.sparse_share} exceed 1; they are shares of the run's steps"
             )
-        if self.recluster_every < 0:
+        if self.experts_per_token > self.experts:
             raise ValueError(
-                f"phases.recluster_every={self.recluster_every} is negative; 0 is never"
+                f"phases.experts_per_token={self.experts_per_token} exceeds experts="
+                f"{self.experts}; a token has at most all of them"
             )
 
 
@@ -161,51 +271,54 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     phases: RecipeConfig = field(default_factory=RecipeConfig)
-    steps: int = 1300
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    steps: Count = 1300
     """Optimiser steps."""
-    batch_size: int = 32
+    batch_size: Count = 32
     """Sequences per optimiser step."""
-    micro_batches: int = 1
+    micro_batches: Count = 1
     """Parts of a step whose gradients are accumulated; weights are packed once."""
     backend: Backend | None = None
     """None: the best supported for each GEMM. A name runs everywhere or is refused."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the initial weights and of random estimators."""
     deterministic: bool = False
     """On a GPU: only kernels that repeat their bits, so that a resumed run does, at 0.8
     of the speed (gpt-124m on an H200). A CPU always repeats them."""
-    log_every: int = 10
+    log_every: Count = 10
     """Steps between lines in metrics.jsonl."""
-    eval_every: int = 100
+    eval_every: CountOrZero = 100
     """Steps between validations and statistics of the FFNs; 0: at the switches only."""
-    eval_batches: int = 8
+    eval_batches: Count = 8
     """Batches of batch_size / micro_batches held-out sequences per validation."""
-    checkpoint_every: int = 200
+    checkpoint_every: CountOrZero = 200
     """Steps between checkpoints; each switch and the end write one in any case. 0: only
     those."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: Count = 2
     """Newest checkpoints kept besides those of the switches."""
-    sample_length: int = 200
+    keep_every: CountOrZero = 0
+    """Checkpoints of a step that is a multiple of this are kept for good as well; a
+    multiple of checkpoint_every. 0: none."""
+    sample_length: CountOrZero = 200
     """Tokens of the greedy sample at the end; 0: none."""
     plot: bool = True
     """Draw loss.png (extra "plots")."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "micro_batches", "log_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("eval_every", "checkpoint_every", "sample_length"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-        for name in ("eval_batches", "keep_checkpoints"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        check_intervals(self)
         self._refuse_unread_settings()
         if self.model.activation == "swiglu" and self.recipe in ("default", "paper"):
             raise ValueError(
                 f"recipe={self.recipe!r} makes activations sparse, which "
                 f"model.activation='swiglu' cannot be (silu is nowhere zero); use "
                 f"--recipe weights or --model.activation relu2"
+            )
+        if self.keep_every % (self.checkpoint_every or 1) or (
+            self.keep_every and not self.checkpoint_every
+        ):
+            raise ValueError(
+                f"keep_every={self.keep_every} is not a multiple of checkpoint_every="
+                f"{self.checkpoint_every}: only what is written can be kept"
             )
         if self.batch_size % self.micro_batches:
             raise ValueError(
@@ -238,178 +351,3 @@ class TrainConfig:
     @property
     def tokens_per_step(self) -> int:
         return self.batch_size * self.data.sequence_length
-
-
-def tiny() -> TrainConfig:
-    """Four minutes on two CPU cores: 0.9 M parameters, bytes."""
-    return TrainConfig()
-
-
-def gpt_124m() -> TrainConfig:
-    """GPT-2's smallest size with squared ReLU. Steps, batch and warm-up of arXiv
-    2404.01847; the learning rate is ours, four times theirs, and not tuned."""
-    return TrainConfig(
-        preset="gpt-124m",
-        model=ModelConfig(
-            vocab_size=50_304,
-            d_model=768,
-            layers=12,
-            heads=12,
-            kv_heads=12,
-            d_hidden=3072,
-            tie_embeddings=True,
-            dtype="bfloat16",
-        ),
-        data=DataConfig(sequence_length=1024),
-        optimizer=OptimizerConfig(
-            peak_learning_rate=6e-4, warmup_share=0.01, final_ratio=0.1
-        ),
-        steps=300_000,
-        batch_size=512,
-        micro_batches=16,
-        eval_every=1000,
-        checkpoint_every=1000,
-    )
-
-
-def llama_1b() -> TrainConfig:
-    """The probable 1B set-up of arXiv 2602.06183: Meta Lingua's, with squared ReLU."""
-    return TrainConfig(
-        preset="llama-1b",
-        model=ModelConfig(
-            vocab_size=128_256,
-            d_model=2048,
-            layers=25,
-            heads=16,
-            kv_heads=16,
-            d_hidden=8448,
-            rope_base=500_000.0,
-            dtype="bfloat16",
-            remat="dots",
-        ),
-        data=DataConfig(sequence_length=4096),
-        optimizer=OptimizerConfig(
-            peak_learning_rate=3e-3,
-            warmup_share=5000 / 60_000,
-            final_ratio=1e-6,
-            weight_decay=0.033,
-        ),
-        phases=RecipeConfig(warmup_share=1000 / 60_000),
-        steps=60_000,
-        batch_size=256,
-        micro_batches=64,
-        eval_every=1000,
-        checkpoint_every=1000,
-    )
-
-
-def llama_7b() -> TrainConfig:
-    """The probable 7B set-up of arXiv 2602.06183: Meta Lingua's, with squared ReLU."""
-    return TrainConfig(
-        preset="llama-7b",
-        model=ModelConfig(
-            vocab_size=128_256,
-            d_model=4096,
-            layers=32,
-            heads=32,
-            kv_heads=32,
-            d_hidden=16_512,
-            rope_base=500_000.0,
-            dtype="bfloat16",
-            remat="full",
-        ),
-        data=DataConfig(sequence_length=4096),
-        optimizer=OptimizerConfig(
-            peak_learning_rate=1e-3, warmup_share=2000 / 100_000, final_ratio=1e-6
-        ),
-        phases=RecipeConfig(warmup_share=1000 / 100_000),
-        steps=100_000,
-        batch_size=512,
-        micro_batches=256,
-        eval_every=1000,
-        checkpoint_every=1000,
-    )
-
-
-PRESETS: dict[PresetName, Callable[[], TrainConfig]] = {
-    "tiny": tiny,
-    "gpt-124m": gpt_124m,
-    "llama-1b": llama_1b,
-    "llama-7b": llama_7b,
-}
-
-
-def to_json(config: TrainConfig) -> dict[str, Any]:
-    """The resolved settings as nested plain values."""
-    return asdict(config)
-
-
-def from_json(settings: Mapping[str, Any]) -> TrainConfig:
-    """The inverse of `to_json`.
-
-    Raises:
-      ValueError: a setting that this version does not know.
-    """
-    nested = {
-        "model": ModelConfig,
-        "data": DataConfig,
-        "optimizer": OptimizerConfig,
-        "phases": RecipeConfig,
-    }
-
-    def build(kind: type, values: Mapping[str, Any], where: str) -> Any:
-        known = {f.name for f in fields(kind)}
-        for name in values:
-            if name not in known:
-                raise ValueError(
-                    f"setting {where}{name} is unknown to this version of sparsejax; "
-                    f"resume with the version that wrote it"
-                )
-        built = {
-            name: build(nested[name], value, f"{name}.") if name in nested else value
-            for name, value in values.items()
-        }
-        return kind(**built)
-
-    return build(TrainConfig, settings, "")
-
-
-MAY_CHANGE = frozenset(
-    {
-        "log_every",
-        "eval_every",
-        "checkpoint_every",
-        "keep_checkpoints",
-        "sample_length",
-        "plot",
-    }
-)
-"""Settings that a resumed run may change: none of them touches the training."""
-
-
-def check_resumable(before: TrainConfig, after: TrainConfig, folder: Path) -> None:
-    """Raises ValueError where the run in `folder`, begun under the settings `before`,
-    cannot go on under `after`."""
-    for name, (old, new) in changed_settings(before, after).items():
-        if name not in MAY_CHANGE:
-            raise ValueError(
-                f"{folder} holds a run whose {name} is {old!r} and cannot become "
-                f"{new!r}; leave it out, or begin a run in another folder (a resumed "
-                f"run may change {', '.join(sorted(MAY_CHANGE))})"
-            )
-
-
-def changed_settings(before: TrainConfig, after: TrainConfig) -> dict[str, tuple]:
-    """Dotted names of the settings that differ, with both values."""
-
-    def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-        flat = {}
-        for name, value in settings.items():
-            if isinstance(value, Mapping):
-                flat |= flatten(value, f"{prefix}{name}.")
-            else:
-                flat[prefix + name] = value
-        return flat
-
-    old, new = flatten(to_json(before)), flatten(to_json(after))
-    return {name: (old[name], new[name]) for name in old if old[name] != new[name]}

@@ -1,0 +1,144 @@
+"""Settings as JSON: config.json of a run folder, and what a resumed run may change."""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from sparsejax.config import TrainConfig
+
+
+def to_json(config: TrainConfig) -> dict[str, Any]:
+    """The resolved settings as nested plain values."""
+    return asdict(config)
+
+
+def from_json(settings: Any) -> TrainConfig:
+    """The inverse of `to_json`, for settings that may have been edited by hand.
+
+    A setting that is not there has its default, as those have that a newer version of
+    sparsejax added. Nothing is converted, except an integer where a float is due.
+
+    Raises:
+      ValueError: names the dotted setting that this version does not know, or whose
+        type or value is wrong.
+    """
+    return _typed(TrainConfig, settings, "")
+
+
+def read_config(path: Path) -> TrainConfig:
+    """The settings in a run's config.json.
+
+    Raises:
+      ValueError: names the file, and why it cannot be read or which setting is wrong.
+    """
+    try:
+        return from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, OSError, RecursionError) as error:
+        raise ValueError(
+            f"{path} does not hold the settings of a run: {error}"
+        ) from error
+
+
+def _typed(hint: Any, value: Any, name: str) -> Any:
+    """`value`, read from JSON, as the type `hint` of the setting `name`."""
+    if is_dataclass(hint):
+        return _typed_fields(hint, value, name)
+    is_union = get_origin(hint) in (Union, UnionType)
+    kinds = get_args(hint) if is_union else (hint,)
+    for kind in kinds:
+        if kind is float and type(value) in (int, float):
+            if abs(value) <= sys.float_info.max:
+                return float(value)
+        elif get_origin(kind) is Literal:
+            if value in get_args(kind):
+                return value
+        elif type(value) is kind:
+            return value
+    required = " or ".join(_in_words(kind) for kind in kinds)
+    raise ValueError(f"setting {name}={value!r} must be {required}")
+
+
+def _typed_fields(kind: Any, values: Any, name: str) -> Any:
+    if not isinstance(values, Mapping):
+        of = f"setting {name}={values!r}" if name else f"settings {values!r}"
+        raise ValueError(f"{of} must be a JSON object")
+    prefix = f"{name}." if name else ""
+    hints = get_type_hints(kind)
+    for field_name in values:
+        if field_name not in hints:
+            raise ValueError(
+                f"setting {prefix}{field_name} is unknown to this version of "
+                f"sparsejax; resume with the version that wrote it"
+            )
+    typed = {
+        field_name: _typed(hints[field_name], value, prefix + field_name)
+        for field_name, value in values.items()
+    }
+    return kind(**typed)
+
+
+def _in_words(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(repr, get_args(kind)))}"
+    return {
+        int: "an integer",
+        float: "a finite number",
+        str: "a string",
+        bool: "true or false",
+        NoneType: "null",
+    }[kind]
+
+
+MAY_CHANGE = frozenset(
+    {
+        "log_every",
+        "eval_every",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "keep_every",
+        "sample_length",
+        "plot",
+        "mesh.data",
+        "mesh.fsdp",
+        "mesh.tensor",
+        "steps",
+        "data.text",
+        "data.shards",
+        "data.tokenizer",
+    }
+)
+"""Settings that a resumed run may change. The mesh changes how the training is computed
+and the steps how long it is. Data may have moved: a resume compares the tokens, by the
+corpus's fingerprint. None of the others touches the training."""
+
+
+def check_resumable(before: TrainConfig, after: TrainConfig, folder: Path) -> None:
+    """Raises ValueError where the run in `folder`, begun under the settings `before`,
+    cannot go on under `after`."""
+    for name, (old, new) in changed_settings(before, after).items():
+        if name not in MAY_CHANGE:
+            raise ValueError(
+                f"{folder} holds a run whose {name} is {old!r} and cannot become "
+                f"{new!r}; leave it out, or begin a run in another folder (a resumed "
+                f"run may change {', '.join(sorted(MAY_CHANGE))})"
+            )
+
+
+def changed_settings(before: TrainConfig, after: TrainConfig) -> dict[str, tuple]:
+    """Dotted names of the settings that differ, with both values."""
+
+    def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+        flat = {}
+        for name, value in settings.items():
+            if isinstance(value, Mapping):
+                flat |= flatten(value, f"{prefix}{name}.")
+            else:
+                flat[prefix + name] = value
+        return flat
+
+    old, new = flatten(to_json(before)), flatten(to_json(after))
+    return {name: (old[name], new[name]) for name in old if old[name] != new[name]}

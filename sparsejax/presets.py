@@ -1,0 +1,111 @@
+"""Named settings to start from."""
+
+from collections.abc import Callable
+
+from sparsejax.config import (
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PresetName,
+    RecipeConfig,
+    TrainConfig,
+)
+
+
+def tiny() -> TrainConfig:
+    """Four minutes on two CPU cores: 0.9 M parameters, bytes."""
+    return TrainConfig()
+
+
+def gpt_124m() -> TrainConfig:
+    """GPT-2's smallest size with squared ReLU. Steps, batch and warm-up of arXiv
+    2404.01847; the learning rate is ours, four times theirs, and not tuned."""
+    return TrainConfig(
+        preset="gpt-124m",
+        model=ModelConfig(
+            vocab_size=50_304,
+            d_model=768,
+            layers=12,
+            heads=12,
+            kv_heads=12,
+            d_hidden=3072,
+            tie_embeddings=True,
+            dtype="bfloat16",
+        ),
+        data=DataConfig(sequence_length=1024),
+        optimizer=OptimizerConfig(
+            peak_learning_rate=6e-4, warmup_share=0.01, final_ratio=0.1
+        ),
+        steps=300_000,
+        batch_size=512,
+        micro_batches=16,
+        eval_every=1000,
+        checkpoint_every=1000,
+    )
+
+
+def llama_1b() -> TrainConfig:
+    """The probable 1B set-up of arXiv 2602.06183: Meta Lingua's, with squared ReLU."""
+    return TrainConfig(
+        preset="llama-1b",
+        model=ModelConfig(
+            vocab_size=128_256,
+            d_model=2048,
+            layers=25,
+            heads=16,
+            kv_heads=16,
+            d_hidden=8448,
+            rope_base=500_000.0,
+            dtype="bfloat16",
+            remat="dots",
+        ),
+        data=DataConfig(sequence_length=4096),
+        optimizer=OptimizerConfig(
+            peak_learning_rate=3e-3,
+            warmup_share=5000 / 60_000,
+            final_ratio=1e-6,
+            weight_decay=0.033,
+        ),
+        phases=RecipeConfig(warmup_share=1000 / 60_000),
+        steps=60_000,
+        batch_size=256,
+        micro_batches=64,
+        eval_every=1000,
+        checkpoint_every=1000,
+    )
+
+
+def llama_7b() -> TrainConfig:
+    """The probable 7B set-up of arXiv 2602.06183: Meta Lingua's, with squared ReLU."""
+    return TrainConfig(
+        preset="llama-7b",
+        model=ModelConfig(
+            vocab_size=128_256,
+            d_model=4096,
+            layers=32,
+            heads=32,
+            kv_heads=32,
+            d_hidden=16_512,
+            rope_base=500_000.0,
+            dtype="bfloat16",
+            remat="full",
+        ),
+        data=DataConfig(sequence_length=4096),
+        optimizer=OptimizerConfig(
+            peak_learning_rate=1e-3, warmup_share=2000 / 100_000, final_ratio=1e-6
+        ),
+        phases=RecipeConfig(warmup_share=1000 / 100_000),
+        steps=100_000,
+        batch_size=512,
+        micro_batches=256,
+        eval_every=1000,
+        checkpoint_every=1000,
+    )
+
+
+PRESETS: dict[PresetName, Callable[[], TrainConfig]] = {
+    "tiny": tiny,
+    "gpt-124m": gpt_124m,
+    "llama-1b": llama_1b,
+    "llama-7b": llama_7b,
+}
