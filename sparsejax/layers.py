@@ -12,11 +12,13 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from sparsejax.ops.backend import Backend
 from sparsejax.ops.ffn import ffn
+from sparsejax.ops.ffn_layout import FFNLayout
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity, check_divisible
 from sparsejax.ops.ffn_weights import PackedFFN, pack_ffn
 from sparsejax.ops.gated_ffn import gated_ffn
@@ -27,6 +29,7 @@ from sparsejax.router import (
     nearest_centre,
     token_hash,
 )
+from sparsejax.sharding import BATCH, constrain
 
 Activation = Literal["relu2", "swiglu"]
 
@@ -142,9 +145,11 @@ class Attention(nnx.Module):
         rope_base: float = 10_000.0,
         dtype: DTypeLike = jnp.float32,
         out_scale: float = 1.0,
+        mesh: Mesh | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        """`out_scale` multiplies the initial deviation of the output projection."""
+        """`out_scale` multiplies the initial deviation of the output projection; `mesh`
+        has the axes of `sharding` and splits batch and heads."""
         self.heads = heads
         self.kv_heads = heads if kv_heads is None else kv_heads
         if d_model % heads or self.heads % self.kv_heads:
@@ -155,6 +160,7 @@ class Attention(nnx.Module):
         self.head_dim = d_model // heads
         self.rope_base = rope_base
         self.dtype = jnp.dtype(dtype)
+        self.mesh = mesh
         kv_width = self.kv_heads * self.head_dim
         self.w_query = nnx.Param(fan_in_normal(rngs.params(), (d_model, d_model)))
         self.w_key = nnx.Param(fan_in_normal(rngs.params(), (d_model, kv_width)))
@@ -178,11 +184,15 @@ class Attention(nnx.Module):
         mixed = jax.nn.dot_product_attention(
             query, key, value, is_causal=True, implementation=implementation
         )
-        return mixed.reshape(x.shape) @ self.w_out[...].astype(self.dtype)
+        # Gathered over fsdp in the compute dtype, and not before.
+        w_out = constrain(self.w_out[...].astype(self.dtype), self.mesh, "tensor", None)
+        return constrain(mixed.reshape(x.shape) @ w_out, self.mesh, BATCH, None, None)
 
     def _project(self, x: jax.Array, w: nnx.Param, heads: int) -> jax.Array:
-        projected = x @ w[...].astype(self.dtype)
-        return projected.reshape(*x.shape[:-1], heads, self.head_dim)
+        gathered = constrain(w[...].astype(self.dtype), self.mesh, None, "tensor")
+        projected = x @ gathered
+        by_head = projected.reshape(*x.shape[:-1], heads, self.head_dim)
+        return constrain(by_head, self.mesh, BATCH, None, "tensor", None)
 
 
 class SparseFFN(nnx.Module):
@@ -210,15 +220,18 @@ class SparseFFN(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         down_scale: float = 1.0,
         backend: Backend | None = None,
+        layout: FFNLayout | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         """`down_scale` multiplies the initial deviation of w_down; `backend` names what
-        runs the sparse GEMMs (None: the best supported)."""
+        runs the sparse GEMMs (None: the best supported); `layout` says how the FFN lies
+        on a mesh of several devices."""
         self.d_model = d_model
         self.d_hidden = d_hidden
         self.activation = activation
         self.dtype = jnp.dtype(dtype)
         self.backend = backend
+        self.layout = layout
         self.w_up = nnx.Param(fan_in_normal(rngs.params(), (d_model, d_hidden)))
         self.w_down = nnx.Param(
             fan_in_normal(rngs.params(), (d_hidden, d_model), down_scale)
@@ -268,6 +281,7 @@ class SparseFFN(nnx.Module):
                 sparsity=self.sparsity,
                 packed=packed,
                 scales=self.scales[...],
+                layout=self.layout,
                 backend=self.backend,
             )
         else:
@@ -280,6 +294,7 @@ class SparseFFN(nnx.Module):
                 scales=self.scales[...],
                 expert_index=self.route(tokens, token_ids),
                 key=key,
+                layout=self.layout,
                 backend=self.backend,
             )
         return out.reshape(x.shape)
@@ -397,20 +412,22 @@ class SparseFFN(nnx.Module):
             jnp.arange(experts, dtype=jnp.int32), self.d_hidden // experts
         )
 
-        def of_layer(w_up: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mesh = None if self.layout is None else self.layout.mesh
+
+        def of_layer(weights: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+            # Every device clusters all neurons: the same clusters on every mesh.
+            w_up, w_down = (constrain(w, mesh, None, None) for w in weights)
             assignment, centres = balanced_clusters(
                 w_up, experts, initial=present if warm_start else None
             )
-            return contiguous_order(assignment, experts), centres
+            order = contiguous_order(assignment, experts)
+            return order, centres, w_up[:, order], w_down[order, :]
 
-        w_up = self.w_up[...]
-        stacked = w_up.ndim == 3
+        weights = self.w_up[...], self.w_down[...]
         # One layer after the other: k-means holds several copies of W1.
-        order, centres = jax.lax.map(of_layer, w_up) if stacked else of_layer(w_up)
-        columns = jnp.expand_dims(order, -2)
-        rows = jnp.expand_dims(order, -1)
-        self.w_up[...] = jnp.take_along_axis(w_up, columns, axis=-1)
-        self.w_down[...] = jnp.take_along_axis(self.w_down[...], rows, axis=-2)
+        by_layer = partial(jax.lax.map, of_layer) if weights[0].ndim == 3 else of_layer
+        order, centres, w_up, w_down = by_layer(weights)
+        self.w_up[...], self.w_down[...] = w_up, w_down
         self.centres[...] = centres
         self.unpack()
         return order

@@ -6,14 +6,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key
 
 from sparsejax.config import ModelConfig
 from sparsejax.layers import Attention, RMSNorm, SparseFFN, fan_in_normal
 from sparsejax.ops.backend import Backend
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
+from sparsejax.sharding import BATCH, constrain, ffn_layout
 
 
 class Block(nnx.Module):
@@ -25,6 +28,7 @@ class Block(nnx.Module):
         *,
         sparsity: FFNSparsity = DENSE,
         backend: Backend | None = None,
+        mesh: Mesh | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         # Two branches per layer add to the residual stream; scaled like this, their sum
@@ -39,6 +43,7 @@ class Block(nnx.Module):
             rope_base=config.rope_base,
             dtype=config.dtype,
             out_scale=branch_scale,
+            mesh=mesh,
             rngs=rngs,
         )
         self.ffn_norm = norm()
@@ -50,6 +55,7 @@ class Block(nnx.Module):
             dtype=config.dtype,
             down_scale=branch_scale,
             backend=backend,
+            layout=ffn_layout(mesh),
             rngs=rngs,
         )
 
@@ -82,10 +88,13 @@ class Transformer(nnx.Module):
         *,
         sparsity: FFNSparsity = DENSE,
         backend: Backend | None = None,
+        mesh: Mesh | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        """`backend` names what runs the sparse GEMMs (None: the best supported)."""
+        """`backend` names what runs the sparse GEMMs (None: the best supported); `mesh`
+        is one of `sharding.make_mesh` (None: one device)."""
         self.config = config
+        self.mesh = mesh
         width, vocabulary = config.d_model, config.vocab_size
         # The embedding is read by rows of d_model: fan-in as the head of a tied model.
         self.embedding = nnx.Param(fan_in_normal(rngs.params(), (width, vocabulary)).T)
@@ -99,7 +108,9 @@ class Transformer(nnx.Module):
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(in_axes=0, out_axes=0)
         def stacked_blocks(rngs: nnx.Rngs) -> Block:
-            return Block(config, sparsity=sparsity, backend=backend, rngs=rngs)
+            return Block(
+                config, sparsity=sparsity, backend=backend, mesh=mesh, rngs=rngs
+            )
 
         self.blocks = stacked_blocks(rngs)
 
@@ -151,22 +162,30 @@ class Transformer(nnx.Module):
             x, ffn_input = block(x, token_ids=tokens, key=key)
             return x, ffn_input if capture_ffn_inputs else None
 
-        x = self.embedding[...][tokens].astype(self.config.dtype)
+        x = self._embed(tokens)
         x, ffn_inputs = jax.lax.scan(
             rematerialise(apply, self.config.remat), x, (stacked, keys)
         )
         return self.final_norm(x), ffn_inputs
+
+    def _embed(self, tokens: jax.Array) -> jax.Array:
+        # Under fsdp each device looks up its columns for the tokens of all, and they
+        # exchange activations: the table itself, which is larger, stays where it is.
+        ids = constrain(tokens, self.mesh, "data", None)
+        x = constrain(self.embedding[...][ids], self.mesh, "data", None, "fsdp")
+        x = x.astype(self.config.dtype)
+        return constrain(x, self.mesh, BATCH, None, None)
 
     def logits(
         self, features: Float[Array, "*batch d_model"]
     ) -> Float[Array, "*batch vocab"]:
         """features @ head, operands in `config.dtype`, accumulated in float32."""
         head = self.embedding[...].T if self.head is None else self.head[...]
-        return jnp.matmul(
-            features,
-            head.astype(self.config.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        head = constrain(head.astype(self.config.dtype), self.mesh, None, "tensor")
+        logits = jnp.matmul(features, head, preferred_element_type=jnp.float32)
+        if features.ndim < 3:
+            return logits
+        return constrain(logits, self.mesh, BATCH, None, "tensor")
 
 
 def rematerialise(block: Callable, remat: str) -> Callable:
@@ -196,7 +215,7 @@ def cross_entropy(
 
 def greedy_sample(
     model: Transformer,
-    prompt: Int[Array, " prompt"],
+    prompt: Int[Array, " prompt"] | Int[np.ndarray, " prompt"],
     length: int,
     *,
     window: int = 256,
@@ -210,14 +229,15 @@ def greedy_sample(
     Raises:
       ValueError: the prompt is empty.
     """
-    prompt = jnp.asarray(prompt, jnp.int32)[-window:]
-    if prompt.size == 0:
+    seen = np.asarray(prompt, np.int32)[-window:]
+    if seen.size == 0:
         raise ValueError(
             "prompt of 0 tokens: the model predicts from at least one; pass e.g. the "
             "id of a separator"
         )
-    buffer = jnp.zeros((window,), jnp.int32).at[: prompt.size].set(prompt)
-    return _continue(model, buffer, jnp.int32(prompt.size), length)
+    buffer = np.zeros(window, np.int32)
+    buffer[: seen.size] = seen
+    return _continue(model, buffer, np.int32(seen.size), length)
 
 
 @partial(nnx.jit, static_argnums=3)
@@ -225,12 +245,17 @@ def _continue(
     model: Transformer, buffer: jax.Array, filled: jax.Array, length: int
 ) -> jax.Array:
     window = buffer.size
+    # A mesh splits the batch: the same sequence for each of its parts.
+    rows = 1
+    if model.mesh is not None:
+        rows = model.mesh.size // model.mesh.shape["tensor"]
 
     def step(carry, _):
         buffer, filled = carry
         # Causality makes whatever stands behind the `filled` tokens irrelevant. Only a
         # backward draws from the key.
-        features, _ = model.features(buffer[None, :], key=jax.random.key(0))
+        tokens = jnp.broadcast_to(buffer, (rows, window))
+        features, _ = model.features(tokens, key=jax.random.key(0))
         token = jnp.argmax(model.logits(features[0, filled - 1])).astype(jnp.int32)
         full = filled == window
         buffer = jnp.where(full, jnp.roll(buffer, -1), buffer)

@@ -136,7 +136,7 @@ def nearest_centre(
         centres.astype(jnp.float32),
         precision=lax.Precision.HIGHEST,
     )
-    return _best_experts(cosines, experts_per_token)
+    return best_experts(cosines, experts_per_token)
 
 
 def token_hash(
@@ -154,7 +154,7 @@ def token_hash(
     every_expert = jnp.arange(experts, dtype=jnp.uint32)[None, :]
     # 2^32 over the golden ratio spreads the small expert numbers over all bits.
     mixed = _mix(ids ^ ((every_expert + 1) * jnp.uint32(0x9E3779B9)))
-    return _best_experts((mixed >> 1).astype(jnp.int32), experts_per_token)
+    return best_experts((mixed >> 1).astype(jnp.int32), experts_per_token)
 
 
 def true_mass(
@@ -173,15 +173,41 @@ def true_mass(
     Raises:
       ValueError: F is not a multiple of E.
     """
-    tokens, d_hidden = y_up.shape
+    d_hidden = y_up.shape[1]
     if d_hidden % experts:
         raise ValueError(
             f"d_hidden={d_hidden} is not a multiple of experts={experts}, required by "
             f"equal clusters; pad to {-(-d_hidden // experts) * experts}"
         )
-    clusters = y_up.reshape(tokens, experts, d_hidden // experts).astype(jnp.float32)
+    return best_experts(expert_mass(y_up, experts), experts_per_token)
+
+
+def expert_mass(
+    y_up: Float[Array, "tokens d_hidden"], experts: int
+) -> Float[Array, "tokens experts"]:
+    """The squared mass of `true_mass`, float32; `experts` divides d_hidden."""
+    clusters = y_up.reshape(y_up.shape[0], experts, -1).astype(jnp.float32)
     square = jnp.square(jnp.maximum(clusters, 0.0))
-    return _best_experts(jnp.sum(square * square, axis=-1), experts_per_token)
+    return jnp.sum(square * square, axis=-1)
+
+
+def best_experts(
+    scores: Float[Array, "tokens experts"] | Int[Array, "tokens experts"],
+    experts_per_token: int,
+) -> Int[Array, "tokens g"]:
+    """The experts of the g largest scores, best first; ties go to the lower expert.
+
+    Raises:
+      ValueError: g is not in [1, experts].
+    """
+    experts = scores.shape[-1]
+    if not 1 <= experts_per_token <= experts:
+        raise ValueError(
+            f"experts_per_token={experts_per_token} is not in [1, {experts}], the "
+            f"number of experts; choose fewer"
+        )
+    _, best = lax.top_k(lax.stop_gradient(scores), experts_per_token)
+    return best
 
 
 @jax.tree_util.register_dataclass
@@ -199,9 +225,9 @@ class Dispatch:
     row_valid: Array
     """(R,) bool: False where padding."""
     token_rows: Array
-    """(tokens, g) int32: the row of the token's j-th expert."""
+    """(tokens, g) int32: the row of the token's j-th expert; R where it has none."""
     group_sizes: Array
-    """(experts,) int32: rows per expert without padding; their sum is tokens g."""
+    """(experts,) int32: rows per expert without padding."""
     tile_expert: Array
     """(R / v,) int32: the expert of each tile; E - 1 after the last used tile."""
     v: int = field(metadata={"static": True})
@@ -221,21 +247,27 @@ def dispatch(
     take no tile. Integer arithmetic only: the same on every backend.
 
     Args:
-      expert_index: the g experts of each token, each in [0, experts).
+      expert_index: the g distinct experts of each token. One outside [0, experts) gets
+        no row: the experts of other devices.
       experts: E.
       v: rows per tile.
       token_order: a permutation of the tokens; None: 0, 1, ...
     Returns:
-      the dispatch, with R = max(v, T g + min(E, T g) (v - 1) rounded down to v).
+      the dispatch, with R = max(v, T g + min(E, T g) (v - 1) rounded down to v), and
+      for g the smaller of g and E.
     """
     tokens, choices = expert_index.shape
     entries = tokens * choices
-    rows = max(v, (entries + min(experts, entries) * (v - 1)) // v * v)
+    most = tokens * min(choices, experts)
+    rows = max(v, (most + min(experts, most) * (v - 1)) // v * v)
     if token_order is None:
         token_order = jnp.arange(tokens, dtype=jnp.int32)
     token_order = token_order.astype(jnp.int32)
 
     entry_expert = expert_index[token_order].reshape(-1).astype(jnp.int32)
+    # Whatever has no expert here sorts last and gets the row R, which is not there.
+    here = (entry_expert >= 0) & (entry_expert < experts)
+    entry_expert = jnp.where(here, entry_expert, experts)
     entry_token = jnp.repeat(token_order, choices)
     entry_choice = jnp.tile(jnp.arange(choices, dtype=jnp.int32), tokens)
 
@@ -249,13 +281,15 @@ def dispatch(
     shift = (tile_ends - tiles) * v - entry_starts
 
     order = jnp.argsort(entry_expert, stable=True)
-    row = jnp.arange(entries, dtype=jnp.int32) + shift[entry_expert[order]]
+    expert = entry_expert[order]
+    row = jnp.arange(entries, dtype=jnp.int32) + shift.at[expert].get(mode="clip")
+    row = jnp.where(expert < experts, row, rows)
     token, choice = entry_token[order], entry_choice[order]
     tile = jnp.arange(rows // v, dtype=jnp.int32)
     tile_expert = jnp.sum(tile[:, None] >= tile_ends[None, :], axis=1, dtype=jnp.int32)
     return Dispatch(
-        row_token=jnp.zeros(rows, jnp.int32).at[row].set(token, unique_indices=True),
-        row_valid=jnp.zeros(rows, bool).at[row].set(True, unique_indices=True),
+        row_token=jnp.zeros(rows, jnp.int32).at[row].set(token, mode="drop"),
+        row_valid=jnp.zeros(rows, bool).at[row].set(True, mode="drop"),
         token_rows=jnp.zeros((tokens, choices), jnp.int32)
         .at[token, choice]
         .set(row, unique_indices=True),
@@ -281,11 +315,14 @@ def combine_rows(
 ) -> Float[Array, "tokens d"]:
     """For every token the sum of its g rows, in float32, in the order of its choices.
 
-    Padding rows are not read. Transpose: `gather_rows`. Returns y.dtype.
+    Padding rows are not read; a choice without a row adds nothing. Transpose:
+    `gather_rows`. Returns y.dtype.
     """
     total = jnp.zeros((), jnp.promote_types(y.dtype, jnp.float32))
     for choice in range(dispatch.token_rows.shape[1]):
-        total = total + y[dispatch.token_rows[:, choice]].astype(total.dtype)
+        row = dispatch.token_rows[:, choice]
+        own = y.at[row].get(mode="fill", fill_value=0)
+        total = total + own.astype(total.dtype)
     return total.astype(y.dtype)
 
 
@@ -304,17 +341,6 @@ combine_rows.defvjp(
 def expert_of_row(dispatch: Dispatch) -> Int[Array, " rows"]:
     """The expert of every row, padding included."""
     return jnp.repeat(dispatch.tile_expert, dispatch.v)
-
-
-def _best_experts(scores, experts_per_token: int):
-    experts = scores.shape[-1]
-    if not 1 <= experts_per_token <= experts:
-        raise ValueError(
-            f"experts_per_token={experts_per_token} is not in [1, {experts}], the "
-            f"number of experts; choose fewer"
-        )
-    _, best = lax.top_k(lax.stop_gradient(scores), experts_per_token)
-    return best
 
 
 def _mix(x):

@@ -5,7 +5,7 @@ the phase index, which every checkpoint holds as well, a resumed run continues w
 same bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -18,12 +18,22 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from sparsejax import metrics
+from sparsejax.batches import train_batches, validation_batches
 from sparsejax.config import OptimizerConfig, TrainConfig
-from sparsejax.data import load_corpus, train_batches, validation_batches
+from sparsejax.corpus import load_corpus
 from sparsejax.layers import sparse_ffns
 from sparsejax.model import Transformer, cross_entropy
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
 from sparsejax.recipe import phases, relabel_neurons, switch
+from sparsejax.sharding import (
+    check_shardable,
+    constrain_state,
+    local_rows,
+    make_mesh,
+    place_rows,
+    sharding_of,
+    state_shardings,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -101,10 +111,12 @@ def train_step(
 
     def accumulate(total, micro):
         index, tokens = micro
-        loss_and_gradient = jax.value_and_grad(loss_of)(
+        loss, gradient = jax.value_and_grad(loss_of)(
             params, tokens, jax.random.fold_in(key, index)
         )
-        return jax.tree.map(jnp.add, total, loss_and_gradient), None
+        # Scattered at once: a sum over all micro-batches is never whole on a device.
+        gradient = constrain_state(gradient, model.mesh)
+        return jax.tree.map(jnp.add, total, (loss, gradient)), None
 
     count = tokens.shape[0]
     zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
@@ -121,45 +133,76 @@ def train_step(
 
 class Run:
     """A configuration with everything built from it, once: phases, corpus, compiled
-    functions. One step and one validation are compiled per sparsity."""
+    functions. One step and one validation are compiled per sparsity.
 
-    def __init__(self, config: TrainConfig) -> None:
+    `devices` are those of the mesh; None: all of all processes.
+    """
+
+    def __init__(
+        self, config: TrainConfig, *, devices: Sequence[jax.Device] | None = None
+    ) -> None:
         self.config = config
         self.phases = phases(config)
-        self.corpus = load_corpus(config.data)
-        vocabulary = self.corpus.tokenizer.vocab_size
-        if vocabulary > config.model.vocab_size:
-            raise ValueError(
-                f"the tokenizer {self.corpus.tokenizer.name} has {vocabulary} tokens, "
-                f"more than model.vocab_size={config.model.vocab_size}; set "
-                f"--model.vocab-size {-(-vocabulary // 64) * 64}"
-            )
+        self.mesh = make_mesh(config.mesh, devices)
+        check_shardable(
+            config.model,
+            [phase.sparsity for phase in self.phases],
+            config.mesh.resolve(self.mesh.size),
+            micro_batch=self._micro_batch,
+        )
+        self.corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
         self.optimizer = make_optimizer(config.optimizer, config.steps)
         held_out = validation_batches(
             self.corpus,
             config.data,
-            batch_size=config.batch_size // config.micro_batches,
+            batch_size=self._micro_batch,
             batches=config.eval_batches,
         )
-        self.validation = [jnp.asarray(tokens) for tokens in held_out]
+        self.validation = [
+            place_rows(tokens, self.mesh, axis=0, size=len(tokens))
+            for tokens in held_out
+        ]
         self.graph = lru_cache(maxsize=None)(self._graph)
         self.step = lru_cache(maxsize=None)(self._step)
         self.recluster = lru_cache(maxsize=None)(self._recluster)
-        self.statistics = nnx.jit(metrics.model_statistics)
+        # What the host reads has to be on every device: each process reads its own.
+        on_all = sharding_of(self.mesh)
+        self.statistics = nnx.jit(metrics.model_statistics, out_shardings=on_all)
         self.masks = nnx.jit(metrics.weight_masks)
+        self.flip_rate = jax.jit(metrics.mask_flip_rate, out_shardings=on_all)
 
     def phase_ends(self) -> list[int]:
         """The step after the last of each phase."""
         return list(np.cumsum([phase.steps for phase in self.phases]))
 
     def batches(self):
-        """The endless training batches, from the first."""
+        """The endless training batches, from the first: of each micro-batch the rows
+        of this process, for `place`."""
         return train_batches(
             self.corpus,
             self.config.data,
             batch_size=self.config.batch_size,
             micro_batches=self.config.micro_batches,
+            rows=local_rows(self.mesh, self._micro_batch),
         )
+
+    def place(
+        self, tokens: Int[np.ndarray, "micro_batches rows sequence_plus_one"]
+    ) -> Int[Array, "micro_batches batch sequence_plus_one"]:
+        """What `batches` of all processes yielded, on the mesh."""
+        return place_rows(tokens, self.mesh, axis=1, size=self._micro_batch)
+
+    def sample_of_validation(self, *, tokens: int) -> Int[Array, "batch sequence"]:
+        """Held-out sequences without their targets: at least one for every part of a
+        batch, and no more than hold `tokens`."""
+        parts = self.mesh.size // self.mesh.shape["tensor"]
+        sequences = tokens // self.config.data.sequence_length
+        sequences = max(parts, sequences // parts * parts)
+        return self.validation[0][:sequences, :-1]
+
+    @property
+    def _micro_batch(self) -> int:
+        return self.config.batch_size // self.config.micro_batches
 
     def build(self, sparsity: FFNSparsity) -> Transformer:
         """A freshly initialised model."""
@@ -167,43 +210,48 @@ class Run:
             self.config.model,
             sparsity=sparsity,
             backend=self.config.backend,
+            mesh=self.mesh,
             rngs=nnx.Rngs(self.config.seed),
         )
 
     def initial_state(self) -> TrainState:
         """The state before the first step, deterministic from the seed."""
-
-        def init() -> TrainState:
-            _, params, buffers = nnx.split(
-                self.build(self.phases[0].sparsity), nnx.Param, ...
-            )
-            return TrainState(
-                step=jnp.zeros((), jnp.int32),
-                params=params,
-                buffers=buffers,
-                moments=self.optimizer.init(params),
-                key=jax.random.key(self.config.seed),
-            )
-
-        # Committed to its device, as a restored state is: both run the same program.
-        return jax.device_put(jax.jit(init)(), jax.local_devices()[0])
+        sparsity = self.phases[0].sparsity
+        shardings = self._shardings(sparsity)
+        return jax.jit(partial(self._init, sparsity), out_shardings=shardings)()
 
     def template(self, sparsity: FFNSparsity) -> TrainState:
-        """Shapes and dtypes of the state of a phase, nothing allocated."""
+        """Shapes, dtypes and places of the state of a phase, nothing allocated."""
+        shapes = jax.eval_shape(partial(self._init, sparsity))
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=sharding
+            ),
+            shapes,
+            state_shardings(shapes, self.mesh),
+        )
 
-        def init() -> TrainState:
-            _, params, buffers = nnx.split(self.build(sparsity), nnx.Param, ...)
-            step, key = jnp.zeros((), jnp.int32), jax.random.key(self.config.seed)
-            return TrainState(step, params, buffers, self.optimizer.init(params), key)
+    def _init(self, sparsity: FFNSparsity) -> TrainState:
+        _, params, buffers = nnx.split(self.build(sparsity), nnx.Param, ...)
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            buffers=buffers,
+            moments=self.optimizer.init(params),
+            key=jax.random.key(self.config.seed),
+        )
 
-        return jax.eval_shape(init)
+    def _shardings(self, sparsity: FFNSparsity) -> TrainState:
+        return jax.tree.map(lambda leaf: leaf.sharding, self.template(sparsity))
 
     def _graph(self, sparsity: FFNSparsity) -> nnx.GraphDef[Transformer]:
         return nnx.split(nnx.eval_shape(lambda: self.build(sparsity)))[0]
 
-    def _step(self, sparsity: FFNSparsity) -> Callable:
+    def _step(self, sparsity: FFNSparsity) -> jax.stages.Wrapped:
         step = partial(train_step, self.graph(sparsity), self.optimizer)
-        return jax.jit(step, donate_argnums=0)
+        on_all = sharding_of(self.mesh)
+        shardings = self._shardings(sparsity), on_all
+        return jax.jit(step, donate_argnums=0, out_shardings=shardings)
 
     def model(self, state: TrainState, sparsity: FFNSparsity) -> Transformer:
         """The model of a state whose buffers belong to `sparsity`."""
@@ -224,7 +272,7 @@ class Run:
     ) -> TrainState:
         """The state for the phase after a switch: `recipe.switch`."""
 
-        @jax.jit
+        @partial(jax.jit, out_shardings=self._shardings(after))
         def apply(state: TrainState) -> TrainState:
             model = self.model(state, before)
             fold = self.config.phases.fold
@@ -236,7 +284,7 @@ class Run:
     def _recluster(self, sparsity: FFNSparsity) -> Callable:
         """The state after a warm-started new clustering of all neurons."""
 
-        @partial(jax.jit, donate_argnums=0)
+        @partial(jax.jit, donate_argnums=0, out_shardings=self._shardings(sparsity))
         def apply(state: TrainState) -> TrainState:
             model = self.model(state, sparsity)
             moments = relabel_neurons(model, state.moments, warm_start=True)

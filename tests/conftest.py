@@ -1,7 +1,19 @@
 """Settings of every test: strict ranks, no accidental GPU."""
 
+import os
+
 import jax
+
+EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
+if EIGHT_DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    # test_eight_devices runs them, in processes that have the devices.
+    collect_ignore = ["on_eight_devices"]
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # On a GPU float32 GEMMs would otherwise round their operands to TF32.
 jax.config.update("jax_default_matmul_precision", "highest")
+
+
+def pytest_collection_modifyitems(items):
+    # The longest first: at the end, a worker would be left alone with them.
+    items.sort(key=lambda item: "test_eight_devices" not in item.nodeid)

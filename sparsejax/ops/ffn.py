@@ -8,12 +8,27 @@ With everything dense it is the derivative.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
 from sparsejax.ops import ffn_all_neurons, ffn_by_expert
 from sparsejax.ops.backend import Backend
+from sparsejax.ops.ffn_layout import (
+    FFNLayout,
+    device_spec,
+    gather_packed,
+    gather_weight,
+    on_mesh,
+    own_key,
+    packed_specs,
+    sum_over_neurons,
+    sum_over_tokens,
+    token_spec,
+    weight_spec,
+)
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity, FFNSpec
 from sparsejax.ops.ffn_weights import FFNWeights, PackedFFN, pack_ffn
 
@@ -28,6 +43,7 @@ def ffn(
     scales: Float[Array, "2"] | None = None,
     expert_index: Int[Array, "tokens experts_per_token"] | None = None,
     key: Key[Array, ""] | None = None,
+    layout: FFNLayout | None = None,
     backend: Backend | None = None,
 ) -> Float[Array, "tokens d_model"]:
     """`relu(x S(W1))^2 W2` with the sparsity of `sparsity`, forward and backward.
@@ -47,15 +63,24 @@ def ffn(
       scales: the frozen beta of W1 and W2^T, for packing here if `packed` is None.
       expert_index: V:N:M with a router before GEMM 1: the experts of each token.
       key: for `token_sparsity` "mvue" and "mvue_approximate".
+      layout: on a mesh of several devices, how the operands lie on it; called under jit
+        with arrays of their whole shapes. The result is that of one device within
+        rounding, except that `token_sparsity` takes its groups of four and its dense
+        features from what a device has, its tokens of one call and its neurons.
       backend: None for the first of `PREFERENCE` that can, GEMM by GEMM; a name runs
         everywhere or raises.
     Raises:
-      ValueError: shapes do not fit, or an argument that `sparsity` needs is missing.
+      ValueError: shapes do not fit, an argument that `sparsity` needs is missing, or
+        the layout would cut a group or an expert apart.
       NotImplementedError: the named backend cannot run a GEMM; says why.
     Source: arXiv 2602.06183, 2503.16672, 2409.09099. Differences: `true_mass` routing
       and several experts per token are ours.
     """
-    spec = FFNSpec.of(x, w_up, w_down, sparsity)
+    shards = {}
+    if layout is not None:
+        layout.check(x.shape[0], w_up.shape[1], sparsity)
+        shards = layout.shards
+    spec = FFNSpec.of(x, w_up, w_down, sparsity, **shards)
     _check_arguments(spec, scales, packed, expert_index, key)
     backends = tuple(decision.backend for decision in spec.explain(backend))
     if sparsity.weights is None:
@@ -66,7 +91,8 @@ def ffn(
         expert_index = None
     key = key if sparsity.needs_key else None
     packed = jax.lax.stop_gradient(packed)
-    return _ffn(sparsity, backends, x, w_up, w_down, packed, expert_index, key)
+    how = _How(sparsity, backends, layout)
+    return _ffn(how, x, w_up, w_down, packed, expert_index, key)
 
 
 def _check_arguments(spec: FFNSpec, scales, packed, expert_index, key) -> None:
@@ -93,38 +119,94 @@ def _check_arguments(spec: FFNSpec, scales, packed, expert_index, key) -> None:
         )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _ffn(sparsity, backends, x, w_up, w_down, packed, expert_index, key):
-    y, _ = _forward(sparsity, backends, x, w_up, w_down, packed, expert_index)
-    return y
+class _How(NamedTuple):
+    """What is static in a call."""
+
+    sparsity: FFNSparsity
+    backends: tuple[Backend, ...]
+    layout: FFNLayout | None
 
 
-def _forward(sparsity, backends, x, w_up, w_down, packed, expert_index):
-    w = _as_read(x.dtype, w_up, w_down, packed)
-    if sparsity.experts:
-        return ffn_by_expert.forward(sparsity, backends, x, w, expert_index)
-    return ffn_all_neurons.forward(sparsity, backends, x, w)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ffn(how, x, w_up, w_down, packed, expert_index, key):
+    return _fwd(how, x, w_up, w_down, packed, expert_index, key)[0]
 
 
-def _as_read(dtype, w_up, w_down, packed) -> FFNWeights:
-    w_up, w_down = w_up.astype(dtype), w_down.astype(dtype)
-    if packed is None:
-        return FFNWeights(w_up, w_down)
-    return FFNWeights(w_up, w_down, packed.up, packed.down)
+def _fwd(how, x, w_up, w_down, packed, expert_index, key):
+    tokens = token_spec(how.layout)
+    forward = on_mesh(
+        how.layout,
+        partial(_forward, how),
+        in_specs=(tokens, *_weight_specs(how.layout, packed), tokens),
+        out_specs=(tokens, device_spec(how.layout)),
+    )
+    weights = (w_up, w_down)
+    y, residuals = forward(x, weights, packed, expert_index)
+    return y, (x, residuals, weights, packed, key)
 
 
-def _fwd(sparsity, backends, x, w_up, w_down, packed, expert_index, key):
-    y, residuals = _forward(sparsity, backends, x, w_up, w_down, packed, expert_index)
-    return y, (residuals, w_up, w_down, packed, key)
-
-
-def _bwd(sparsity, backends, saved, dy):
-    residuals, w_up, w_down, packed, key = saved
-    w = _as_read(dy.dtype, w_up, w_down, packed)
-    backward = (ffn_by_expert if sparsity.experts else ffn_all_neurons).backward
-    dx, dw_up, dw_down = backward(sparsity, backends, residuals, w, dy, key)
-    dw_up, dw_down = dw_up.astype(w_up.dtype), dw_down.astype(w_down.dtype)
-    return dx, dw_up, dw_down, None, None, None
+def _bwd(how, saved, dy):
+    x, residuals, weights, packed, key = saved
+    tokens = token_spec(how.layout)
+    weight_specs, packed_specs = _weight_specs(how.layout, packed)
+    backward = on_mesh(
+        how.layout,
+        partial(_backward, how),
+        in_specs=(
+            tokens,
+            device_spec(how.layout),
+            weight_specs,
+            packed_specs,
+            tokens,
+            PartitionSpec(),
+        ),
+        out_specs=(tokens, weight_specs),
+    )
+    dx, dw = backward(x, residuals, weights, packed, dy, key)
+    return dx, *dw, None, None, None
 
 
 _ffn.defvjp(_fwd, _bwd)
+
+
+def _weight_specs(layout, packed):
+    """Of (W1, W2) and of the packed weights."""
+    weights = weight_spec(layout, 1), weight_spec(layout, 0)
+    return weights, packed_specs(layout, packed)
+
+
+def _forward(how, x, weights, packed, expert_index):
+    """Y and the residuals, of one device's part of the operands."""
+    sparsity, backends, layout = how
+    w = _as_read(layout, x.dtype, weights, packed)
+    if sparsity.experts:
+        y, residuals = ffn_by_expert.forward(
+            sparsity, backends, x, w, expert_index, layout
+        )
+    else:
+        y, residuals = ffn_all_neurons.forward(sparsity, backends, x, w)
+    return sum_over_neurons(layout, y), residuals
+
+
+def _backward(how, x, residuals, weights, packed, dy, key):
+    """dX and (dW1, dW2), of one device's part of the operands."""
+    sparsity, backends, layout = how
+    w = _as_read(layout, dy.dtype, weights, packed)
+    backward = (ffn_by_expert if sparsity.experts else ffn_all_neurons).backward
+    key = own_key(layout, key)
+    dx, dw_up, dw_down = backward(sparsity, backends, x, residuals, w, dy, key)
+    w_up, w_down = weights
+    dw_up = sum_over_tokens(layout, dw_up.astype(w_up.dtype), 1)
+    dw_down = sum_over_tokens(layout, dw_down.astype(w_down.dtype), 0)
+    return sum_over_neurons(layout, dx), (dw_up, dw_down)
+
+
+def _as_read(layout, dtype, weights, packed) -> FFNWeights:
+    """The weights of a device's neurons. Each is gathered wherever it is stored split;
+    XLA drops those that no GEMM reads."""
+    w_up, w_down = (w.astype(dtype) for w in weights)
+    dense = gather_weight(layout, w_up, 1), gather_weight(layout, w_down, 0)
+    if packed is None:
+        return FFNWeights(*dense)
+    in_order = packed.up, packed.down
+    return FFNWeights(*dense, *(gather_packed(layout, c) for c in in_order))

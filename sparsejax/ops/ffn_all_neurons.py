@@ -19,8 +19,8 @@ from sparsejax.pruning import magnitude_mask, nm_mask
 
 
 class Residuals(NamedTuple):
-    x: jax.Array
-    """(tokens, d_model)"""
+    """What the backward needs besides X and the weights."""
+
     hidden: jax.Array
     """relu(Y1), (tokens, d_hidden); masked where the backward re-uses the mask. Its
     zeros are all that the backward needs of the mask: dY1 is zero there anyway."""
@@ -38,7 +38,7 @@ def forward(
         kept = keep_once(jnp.where(nm_mask(y_up, sparsity.activations), hidden, 0))
     # (T, d) = (T, F) @ (F, d)
     y = multiply(backends[1], kept * kept, w.down)
-    return y, Residuals(x, kept if sparsity.mask_reuse else hidden)
+    return y, Residuals(kept if sparsity.mask_reuse else hidden)
 
 
 def keep_once(kept: jax.Array) -> jax.Array:
@@ -50,13 +50,14 @@ def keep_once(kept: jax.Array) -> jax.Array:
 def backward(
     sparsity: FFNSparsity,
     backends: tuple,
+    x: jax.Array,
     residuals: Residuals,
     w: FFNWeights,
     dy: jax.Array,
     key: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dX (tokens, d_model), dW1 and dW2 in float32."""
-    x, hidden = residuals
+    hidden = residuals.hidden
     # (T, F) = (T, d) @ (d, F)
     da = multiply_by_weight(backends[2], dy, w.down.T, w.packed_down)
     dy_up = selected = da * 2 * hidden

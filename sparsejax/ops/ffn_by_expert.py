@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from sparsejax.formats import Compressed, decompress
 from sparsejax.ops.ffn_all_neurons import keep_once, weight_gradients
+from sparsejax.ops.ffn_layout import FFNLayout, gather_experts, own_experts
 from sparsejax.ops.ffn_spec import FFNSparsity
 from sparsejax.ops.ffn_weights import FFNWeights, multiply_by_weight
 from sparsejax.ops.grouped_matmul import grouped_matmul, grouped_outer
@@ -24,11 +25,12 @@ from sparsejax.patterns import NM, VNM
 from sparsejax.pruning import magnitude_mask, nm_mask
 from sparsejax.router import (
     Dispatch,
+    best_experts,
     combine_rows,
     dispatch,
+    expert_mass,
     expert_of_row,
     gather_rows,
-    true_mass,
 )
 
 IN_CLUSTER = NM(2, 4)
@@ -36,8 +38,8 @@ IN_CLUSTER = NM(2, 4)
 
 
 class Residuals(NamedTuple):
-    x: jax.Array
-    """(tokens, d_model)"""
+    """What the backward needs besides X and the weights."""
+
     hidden_rows: jax.Array
     """relu(Y1) of each row, (rows, d_hidden / E); masked where the mask is re-used."""
     hidden: jax.Array | None
@@ -52,11 +54,12 @@ def forward(
     x: jax.Array,
     w: FFNWeights,
     expert_index: jax.Array | None,
+    layout: FFNLayout | None,
 ) -> tuple[jax.Array, Residuals]:
     """Y (tokens, d_model), and what the backward needs."""
     hidden = None
     if sparsity.skip_blocks:
-        routed = _dispatch(sparsity, expert_index)
+        routed = _dispatch(sparsity, expert_index, layout)
         # (rows, F / E) = (rows, d) @ (E, d, F / E)
         w_up = _columns_by_expert(_weight(w.up, w.packed_up), routed.experts)
         y_rows = _grouped(backends[0], gather_rows(x, routed), w_up, routed)
@@ -65,10 +68,10 @@ def forward(
         y_up = multiply_by_weight(backends[0], x, w.up, w.packed_up)
         if sparsity.router == "true_mass":
             assert sparsity.experts is not None
-            expert_index = true_mass(
-                y_up, sparsity.experts, experts_per_token=sparsity.experts_per_token
-            )
-        routed = _dispatch(sparsity, expert_index)
+            _, experts = own_experts(layout, sparsity.experts)
+            mass = gather_experts(layout, expert_mass(y_up, experts))
+            expert_index = best_experts(mass, sparsity.experts_per_token)
+        routed = _dispatch(sparsity, expert_index, layout)
         y_rows = _own_neurons(y_up, routed)
         if not sparsity.mask_reuse and sparsity.weight_gradients == "dense":
             hidden = jax.nn.relu(y_up)
@@ -78,19 +81,20 @@ def forward(
     w_down = _rows_by_expert(w.down, routed.experts)
     y = combine_rows(_grouped(backends[1], kept * kept, w_down, routed), routed)
     hidden_rows = kept if sparsity.mask_reuse else hidden_rows
-    return y, Residuals(x, hidden_rows, hidden, routed)
+    return y, Residuals(hidden_rows, hidden, routed)
 
 
 def backward(
     sparsity: FFNSparsity,
     backends: tuple,
+    x: jax.Array,
     residuals: Residuals,
     w: FFNWeights,
     dy: jax.Array,
     key: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dX (tokens, d_model), dW1 and dW2 in float32."""
-    x, hidden_rows, hidden, routed = residuals
+    hidden_rows, hidden, routed = residuals
     dy_rows = gather_rows(dy, routed)
     da = None
     if sparsity.skip_blocks:
@@ -155,14 +159,20 @@ def _weight_gradients_by_expert(
     return dw_up, dw_down.reshape(-1, d_model)
 
 
-def _dispatch(sparsity: FFNSparsity, expert_index: jax.Array | None) -> Dispatch:
+def _dispatch(
+    sparsity: FFNSparsity,
+    expert_index: jax.Array | None,
+    layout: FFNLayout | None,
+) -> Dispatch:
+    """The rows of this device: its tokens, for those of its experts that they chose."""
     assert isinstance(sparsity.activations, VNM) and expert_index is not None
     order = None
     if sparsity.token_sparsity and sparsity.permute_tokens:
         # inside an expert the tokens follow the fixed order: no second permutation
         order = jnp.asarray(fixed_token_order(expert_index.shape[0]))
     pattern = sparsity.activations
-    return dispatch(expert_index, pattern.experts, pattern.v, token_order=order)
+    first, experts = own_experts(layout, pattern.experts)
+    return dispatch(expert_index - first, experts, pattern.v, token_order=order)
 
 
 def _used_tiles(routed: Dispatch) -> jax.Array:

@@ -154,13 +154,17 @@ class FFNCall(ABC):
     dtype: str
     sparsity: FFNSparsity = DENSE
     device: str = "cpu"
+    token_shards: int = 1
+    """Parts that the tokens are split into on a mesh; each device has one of them."""
+    hidden_shards: int = 1
+    """Likewise of the neurons."""
 
     def __post_init__(self) -> None:
         check_divisible(self.d_model, self.d_hidden, self.sparsity)
 
     @abstractmethod
     def gemms(self) -> tuple[GemmSpec, ...]:
-        """The GEMMs, forward and backward."""
+        """The GEMMs of one device, forward and backward."""
 
     def explain(self, backend: Backend | None = None) -> tuple[Decision, ...]:
         """What runs each of the GEMMs, and why.
@@ -184,6 +188,9 @@ class FFNSpec(FFNCall):
         w_up: Float[Array, "d_model d_hidden"],
         w_down: Float[Array, "d_hidden d_model"],
         sparsity: FFNSparsity,
+        *,
+        token_shards: int = 1,
+        hidden_shards: int = 1,
     ) -> "FFNSpec":
         """Reads the shapes of a call. Raises ValueError where they do not fit."""
         if x.ndim != 2 or w_up.ndim != 2 or w_down.ndim != 2:
@@ -204,12 +211,15 @@ class FFNSpec(FFNCall):
             dtype=str(x.dtype),
             sparsity=sparsity,
             device=current_platform(),
+            token_shards=token_shards,
+            hidden_shards=hidden_shards,
         )
 
     def gemms(self) -> tuple[GemmSpec, ...]:
-        """GEMMs 1 to 6."""
+        """GEMMs 1 to 6 of one device."""
         s = self.sparsity
-        t, d, f = self.tokens, self.d_model, self.d_hidden
+        t, d = self.tokens // self.token_shards, self.d_model
+        f = self.d_hidden // self.hidden_shards
         activations = NM(2, 4) if s.activations else None
         along_tokens = NM(2, 4) if s.token_sparsity else None
         routed, columns = bool(s.experts), s.weight_gradients == "expert_columns"

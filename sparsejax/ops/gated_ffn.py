@@ -16,6 +16,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from sparsejax.ops.backend import Backend, GemmSpec, current_platform
+from sparsejax.ops.ffn_layout import (
+    FFNLayout,
+    device_spec,
+    gather_packed,
+    gather_weight,
+    on_mesh,
+    packed_specs,
+    sum_over_neurons,
+    sum_over_tokens,
+    token_spec,
+    weight_spec,
+)
 from sparsejax.ops.ffn_spec import DENSE, FFNCall, FFNSparsity
 from sparsejax.ops.ffn_weights import (
     PackedFFN,
@@ -36,6 +48,9 @@ class GatedFFNSpec(FFNCall):
         w_up: Float[Array, "d_model d_hidden"],
         w_down: Float[Array, "d_hidden d_model"],
         sparsity: FFNSparsity,
+        *,
+        token_shards: int = 1,
+        hidden_shards: int = 1,
     ) -> "GatedFFNSpec":
         """Reads the shapes of a call. Raises ValueError where they do not fit."""
         if x.ndim != 2 or w_up.ndim != 2:
@@ -58,6 +73,8 @@ class GatedFFNSpec(FFNCall):
             dtype=str(x.dtype),
             sparsity=sparsity,
             device=current_platform(),
+            token_shards=token_shards,
+            hidden_shards=hidden_shards,
         )
 
     def __post_init__(self) -> None:
@@ -71,8 +88,9 @@ class GatedFFNSpec(FFNCall):
         super().__post_init__()
 
     def gemms(self) -> tuple[GemmSpec, ...]:
-        """The nine GEMMs, in the order 1a, 1b, 2, 3, 4a, 4b, 5a, 5b, 6."""
-        t, d, f = self.tokens, self.d_model, self.d_hidden
+        """Nine GEMMs of one device, in the order 1a, 1b, 2, 3, 4a, 4b, 5a, 5b, 6."""
+        t, d = self.tokens // self.token_shards, self.d_model
+        f = self.d_hidden // self.hidden_shards
         pattern = self.sparsity.weights
         weight = {"sparse_operand": "rhs", "pattern": pattern} if pattern else {}
 
@@ -102,6 +120,7 @@ def gated_ffn(
     sparsity: FFNSparsity = DENSE,
     packed: PackedFFN | None = None,
     scales: Float[Array, "3"] | None = None,
+    layout: FFNLayout | None = None,
     backend: Backend | None = None,
 ) -> Float[Array, "tokens d_model"]:
     """`(silu(x S(Wg)) * (x S(Wu))) Wd`, its gradient straight through S.
@@ -115,7 +134,11 @@ def gated_ffn(
       NotImplementedError: the named backend cannot run a GEMM; says why.
     Source: arXiv 2002.05202 (SwiGLU), 2409.09099 (S). The nine-GEMM form is ours.
     """
-    spec = GatedFFNSpec.of(x, w_gate, w_up, w_down, sparsity)
+    shards = {}
+    if layout is not None:
+        layout.check(x.shape[0], w_up.shape[1], sparsity)
+        shards = layout.shards
+    spec = GatedFFNSpec.of(x, w_gate, w_up, w_down, sparsity, **shards)
     backends = tuple(decision.backend for decision in spec.explain(backend))
     if sparsity.weights is None:
         packed = None
@@ -135,29 +158,77 @@ def gated_ffn(
             dtype=x.dtype,
         )
     packed = jax.lax.stop_gradient(packed)
-    return _gated_ffn(backends, x, w_gate, w_up, w_down, packed)
+    return _gated_ffn(backends, layout, x, w_gate, w_up, w_down, packed)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated_ffn(backends, x, w_gate, w_up, w_down, packed):
-    return _fwd(backends, x, w_gate, w_up, w_down, packed)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gated_ffn(backends, layout, x, w_gate, w_up, w_down, packed):
+    return _fwd(backends, layout, x, w_gate, w_up, w_down, packed)[0]
 
 
-def _fwd(backends, x, w_gate, w_up, w_down, packed):
-    wg, wu, wd = (w.astype(x.dtype) for w in (w_gate, w_up, w_down))
+def _fwd(backends, layout, x, w_gate, w_up, w_down, packed):
+    weights = (w_gate, w_up, w_down)
+    tokens = token_spec(layout)
+    forward = on_mesh(
+        layout,
+        partial(_forward, backends, layout),
+        in_specs=(tokens, *_weight_specs(layout, packed)),
+        out_specs=(tokens, device_spec(layout)),
+    )
+    y, (gate, up) = forward(x, weights, packed)
+    return y, (x, gate, up, weights, packed)
+
+
+def _bwd(backends, layout, saved, dy):
+    x, gate, up, weights, packed = saved
+    tokens = token_spec(layout)
+    weight_specs, packed_specs = _weight_specs(layout, packed)
+    backward = on_mesh(
+        layout,
+        partial(_backward, backends, layout),
+        in_specs=(tokens, device_spec(layout), weight_specs, packed_specs, tokens),
+        out_specs=(tokens, weight_specs),
+    )
+    dx, dw = backward(x, (gate, up), weights, packed, dy)
+    return dx, *dw, None
+
+
+def _weight_specs(layout, packed):
+    """Of (Wg, Wu, Wd) and of the packed weights."""
+    into, out = weight_spec(layout, 1), weight_spec(layout, 0)
+    return (into, into, out), packed_specs(layout, packed)
+
+
+def _as_read(layout, dtype, weights, packed):
+    """This device's weights as the GEMMs read them, dense and packed."""
+    dense = [
+        gather_weight(layout, w.astype(dtype), hidden_axis)
+        for w, hidden_axis in zip(weights, (1, 1, 0), strict=True)
+    ]
+    if packed is None:
+        return dense, (None, None, None)
+    in_order = packed.gate, packed.up, packed.down
+    return dense, [gather_packed(layout, c) for c in in_order]
+
+
+def _forward(backends, layout, x, weights, packed):
+    (wg, wu, wd), (packed_gate, packed_up, _) = _as_read(
+        layout, x.dtype, weights, packed
+    )
     # (T, F) = (T, d) @ (d, F)
-    gate = multiply_by_weight(backends[0], x, wg, packed and packed.gate)
-    up = multiply_by_weight(backends[1], x, wu, packed and packed.up)
+    gate = multiply_by_weight(backends[0], x, wg, packed_gate)
+    up = multiply_by_weight(backends[1], x, wu, packed_up)
     # (T, d) = (T, F) @ (F, d)
     y = multiply(backends[2], jax.nn.silu(gate) * up, wd)
-    return y, (x, gate, up, w_gate, w_up, w_down, packed)
+    return sum_over_neurons(layout, y), (gate, up)
 
 
-def _bwd(backends, saved, dy):
-    x, gate, up, w_gate, w_up, w_down, packed = saved
-    wg, wu, wd = (w.astype(dy.dtype) for w in (w_gate, w_up, w_down))
+def _backward(backends, layout, x, hidden, weights, packed, dy):
+    gate, up = hidden
+    w_gate, w_up, w_down = weights
+    (wg, wu, wd), (_, _, packed_down) = _as_read(layout, dy.dtype, weights, packed)
     # (T, F) = (T, d) @ (d, F)
-    da = multiply_by_weight(backends[3], dy, wd.T, packed and packed.down)
+    da = multiply_by_weight(backends[3], dy, wd.T, packed_down)
     a, pull_back = jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, gate, up)
     dgate, dup = pull_back(da)
     # (T, d) = (T, F) @ (F, d), the sum of both in float32
@@ -169,7 +240,12 @@ def _bwd(backends, saved, dy):
     dw_up = multiply(backends[7], x.T, dup, out_dtype=w_up.dtype)
     # (F, d) = (F, T) @ (T, d)
     dw_down = multiply(backends[8], a.T, dy, out_dtype=w_down.dtype)
-    return dx.astype(x.dtype), dw_gate, dw_up, dw_down, None
+    dw = (
+        sum_over_tokens(layout, dw_gate, 1),
+        sum_over_tokens(layout, dw_up, 1),
+        sum_over_tokens(layout, dw_down, 0),
+    )
+    return sum_over_neurons(layout, dx.astype(x.dtype)), dw
 
 
 _gated_ffn.defvjp(_fwd, _bwd)

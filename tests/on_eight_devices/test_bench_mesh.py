@@ -1,0 +1,50 @@
+"""The benchmark of meshes times what it has checked."""
+
+import json
+
+import pytest
+
+from experiments import bench_mesh
+from tests.micro_run import write_text
+
+
+@pytest.fixture
+def config(tmp_path):
+    return bench_mesh.Config(
+        preset="tiny",
+        meshes=((2, 2, 2),),
+        batch_size=8,
+        text=write_text(tmp_path),
+        rounds=2,
+        steps=1,
+        results=tmp_path / "rows.jsonl",
+    )
+
+
+def test_rows(config):
+    rows = bench_mesh.main(config)
+    assert [json.loads(line) for line in config.results.open()] == rows
+    one, mesh = rows
+    assert (one["speedup"], one["collectives"]) == (1.0, {})
+    assert mesh["collectives"]["all-gather"] > 0
+    assert mesh["arguments_gib"] < one["arguments_gib"]
+    assert all(row["save_held_ms"] > 0 for row in rows)
+
+
+def test_a_wrong_gradient_stops_the_benchmark(config, monkeypatch):
+    right = bench_mesh.Stepper.steps
+
+    def wrong(self, count):
+        reports = right(self, count)
+        factor = 1.1 if self.run.mesh.size > 1 else 1.0
+        return [r | {"gradient_norm": factor * r["gradient_norm"]} for r in reports]
+
+    monkeypatch.setattr(bench_mesh.Stepper, "steps", wrong)
+    with pytest.raises(AssertionError, match=r"data 2 .*: gradient_norm"):
+        bench_mesh.main(config)
+
+
+def test_more_devices_than_there_are_is_said(config):
+    config = bench_mesh.Config(meshes=((16, 1, 1),), results=None)
+    with pytest.raises(ValueError, match="need 16 devices, and there are 8"):
+        bench_mesh.main(config)

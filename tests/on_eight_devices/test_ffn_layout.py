@@ -1,0 +1,274 @@
+"""The FFN split over a mesh of eight devices against the FFN of one device."""
+
+import re
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from ffn_cases import (
+    D_HIDDEN,
+    D_MODEL,
+    all_sparsities,
+    make_experts,
+    make_inputs,
+    name_of,
+)
+from sparsejax.ops.ffn import ffn
+from sparsejax.ops.ffn_layout import FFNLayout, own_key
+from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
+from sparsejax.ops.ffn_weights import pack_ffn
+from sparsejax.ops.gated_ffn import gated_ffn
+from sparsejax.patterns import NM, VNM
+
+MESHES = {"data": (8, 1, 1), "fsdp": (1, 8, 1), "tensor": (1, 1, 8), "all": (2, 2, 2)}
+TOKENS = 48
+TWO_FOUR = NM(2, 4)
+
+TWO_EXPERTS_OF_EIGHT = FFNSparsity(
+    weights=TWO_FOUR,
+    activations=VNM(4, 2, 32),
+    router="true_mass",
+    experts_per_token=2,
+)
+SPARSITIES = [
+    s
+    for s in all_sparsities()
+    if s.token_sparsity is None and (s.weights is None or s.mask_reuse)
+]
+"""Every way to route and to mask; a few of them also with 2:4 weights."""
+ON_EVERY_MESH = [
+    DENSE,
+    FFNSparsity(weights=TWO_FOUR, activations=TWO_FOUR),
+    FFNSparsity(
+        weights=TWO_FOUR,
+        activations=VNM(4, 2, 32),
+        skip_blocks=True,
+        weight_gradients="expert_columns",
+    ),
+    TWO_EXPERTS_OF_EIGHT,
+]
+
+
+def layout_of(shape: tuple[int, int, int]) -> FFNLayout:
+    axes = ("data", "fsdp", "tensor")
+    return FFNLayout(mesh=jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * 3))
+
+
+@pytest.fixture
+def double():
+    with jax.enable_x64(True):
+        yield
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def value_and_gradients(sparsity, layout, x, w_up, w_down, dy, experts, key=None):
+    def run(x, w_up, w_down):
+        scales = jnp.array([1.5, 1.25], x.dtype) if sparsity.weights else None
+        options = {"sparsity": sparsity, "scales": scales, "layout": layout}
+        return ffn(x, w_up, w_down, expert_index=experts, key=key, **options)
+
+    y, pull_back = jax.vjp(run, x, w_up, w_down)
+    return y, *pull_back(dy)
+
+
+def inputs_for(sparsity: FFNSparsity, seed: int = 0) -> tuple:
+    arrays = [jnp.asarray(a) for a in make_inputs(seed, TOKENS)]
+    experts = make_experts(sparsity, tokens=TOKENS)
+    return *arrays, None if experts is None else jnp.asarray(experts, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "mesh"),
+    [
+        *((s, mesh) for s in ON_EVERY_MESH for mesh in MESHES),
+        *((s, "all") for s in SPARSITIES),
+    ],
+    ids=lambda value: value if isinstance(value, str) else name_of(value),
+)
+def test_a_mesh_computes_what_one_device_does(sparsity, mesh, double):
+    layout = layout_of(MESHES[mesh])
+    inputs = inputs_for(sparsity)
+    expected = value_and_gradients(sparsity, None, *inputs)
+    got = value_and_gradients(sparsity, layout, *inputs)
+    # float64 sums in another order
+    chex.assert_trees_all_close(got, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("weights", "mesh"), [(None, "all"), *((TWO_FOUR, mesh) for mesh in MESHES)]
+)
+def test_a_gated_ffn_on_a_mesh_too(weights, mesh, double):
+    x, w_up, w_down, dy = (jnp.asarray(a) for a in make_inputs(3, TOKENS))
+    w_gate = jnp.flip(w_up, axis=1) * 1.5
+    sparsity = FFNSparsity(weights=weights)
+
+    @partial(jax.jit, static_argnums=0)
+    def run(layout, *arrays):
+        scales = jnp.array([1.1, 1.2, 1.3]) if weights else None
+        f = partial(gated_ffn, sparsity=sparsity, scales=scales, layout=layout)
+        y, pull_back = jax.vjp(f, *arrays)
+        return y, *pull_back(dy)
+
+    arrays = (x, w_gate, w_up, w_down)
+    got, expected = run(layout_of(MESHES[mesh]), *arrays), run(None, *arrays)
+    chex.assert_trees_all_close(got, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("activations", [TWO_FOUR, VNM(4, 2, 16)], ids=["a24", "venom"])
+def test_groups_along_tokens_are_those_of_each_devices_tokens(activations, double):
+    # As with micro-batches: the groups of a run over n parts are those of n calls.
+    columns = "expert_columns" if isinstance(activations, VNM) else "dense"
+    sparsity = FFNSparsity(
+        activations=activations, token_sparsity="magnitude", weight_gradients=columns
+    )
+    x, w_up, w_down, dy, experts = inputs_for(sparsity)
+    parts = [
+        value_and_gradients(
+            sparsity,
+            None,
+            x[i : i + TOKENS // 8],
+            w_up,
+            w_down,
+            dy[i : i + TOKENS // 8],
+            None if experts is None else experts[i : i + TOKENS // 8],
+        )
+        for i in range(0, TOKENS, TOKENS // 8)
+    ]
+    y, dx, dw_up, dw_down = zip(*parts, strict=True)
+    expected = jnp.concatenate(y), jnp.concatenate(dx), sum(dw_up), sum(dw_down)
+    layout = layout_of((4, 2, 1))
+    got = value_and_gradients(sparsity, layout, x, w_up, w_down, dy, experts)
+    chex.assert_trees_all_close(got, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_every_device_draws_for_itself():
+    layout = layout_of((2, 2, 2))
+
+    def draw(key):
+        return jax.random.bits(own_key(layout, key), (1,))
+
+    drawn = jax.shard_map(
+        draw,
+        mesh=layout.mesh,
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(("data", "fsdp", "tensor")),
+        check_vma=False,
+    )(jax.random.key(0))
+    assert len(set(np.asarray(drawn).tolist())) == 8
+
+
+@pytest.mark.parametrize("method", ["mvue", "mvue_approximate"])
+def test_random_estimators_run_on_a_mesh_and_repeat(method, double):
+    sparsity = FFNSparsity(activations=TWO_FOUR, token_sparsity=method)
+    inputs = inputs_for(sparsity)
+    layout = layout_of((2, 2, 2))
+    runs = [
+        value_and_gradients(sparsity, layout, *inputs, jax.random.key(seed))
+        for seed in (1, 1, 2)
+    ]
+    chex.assert_trees_all_equal(runs[0], runs[1])
+    assert not np.array_equal(runs[0][2], runs[2][2])
+    # Only weight gradients are estimated.
+    chex.assert_trees_all_equal(runs[0][:2], runs[2][:2])
+
+
+@pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable"])
+def test_it_composes_with_scan_and_remat(policy, double):
+    sparsity = FFNSparsity(weights=TWO_FOUR, activations=VNM(4, 2, 16))
+    x, w_up, w_down, dy, experts = inputs_for(sparsity)
+    layers = jnp.stack([w_up, w_up * 0.9]), jnp.stack([w_down, w_down * 1.1])
+
+    @partial(jax.jit, static_argnums=0)
+    def run(layout, x, layers):
+        def layer(x, weights):
+            options = {"sparsity": sparsity, "scales": jnp.array([1.5, 1.25])}
+            f = partial(ffn, expert_index=experts, layout=layout, **options)
+            return x + f(x, *weights), None
+
+        layer = jax.checkpoint(
+            layer, policy=getattr(jax.checkpoint_policies, policy), prevent_cse=False
+        )
+        f = lambda x, layers: jnp.sum(jax.lax.scan(layer, x, layers)[0] * dy)
+        return jax.value_and_grad(f, argnums=(0, 1))(x, layers)
+
+    got, expected = run(layout_of((2, 2, 2)), x, layers), run(None, x, layers)
+    chex.assert_trees_all_close(got, expected, rtol=1e-11, atol=1e-12)
+
+
+def gathered_bytes(sparsity: FFNSparsity, layout: FFNLayout, *, backward: bool) -> int:
+    """Bytes that all-gathers of the compiled program put together, in bfloat16."""
+    x, w_up, w_down, dy, _ = (a for a in inputs_for(DENSE))
+    x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
+    w_up, w_down = w_up.astype(jnp.float32), w_down.astype(jnp.float32)
+    scales = jnp.array([1.5, 1.25])
+    pack = partial(pack_ffn, sparsity=sparsity, scales=scales, dtype=x.dtype)
+    weight = NamedShardings(layout.mesh)
+
+    def forward(x, w_up, w_down):
+        packed = pack(w_up, w_down)
+        return ffn(x, w_up, w_down, sparsity=sparsity, packed=packed, layout=layout)
+
+    def gradients(x, w_up, w_down, dy):
+        return jax.vjp(forward, x, w_up, w_down)[1](dy)
+
+    f, arguments = (gradients, (x, w_up, w_down, dy))
+    if not backward:
+        f, arguments = forward, (x, w_up, w_down)
+    shardings = (weight.tokens, weight.up, weight.down, weight.tokens)
+    compiled = jax.jit(f, in_shardings=shardings[: len(arguments)])
+    text = compiled.lower(*arguments).compile().as_text()
+    pattern = r"= (u8|u16|u32|f32|bf16)\[([\d,]+)\]\S* all-gather\("
+    size = {"u8": 1, "u16": 2, "u32": 4, "f32": 4, "bf16": 2}
+    gathers = re.findall(pattern, text)
+    # Nothing in the program gathers in a form that the pattern does not see.
+    assert len(gathers) == len(re.findall(r" all-gather(?:-start)?\(", text)) > 0
+    return sum(
+        size[kind] * int(np.prod([int(n) for n in shape.split(",")]))
+        for kind, shape in gathers
+    )
+
+
+class NamedShardings:
+    def __init__(self, mesh: Mesh) -> None:
+        of = partial(jax.sharding.NamedSharding, mesh)
+        neurons = ("tensor", "fsdp")
+        self.tokens = of(PartitionSpec(("data", "fsdp")))
+        self.up = of(PartitionSpec(None, neurons))
+        self.down = of(PartitionSpec(neurons, None))
+
+
+def test_fsdp_gathers_nine_sixteenths_of_a_two_four_weight():
+    layout = layout_of((1, 8, 1))
+    weight = 2 * D_MODEL * D_HIDDEN
+    sparse = FFNSparsity(weights=TWO_FOUR)
+    assert gathered_bytes(DENSE, layout, backward=False) == 2 * weight
+    # GEMM 1 reads S(W1); GEMM 2 reads W2 itself.
+    forward = gathered_bytes(sparse, layout, backward=False)
+    assert forward == weight * 9 // 16 + weight
+    # The backward alone: GEMM 3 reads S(W2^T), GEMM 4 reads W1; and in this program
+    # the forward's Y, which nobody reads, is not computed, nor W2 gathered for it.
+    both = gathered_bytes(sparse, layout, backward=True)
+    assert both == (weight * 9 // 16) + (weight * 9 // 16 + weight)
+
+
+def test_no_residual_holds_a_gathered_weight():
+    layout = layout_of((1, 8, 1))
+    sparsity = FFNSparsity(weights=TWO_FOUR, activations=TWO_FOUR)
+    x, w_up, w_down, *_ = inputs_for(sparsity)
+    scales = jnp.array([1.5, 1.25])
+    packed = pack_ffn(w_up, w_down, sparsity=sparsity, scales=scales, dtype=x.dtype)
+
+    def residuals(x, w_up, w_down, packed):
+        f = partial(ffn, sparsity=sparsity, packed=packed, layout=layout)
+        return jax.vjp(f, x, w_up, w_down)[1]
+
+    saved = jax.tree.leaves(jax.eval_shape(residuals, x, w_up, w_down, packed))
+    given = jax.tree.leaves((x, w_up, w_down, packed))
+    hidden = TOKENS * D_HIDDEN
+    elements = sum(a.size for a in saved)
+    assert elements == sum(a.size for a in given) + hidden
