@@ -1,10 +1,22 @@
-"""Checkpoints that a killed process cannot damage: save, keep, restore bit for bit."""
+"""Checkpoints that neither a killed process, a full disk nor a flipped bit can spoil.
 
+A checkpoint is a folder:
+  state/          the arrays, as orbax writes them; absent where there are none
+  record.json     step, data state, metadata, and what the arrays are
+  manifest.json   see `manifest`; written last
+"""
+
+import itertools
 import json
 import os
 import re
 import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from errno import EACCES, EDQUOT, EFBIG, EIO, ENOSPC, EROFS
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,14 +26,35 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jaxtyping import Array, PyTree
 
-FORMAT_VERSION = 1
+from sparsejax import manifest
+from sparsejax.processes import Exchange, ProcessLost
+
+FORMAT_VERSION = 2
 """Of what a checkpoint holds and under which names; raised when older code cannot read
 what newer code writes."""
 
+TIMEOUT_SECONDS = 1200
+"""How long the processes of a run wait for one another in a save or a restore. A dead
+process is noticed much sooner, by its heartbeat; this is for one that hangs, and longer
+than an honest write: the 90 GB of a 7 B model take 900 s at 100 MB/s."""
+
 # step_00001000, and step_00001000_1 where the same step was saved a second time.
 _COMMITTED = re.compile(r"step_(\d+)(?:_(\d+))?")
-# What an interrupted save (orbax's suffix) or an interrupted deletion (ours) leaves.
-_LEFTOVER = re.compile(r"step_\d+(_\d+)?\.(orbax-checkpoint-tmp.*|deleting)")
+# What an interrupted save (ours, or orbax's of format 1) or an interrupted deletion
+# leaves.
+_LEFTOVER = re.compile(r"step_\d+(_\d+)?\.(writing|orbax-checkpoint-tmp.*|deleting)")
+_RECORD = "record.json"
+_RECORD_OF_FORMAT_1 = "record/metadata"
+
+_instances = itertools.count()
+
+
+class CheckpointFailed(OSError):
+    """A checkpoint could not be written. All earlier ones are as they were."""
+
+
+class _OtherProcessFailed(Exception):
+    """What the others report, or that they did not report in time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,43 +67,95 @@ class Restored:
     metadata: dict[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Damaged:
+    """A checkpoint that `Checkpoints.set_aside_damaged` renamed."""
+
+    path: Path
+    """Where it is now."""
+    step: int
+    reason: str
+    """Names the file that is not as it was written."""
+
+
 class Checkpoints:
     """The checkpoints of one run, in one folder of a local or mounted file system.
 
     Every checkpoint is a folder `step_<step>`, written under another name and renamed
-    when complete, so a folder of that name is always whole. Only then are older ones
-    deleted: all but the newest `keep` and those saved as permanent.
+    when complete and on the disk, so a folder of that name is always whole. Only then
+    are older ones deleted: all but the newest `keep`, those whose step is a multiple of
+    `keep_every`, and those saved as permanent.
 
     Use as a context manager, or call `close`: a save may still be under way.
+
+    A run of several processes shares one folder. All of them make this object, and call
+    every method at the same points with the same arguments; only `last_good` and
+    `raise_if_failed` may be called by some of them. Process 0 decides: what it finds in
+    the folder, or the error that it meets, is what all get.
 
     Args:
       folder: created by the first `save`; may be absent when only reading.
       keep: how many of the newest checkpoints stay; None keeps all.
+      keep_every: checkpoints of a step that is a multiple of it stay too; 0: none.
     Raises:
-      ValueError: keep is not positive, or the folder is a URL.
-      NotImplementedError: more than one process.
+      ValueError: keep is not positive, keep_every is negative, or the folder is a URL.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, keep: int | None = 3) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int | None = 3,
+        keep_every: int = 0,
+    ) -> None:
         if keep is not None and keep < 1:
             raise ValueError(
                 f"keep={keep} would delete every checkpoint; use at least 1, or None "
                 f"to keep all"
+            )
+        if keep_every < 0:
+            raise ValueError(
+                f"keep_every={keep_every} is negative; give a number of steps, or 0 to "
+                f"keep none for its step"
             )
         if "://" in os.fspath(folder):
             raise ValueError(
                 f"folder={os.fspath(folder)!r} is a URL; checkpoints are committed by "
                 f"renaming a folder, so give a folder of a mounted file system"
             )
-        if jax.process_count() > 1:
-            raise NotImplementedError(
-                f"checkpoints are written by a single process, and this run has "
-                f"{jax.process_count()}; use one process for all devices of a host"
-            )
         self._folder = Path(folder).expanduser().absolute()
         self._keep = keep
-        self._pending: Path | None = None
-        self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+        self._keep_every = keep_every
+        name = f"checkpoints{next(_instances)}"
+        self._decisions = Exchange(f"{name}/decisions")
+        self._decided = itertools.count()
+        self._reports = Exchange(f"{name}/saves")
+        self._reported = itertools.count()
+        # One thread: a save starts when the one before has ended.
+        self._background = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._pending: Future[None] | None = None
+        # Every process by name: orbax then synchronizes through the coordinator, which
+        # has timeouts, and not through the devices.
+        processes = ocp.options.MultiprocessingOptions(
+            active_processes=set(range(jax.process_count())),
+            barrier_sync_key_prefix=name,
+        )
+        self._writer = ocp.AsyncCheckpointer(
+            ocp.StandardCheckpointHandler(multiprocessing_options=processes),
+            async_options=ocp.options.AsyncOptions(
+                timeout_secs=TIMEOUT_SECONDS,
+                barrier_sync_fn=lambda *, key, timeout_ms: self._report(),
+            ),
+            multiprocessing_options=processes,
+        )
+        # Each process reads on its own.
+        self._reader = ocp.Checkpointer(
+            ocp.StandardCheckpointHandler(),
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                primary_host=jax.process_index(),
+                active_processes={jax.process_index()},
+            ),
+        )
 
     def save(
         self,
@@ -84,69 +169,83 @@ class Checkpoints:
     ) -> None:
         """Writes a checkpoint, in the background unless `blocking`.
 
-        The values are copied before this returns, so the arrays may be donated. Saving
-        the newest step again replaces it: the earlier one is deleted once the new one
-        is complete, and a permanent step stays permanent.
+        Returns once the values are copied to the host, so the arrays may be donated;
+        where a save is under way, it waits for that one first. Saving the newest step
+        again replaces it: the earlier one is deleted once the new one is complete, and
+        a permanent step stays permanent.
 
         Args:
           step: steps done; not below the newest step in the folder.
-          state: pytree of `jax.Array`, typed random keys included.
-          data_state: state of the data iterator, JSON.
+          state: pytree of `jax.Array`, typed random keys included. With several
+            processes the arrays are global, sharded or replicated.
+          data_state: state of the data iterator, JSON; that of process 0 is kept.
           metadata: anything else as JSON (tuples come back as lists): phase, resolved
-            config, fingerprint of the corpus.
+            config, fingerprint of the corpus; that of process 0 is kept.
           permanent: never deleted by the keep policy.
           blocking: return only when the checkpoint is complete and on disk.
         Raises:
           ValueError: a leaf that is no array, metadata that is not JSON, or a step that
-            would be older than the newest. The error of an earlier background save is
-            raised here as well, or by `wait`.
+            would be older than the newest.
+          CheckpointFailed: of this save, or of an earlier one in the background.
         """
         self.wait()
         if step < 0:
             raise ValueError(f"step={step} is negative; it counts the steps done")
-        newest = self.latest_step()
-        if newest is not None and step < newest:
-            raise ValueError(
-                f"step={step} is below step {newest}, the newest checkpoint in "
-                f"{self._folder}, and would not be the one that a resume takes; "
-                f"continue from step {newest} or use another folder"
-            )
         leaves = _named_leaves(state)
-        described = {name: _describe(name, leaf) for name, leaf in leaves.items()}
-        permanent = permanent or (newest == step and self._is_permanent(step))
         record = {
             "format_version": FORMAT_VERSION,
             "step": step,
             "permanent": permanent,
-            "state": described,
+            "state": {name: _describe(name, leaf) for name, leaf in leaves.items()},
             "data_state": _checked_json("data_state", data_state),
             "metadata": _checked_json("metadata", metadata or {}),
         }
-        items: dict[str, Any] = {"record": ocp.args.JsonSave(record)}
-        if stored := _storable(leaves):
-            items["state"] = ocp.args.StandardSave(stored)
-        self._prepare_folder()
-        target = self._unused_path(step)
-        self._checkpointer.save(target, args=ocp.args.Composite(**items))
-        self._pending = target
-        if blocking:
+        stored = _storable(leaves)
+        target = self._folder / self._decide(lambda: self._begin(record))
+        failure = None
+        if stored:
+            try:
+                arrays = _unfinished(target) / "state"
+                self._writer.save(arrays, args=ocp.args.StandardSave(stored))
+            except Exception as error:
+                # The others have to be told, which the background does.
+                failure = error
+        self._pending = self._background.submit(self._finish, step, target, failure)
+        if blocking or failure is not None:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when no save is under way; raises the error of one that failed."""
-        pending, self._pending = self._pending, None
-        self._checkpointer.wait_until_finished()
-        if pending is not None:
-            # Before anything older goes, the new one must survive a power failure.
-            _flush(pending)
-            self._delete_superseded()
+        """Returns when no save is under way; on every process the last one is then
+        complete.
+
+        Raises:
+          CheckpointFailed: the last save failed, and this was not raised before.
+        """
+        if self._pending is not None:
+            try:
+                self._pending.result()
+            finally:
+                if self._pending.done():
+                    self._pending = None
+
+    @property
+    def saving(self) -> bool:
+        """Whether a save of this process is under way."""
+        return self._pending is not None and not self._pending.done()
+
+    def raise_if_failed(self) -> None:
+        """Raises CheckpointFailed where `wait` would, but waits for nothing."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
 
     def close(self) -> None:
         """Waits for the last save and ends the background threads."""
         try:
             self.wait()
         finally:
-            self._checkpointer.close()
+            self._background.shutdown()
+            self._writer.close()
+            self._reader.close()
 
     def __enter__(self) -> Self:
         return self
@@ -157,15 +256,44 @@ class Checkpoints:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        # A save that waits for a lost process never ends, and is none.
+        if not isinstance(error, ProcessLost):
+            self.close()
+
+    def set_aside_damaged(self) -> list[Damaged]:
+        """Compares the newest checkpoint with its manifest, to the last bit, and where
+        it is damaged renames it to `<name>.damaged` and goes on with the one before.
+
+        Afterwards the newest checkpoint is an intact one, if there is any. Only for the
+        run that will write into the folder.
+
+        Returns:
+          What was renamed, the newest first.
+        Raises:
+          ValueError: a checkpoint of an unknown format.
+          OSError: a file that cannot be read, for a reason that says nothing about its
+            content, like a missing permission.
+        """
+        self.wait()
+        found = self._decide(self._set_aside_damaged)
+        return [
+            Damaged(path=self._folder / name, step=step, reason=reason)
+            for name, step, reason in found
+        ]
+
+    def last_good(self) -> Path | None:
+        """The folder of the newest complete checkpoint as far as this process sees;
+        None where there is none."""
+        complete = [path for *_, path in self._committed() if _is_sealed(path)]
+        return complete[-1] if complete else None
 
     def steps(self) -> list[int]:
         """The steps of all complete checkpoints, ascending."""
-        return sorted(self._newest_paths())
+        return self._decide(lambda: sorted(self._newest_paths()))
 
     def latest_step(self) -> int | None:
         """The newest step with a complete checkpoint; None where there is none."""
-        return max(self._newest_paths(), default=None)
+        return self._decide(self._latest_step)
 
     def path(self, step: int | None = None) -> Path:
         """The folder of a step, by default of the newest.
@@ -173,6 +301,196 @@ class Checkpoints:
         Raises:
           ValueError: there is no such checkpoint.
         """
+        return self._folder / self._decide(lambda: self._path(step).name)
+
+    def metadata(self, step: int | None = None) -> dict[str, Any]:
+        """The metadata saved with a step, by default with the newest.
+
+        Raises:
+          ValueError: no such checkpoint, or one of an unknown format.
+        """
+        return self._decide(lambda: self._find(step)[1]["metadata"])
+
+    def restore(self, step: int | None = None, *, template: PyTree) -> Restored:
+        """The checkpoint of a step, by default the newest, bit for bit as it was saved.
+
+        Reads without comparing with the manifest; `set_aside_damaged` does that.
+
+        Args:
+          step: one of `steps()`.
+          template: the structure to restore into, with `jax.ShapeDtypeStruct` or arrays
+            as leaves. Where a leaf has a sharding the array is put there, whatever mesh
+            it was saved from; otherwise on the first device of each process.
+        Returns:
+          State in the template's structure, data state, metadata and step.
+        Raises:
+          ValueError: no such checkpoint, one of an unknown format or so damaged that it
+            cannot be read, or a template that differs from it in structure, shape or
+            dtype; the first difference is named.
+        """
+        name, record = self._decide(lambda: self._find(step))
+        path = self._folder / name
+        leaves = _named_leaves(template)
+        _check_same(path, record["state"], leaves)
+        stored = {
+            name: _stored_spec(leaf) for name, leaf in leaves.items() if leaf.size
+        }
+        arrays = {}
+        if stored:
+            arrays = self._read(path, stored)
+        state = [
+            _rebuild(path, arrays.get(name), leaf, record["state"][name])
+            for name, leaf in leaves.items()
+        ]
+        return Restored(
+            step=record["step"],
+            state=jax.tree.unflatten(jax.tree.structure(template), state),
+            data_state=record["data_state"],
+            metadata=record["metadata"],
+        )
+
+    def _read(self, path: Path, stored: dict[str, jax.ShapeDtypeStruct]) -> Any:
+        """The arrays of a checkpoint by name."""
+        try:
+            return self._reader.restore(
+                path / "state", args=ocp.args.StandardRestore(stored)
+            )
+        except (MemoryError, jax.errors.JaxRuntimeError):
+            raise
+        except Exception as error:  # Damage shows in many ways.
+            raise ValueError(
+                f"{path} is damaged: its arrays cannot be read ({_cause(error)}); use "
+                f"another step, or resume the run, which sets damaged checkpoints aside"
+            ) from error
+
+    def _decide(self, decide: Callable[[], Any]) -> Any:
+        """What process 0 decides, as JSON, or the error that it raises."""
+        if jax.process_count() == 1:
+            return decide()
+        decision, failure = None, None
+        if jax.process_index() == 0:
+            try:
+                decision = ["value", decide()]
+            except Exception as error:
+                failure = error
+                kinds = (k for k, kind in _ERRORS.items() if isinstance(error, kind))
+                decision = [next(kinds), str(error)]
+        key, text = str(next(self._decided)), json.dumps(decision)
+        said = self._decisions.gather(key, text, timeout_seconds=TIMEOUT_SECONDS)
+        if failure is not None:
+            raise failure
+        kind, value = json.loads(said[0])
+        if kind != "value":
+            raise _ERRORS[kind](value)
+        return value
+
+    def _begin(self, record: dict[str, Any]) -> str:
+        """Prepares the folder that a save will write into; the name it will end under.
+
+        Raises:
+          ValueError: the step is older than the newest checkpoint.
+          CheckpointFailed: the folder cannot be written to.
+        """
+        step, newest = record["step"], self._latest_step()
+        if newest is not None and step < newest:
+            raise ValueError(
+                f"step={step} is below step {newest}, the newest checkpoint in "
+                f"{self._folder}, and would not be the one that a resume takes; "
+                f"continue from step {newest} or use another folder"
+            )
+        permanent = record["permanent"] or (newest == step and self._is_permanent(step))
+        target = self._unused_path(step)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._remove_leftovers()
+            _unfinished(target).mkdir()
+            text = json.dumps({**record, "permanent": permanent})
+            (_unfinished(target) / _RECORD).write_text(text)
+        except OSError as error:
+            _remove(_unfinished(target))
+            raise self._failed(step, error) from error
+        return target.name
+
+    def _finish(self, step: int, target: Path, failure: Exception | None) -> None:
+        """What remains of a save once it is under way; runs in the background."""
+        try:
+            if failure is not None:
+                raise failure
+            self._writer.wait_until_finished()
+            if jax.process_index() == 0:
+                self._commit(target)
+            self._report()
+        except Exception as error:
+            if not isinstance(error, _OtherProcessFailed):
+                with suppress(_OtherProcessFailed):
+                    self._report(_cause(error))
+            # Only now: every process has stopped, or is about to.
+            if jax.process_index() == 0:
+                _remove_failed(_unfinished(target))
+            raise self._failed(step, error) from error
+
+    def _commit(self, target: Path) -> None:
+        manifest.write(_unfinished(target), FORMAT_VERSION)
+        os.rename(_unfinished(target), target)
+        # Before anything older goes, the new one must survive a power failure.
+        manifest.flush(self._folder)
+        self._delete_superseded(target)
+
+    def _report(self, failure: str = "") -> None:
+        """Tells the other processes how this one's part of a save went so far.
+
+        All processes report at the same points of every save (orbax adds two to ours),
+        until one reports a failure; so all of them end in an error, and soon.
+
+        Raises:
+          _OtherProcessFailed: a process reports a failure, or nothing in time.
+        """
+        key = str(next(self._reported))
+        try:
+            reports = self._reports.gather(
+                key, failure, timeout_seconds=TIMEOUT_SECONDS
+            )
+        except TimeoutError as error:
+            raise _OtherProcessFailed(str(error)) from error
+        failures = [f"process {i}: {text}" for i, text in enumerate(reports) if text]
+        if failures:
+            raise _OtherProcessFailed("; ".join(failures))
+
+    def _failed(self, step: int, error: Exception) -> CheckpointFailed:
+        good = self.last_good()
+        earlier = "there is none before it"
+        if good is not None:
+            earlier = f"the last good checkpoint is {good}"
+        return CheckpointFailed(
+            f"the checkpoint of step {step} in {self._folder} could not be written "
+            f"({_cause(error)}); {earlier}; free space or repair the disk, then resume"
+        )
+
+    def _set_aside_damaged(self) -> list[tuple[str, int, str]]:
+        found = []
+        for step, _, path in reversed(self._committed()):
+            _check_format(path)
+            reason = _find_damage(path, step)
+            if reason is None:
+                break
+            found.append((_set_aside(path).name, step, reason))
+        return found
+
+    def _find(self, step: int | None) -> tuple[str, dict[str, Any]]:
+        path = self._path(step)
+        record = _read_record(path)
+        saved, named = record["step"], _named_step(path)
+        if saved != named:
+            raise ValueError(
+                f"{path} is the checkpoint of step={saved}, and was renamed; give it "
+                f"its name back, or remove it"
+            )
+        return path.name, record
+
+    def _latest_step(self) -> int | None:
+        return max(self._newest_paths(), default=None)
+
+    def _path(self, step: int | None) -> Path:
         paths = self._newest_paths()
         if not paths:
             raise ValueError(
@@ -187,75 +505,9 @@ class Checkpoints:
             )
         return paths[step]
 
-    def metadata(self, step: int | None = None) -> dict[str, Any]:
-        """The metadata saved with a step, by default with the newest.
-
-        Raises:
-          ValueError: no such checkpoint, or one of an unknown format.
-        """
-        return self._record(step)["metadata"]
-
-    def restore(self, step: int | None = None, *, template: PyTree) -> Restored:
-        """The checkpoint of a step, by default the newest, bit for bit as it was saved.
-
-        Args:
-          step: one of `steps()`.
-          template: the structure to restore into, with `jax.ShapeDtypeStruct` or arrays
-            as leaves. Where a leaf has a sharding the array is put there, whatever mesh
-            it was saved from; otherwise on the first device.
-        Returns:
-          State in the template's structure, data state, metadata and step.
-        Raises:
-          ValueError: no such checkpoint, one of an unknown format, or a template that
-            differs from it in structure, shape or dtype; the first difference is named.
-        """
-        path = self.path(step)
-        record = self._record(step)
-        leaves = _named_leaves(template)
-        _check_same(path, record["state"], leaves)
-        stored = {
-            name: _stored_spec(leaf) for name, leaf in leaves.items() if leaf.size
-        }
-        arrays = {}
-        if stored:
-            arrays = self._checkpointer.restore(
-                path,
-                args=ocp.args.Composite(state=ocp.args.StandardRestore(stored)),
-            ).state
-        state = [
-            _rebuild(arrays.get(name), leaf, record["state"][name])
-            for name, leaf in leaves.items()
-        ]
-        return Restored(
-            step=record["step"],
-            state=jax.tree.unflatten(jax.tree.structure(template), state),
-            data_state=record["data_state"],
-            metadata=record["metadata"],
-        )
-
-    def _record(self, step: int | None) -> dict[str, Any]:
-        """Everything but the arrays, of a format that we know."""
-        path = self.path(step)
-        try:
-            record = self._checkpointer.restore(
-                path, args=ocp.args.Composite(record=ocp.args.JsonRestore())
-            ).record
-            version = record["format_version"]
-        except (FileNotFoundError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path} is not a checkpoint of sparsejax, or is damaged: its record "
-                f"cannot be read ({error}); remove the folder to use the one before"
-            ) from error
-        if version != FORMAT_VERSION:
-            raise ValueError(
-                f"format_version={version} of {path} is unknown to this sparsejax, "
-                f"which reads {FORMAT_VERSION}; use the version that wrote it"
-            )
-        return record
-
     def _is_permanent(self, step: int) -> bool:
         try:
-            return self._record(step)["permanent"]
+            return _read_record(self._path(step))["permanent"]
         except ValueError:
             return True  # What we cannot read is not ours to delete.
 
@@ -279,26 +531,181 @@ class Checkpoints:
         suffix = f"_{max(revisions) + 1}" if revisions else ""
         return self._folder / f"step_{step:08d}{suffix}"
 
-    def _prepare_folder(self) -> None:
-        """Creates the folder and clears what interrupted saves and deletions left.
+    def _remove_leftovers(self) -> None:
+        """Removes what interrupted saves and deletions left.
 
         For the writer alone, with no save of its own under way: to a reader, what
         another process is writing looks just the same.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
         for path in self._folder.iterdir():
             if _LEFTOVER.fullmatch(path.name):
-                shutil.rmtree(path)
+                _remove(path)
 
-    def _delete_superseded(self) -> None:
+    def _delete_superseded(self, written: Path) -> None:
+        """Deletes what is not kept, now that `written` is complete."""
         newest = self._newest_paths()
-        doomed = [p for _, _, p in self._committed() if p not in newest.values()]
+        doomed = [
+            path
+            for step, _, path in self._committed()
+            if path != newest[step]
+            and (newest[step] == written or _is_intact(newest[step], step))
+        ]
         if self._keep is not None:
             older = sorted(newest)[: -self._keep]
-            doomed += [newest[s] for s in older if not self._is_permanent(s)]
+            doomed += [newest[s] for s in older if not self._stays(s)]
         for path in doomed:
-            # Renamed first: a half-deleted folder must not look like a checkpoint.
-            shutil.rmtree(path.rename(path.with_name(f"{path.name}.deleting")))
+            # Renamed first: a half-deleted folder must not look like a checkpoint. What
+            # cannot be renamed now is superseded at the next save as well.
+            with suppress(OSError):
+                _remove(path.rename(path.with_name(f"{path.name}.deleting")))
+
+    def _stays(self, step: int) -> bool:
+        every = self._keep_every
+        return (every > 0 and step % every == 0) or self._is_permanent(step)
+
+
+# What process 0 may raise as the others raise it, the first that fits.
+_ERRORS: dict[str, type[Exception]] = {
+    "CheckpointFailed": CheckpointFailed,
+    "OSError": OSError,
+    "ValueError": ValueError,
+    "Exception": Exception,
+}
+
+
+_DISK_ERRORS = (ENOSPC, EDQUOT, EFBIG, EROFS, EIO, EACCES)
+
+
+def _unfinished(target: Path) -> Path:
+    return target.with_name(f"{target.name}.writing")
+
+
+def _remove(folder: Path) -> None:
+    # What cannot be removed (a reader may have it open) goes at the next save.
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_failed(folder: Path) -> None:
+    """Removes what a failed save wrote.
+
+    orbax reports the first error while its other writes are still under way, and these
+    make their folders anew; so it is removed until it stays away for a moment.
+    """
+    deadline, absences = time.monotonic() + 10, 0
+    while absences < 5 and time.monotonic() < deadline:
+        absences = 0 if folder.exists() else absences + 1
+        _remove(folder)
+        time.sleep(0.05)
+
+
+def _set_aside(path: Path) -> Path:
+    suffixes = itertools.chain([""], (f"_{n}" for n in itertools.count(1)))
+    targets = (path.with_name(f"{path.name}.damaged{suffix}") for suffix in suffixes)
+    target = next(target for target in targets if not os.path.lexists(target))
+    path.rename(target)
+    manifest.flush(path.parent)
+    return target
+
+
+def _find_damage(path: Path, step: int) -> str | None:
+    """How a checkpoint differs from what was saved as `step`, its name says; None where
+    it does not."""
+    reason = manifest.find_damage(path)
+    if reason is None and (saved := _read_record(path)["step"]) != step:
+        return f"{_RECORD} is of step {saved}: the folder was renamed"
+    return reason
+
+
+def _is_intact(path: Path, step: int) -> bool:
+    """Whether it is another copy of a step, to the last bit; a link to one is none."""
+    try:
+        return not path.is_symlink() and _find_damage(path, step) is None
+    except (OSError, ValueError):
+        return False  # As far as we can read.
+
+
+def _cause(error: Exception) -> str:
+    """One line. What the layers below say can fill a screen; what the system said is
+    somewhere in it, and is never cut out."""
+    text = " ".join(str(error).split())
+    if len(text) > 500:
+        said = [os.strerror(number) for number in _DISK_ERRORS]
+        found = "".join(f"{words} ... " for words in said if words in text)
+        text = f"{text[:250]} ... {found}{text[-250:]}"
+    if isinstance(error, _OtherProcessFailed):
+        return text
+    return f"{type(error).__name__}: {text}"
+
+
+def _is_sealed(path: Path) -> bool:
+    return (path / manifest.NAME).is_file()
+
+
+def _check_format(path: Path) -> None:
+    """Raises where all that states the format of a checkpoint states another one.
+
+    One that differs from the rest is a damaged file.
+    """
+    files = (manifest.NAME, _RECORD, _RECORD_OF_FORMAT_1)
+    stated = {_stated_format(path / file) for file in files} - {None}
+    if stated and FORMAT_VERSION not in stated:
+        raise ValueError(
+            f"format_version={stated.pop()} of {path} is unknown to this sparsejax, "
+            f"which reads {FORMAT_VERSION}; use the version that wrote it"
+        )
+
+
+def _stated_format(file: Path) -> int | None:
+    try:
+        version = json.loads(file.read_bytes())["format_version"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return version if isinstance(version, int) else None
+
+
+def _named_step(path: Path) -> int:
+    """The step that the name of a committed checkpoint says."""
+    named = _COMMITTED.fullmatch(path.name)
+    assert named is not None
+    return int(named[1])
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """Everything but the arrays, of a format that we know."""
+    _check_format(path)
+    try:
+        if not _is_sealed(path):
+            raise ValueError(f"{manifest.NAME} is missing")
+        record = json.loads((path / _RECORD).read_bytes())
+        if not _is_record(record):
+            raise ValueError(f"{_RECORD} does not hold what a save writes")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is not a checkpoint of sparsejax, or is damaged: its record "
+            f"cannot be read ({error}); remove the folder to use the one before"
+        ) from error
+    return record
+
+
+def _is_record(record: Any) -> bool:
+    """Whether it has the form of what `Checkpoints.save` writes."""
+    kinds = {"step": int, "permanent": bool, "state": dict, "metadata": dict}
+    return (
+        isinstance(record, dict)
+        and {"format_version", "data_state"} <= record.keys()
+        and all(type(record.get(name)) is kind for name, kind in kinds.items())
+        and all(map(_is_description, record["state"].values()))
+    )
+
+
+def _is_description(leaf: Any) -> bool:
+    """Whether it has the form of what `_describe` returns."""
+    return isinstance(leaf, dict) and (
+        type(leaf.get("shape")) is list
+        and all(type(size) is int for size in leaf["shape"])
+        and type(leaf.get("dtype")) is str
+        and type(leaf.get("key_impl", "")) is str
+    )
 
 
 def _named_leaves(tree: PyTree) -> dict[str, Any]:
@@ -347,25 +754,41 @@ def _storable(leaves: dict[str, Array]) -> dict[str, Array]:
 def _stored_spec(leaf: Any) -> jax.ShapeDtypeStruct:
     """Shape, dtype and place of the stored array behind a leaf of the template."""
     sharding = getattr(leaf, "sharding", None)
-    if _is_key(leaf):
-        # A key's sharding does not fit its data, which has one more axis.
-        spec = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        leaf, sharding = jax.eval_shape(jax.random.key_data, spec), None
     if sharding is None:
         sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    if _is_key(leaf):
+        # The data have one more axis, which a sharding of the keys leaves whole.
+        spec = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        leaf = jax.eval_shape(jax.random.key_data, spec)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _rebuild(array: Array | None, leaf: Any, described: dict[str, Any]) -> Array:
+def _rebuild(
+    path: Path, array: Array | None, leaf: Any, described: dict[str, Any]
+) -> Array:
     """The leaf that was saved, from the array that was stored for it, if any."""
     if array is None:
-        array = jnp.zeros(_stored_spec(leaf).shape, _stored_spec(leaf).dtype)
-    elif not _is_key(leaf):
-        return array
+        spec = _stored_spec(leaf)
+        empty = jnp.zeros(spec.shape, spec.dtype)
+        array = jax.device_put(empty, spec.sharding)
     if _is_key(leaf):
-        array = jax.random.wrap_key_data(array, impl=described["key_impl"])
-    sharding = getattr(leaf, "sharding", None)
-    return array if sharding is None else jax.device_put(array, sharding)
+        return _as_key(path, array, leaf, described.get("key_impl"))
+    return array
+
+
+def _as_key(path: Path, data: Array, leaf: Any, impl: str | None) -> Array:
+    """The random key of the leaf's type, from its data."""
+    try:
+        key = jax.random.wrap_key_data(data, impl=impl)
+    except (ValueError, TypeError):
+        key = None
+    if key is None or key.dtype != leaf.dtype:
+        raise ValueError(
+            f"{path} is damaged: its record says key_impl={impl!r} of a random key of "
+            f"type {leaf.dtype}; use another step, or resume the run, which sets "
+            f"damaged checkpoints aside"
+        )
+    return key
 
 
 def _check_same(path: Path, saved: dict[str, Any], template: dict[str, Any]) -> None:
@@ -409,13 +832,3 @@ def _checked_json(name: str, value: Any) -> Any:
             f"other things have to be turned into numbers, text, lists and dicts"
         ) from error
     return value
-
-
-def _flush(folder: Path) -> None:
-    """Forces a finished checkpoint and its name onto the disk."""
-    for path in [*folder.rglob("*"), folder, folder.parent]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
