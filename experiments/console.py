@@ -5,7 +5,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple
+from dataclasses import astuple, fields, replace
 from typing import Any
 
 import jax
@@ -22,12 +22,14 @@ from rich.table import Table
 from rich.text import Text
 
 from sparsejax import plan
-from sparsejax.config import TrainConfig
+from sparsejax.config import MeshConfig, TrainConfig
 from sparsejax.layers import attention_implementation
 from sparsejax.metrics import ffn_decisions
+from sparsejax.ops.backend import Decision
 from sparsejax.ops.ffn_spec import FFNSparsity
 from sparsejax.patterns import Pattern
 from sparsejax.recipe import Phase, phases
+from sparsejax.sharding import check_shardable
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 """The flag with which XLA's GPU kernels repeat their bits."""
@@ -43,34 +45,72 @@ def say(text: str, *, style: str | None = None, error: bool = False) -> None:
 
 
 def announce(config: TrainConfig, *, predicted: bool = False) -> None:
-    """Device, size, FLOPs, phases, the path of each GEMM; with `predicted` also the
-    memory and the expected speed-up."""
-    device = jax.devices()[0]
+    """Devices, mesh, size, FLOPs, phases, the path of each GEMM; with `predicted` also
+    memory, communication and the expected speed-up, for a mesh whose devices need not
+    exist.
+
+    Raises:
+      ValueError: before anything is printed, for phases, patterns or a mesh that do not
+        fit the model, the batch or, unless `predicted`, the devices.
+      NotImplementedError: the named backend cannot run a GEMM; says why.
+    """
     model = config.model
+    planned = phases(config)
+    sparsities = tuple(dict.fromkeys(phase.sparsity for phase in planned))
+    mesh = _mesh_of(config, predicted=predicted)
+    micro_batch = config.batch_size // config.micro_batches
+    check_shardable(model, sparsities, mesh, micro_batch=micro_batch)
+    tokens = micro_batch * config.data.sequence_length // (mesh.data * mesh.fsdp)
+    decisions = {
+        sparsity: ffn_decisions(model, sparsity, tokens, config.backend)
+        for sparsity in sparsities
+    }
+
+    _say_devices(config, mesh)
     count = plan.parameter_count(model)
-    attention, why = attention_implementation(model.head_dim, model.dtype)
-    say(
-        f"device: {device.device_kind}, 1 of {jax.device_count()}; "
-        f"compute {model.dtype}, "
-        f"masters float32; attention: {attention} ({why})"
-    )
-    if device.platform == "gpu":
-        repeats = DETERMINISTIC in os.environ.get("XLA_FLAGS", "")
-        how = "with the same bits" if repeats else "within rounding (--deterministic)"
-        say(f"a resumed run continues {how}")
     say(
         f"parameters: {count.total:,} (embedding {count.embedding:,}, attention "
         f"{count.attention:,}, FFN {count.ffn:,}, norms {count.norms:,}, head "
         f"{count.head:,})"
     )
     STDOUT.print(_flops_table(config))
-    planned = phases(config)
     STDOUT.print(_phase_table(config, planned))
-    for sparsity in dict.fromkeys(phase.sparsity for phase in planned):
-        _say_paths(config, sparsity)
+    for sparsity in sparsities:
+        _say_paths(sparsity, decisions[sparsity])
     if predicted:
-        STDOUT.print(_memory_table(config, planned))
+        STDOUT.print(_memory_table(config, mesh, tokens, sparsities))
+        if mesh.devices > 1:
+            _say_communication(config, mesh, tokens, sparsities)
         _predict(config, planned)
+
+
+def _mesh_of(config: TrainConfig, *, predicted: bool) -> MeshConfig:
+    """The mesh with `data` set: by the devices here, of which a plan needs none."""
+    if not predicted:
+        return config.mesh.resolve(jax.device_count())
+    left = jax.device_count() // (config.mesh.fsdp * config.mesh.tensor)
+    return replace(config.mesh, data=config.mesh.data or max(1, left))
+
+
+def _say_devices(config: TrainConfig, mesh: MeshConfig) -> None:
+    device = jax.devices()[0]
+    model = config.model
+    attention, why = attention_implementation(model.head_dim, model.dtype)
+    here = jax.device_count()
+    axes = f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}"
+    how_many = f"{here} of {here}"
+    what_for = _count(jax.process_count(), "process")
+    if mesh.devices != here:
+        how_many, what_for = f"{here} here", "planned as if all were like this one"
+    say(
+        f"device: {device.device_kind}, {how_many}; compute {model.dtype}, masters "
+        f"float32; attention: {attention} ({why})"
+    )
+    say(f"mesh: {axes} = {_count(mesh.devices, 'device')}, {what_for}")
+    if device.platform == "gpu":
+        repeats = DETERMINISTIC in os.environ.get("XLA_FLAGS", "")
+        how = "with the same bits" if repeats else "within rounding (--deterministic)"
+        say(f"a resumed run continues {how}")
 
 
 def _flops_table(config: TrainConfig) -> Table:
@@ -127,12 +167,9 @@ def _describe_activations(sparsity: FFNSparsity) -> str:
     return f"{_name(sparsity.activations)}: {chosen} by {sparsity.router}{skip}"
 
 
-def _say_paths(config: TrainConfig, sparsity: FFNSparsity) -> None:
-    tokens = config.tokens_per_step // config.micro_batches
-    decisions = ffn_decisions(config.model, sparsity, tokens, config.backend)
+def _say_paths(sparsity: FFNSparsity, decisions: tuple[Decision, ...]) -> None:
     executed = statistics.fmean(decision.executed_share for decision in decisions)
-    kind = "dense" if sparsity.is_dense else "sparse"
-    say(f"FFN, {kind} phase: {executed:.0%} of the dense FLOPs executed")
+    say(f"FFN, {_kind(sparsity)} phase: {executed:.0%} of the dense FLOPs executed")
     for decision in decisions:
         say(
             f"  {decision.spec.name:<18} {decision.backend}: {decision.path} "
@@ -147,25 +184,54 @@ def _say_paths(config: TrainConfig, sparsity: FFNSparsity) -> None:
         )
 
 
-def _memory_table(config: TrainConfig, planned: tuple[Phase, ...]) -> Table:
-    tokens = config.tokens_per_step // config.micro_batches
-    table = Table(title="memory, GiB, on the one device that trains")
-    table.add_column("phase")
-    memories = {
-        "sparse" if not sparsity.is_dense else "dense": plan.memory_bytes(
-            config.model,
-            tokens_per_device=tokens,
-            sparsity=sparsity,
+def _memory_table(
+    config: TrainConfig,
+    mesh: MeshConfig,
+    tokens: int,
+    sparsities: tuple[FFNSparsity, ...],
+) -> Table:
+    table = Table(title="memory, GiB per device")
+    table.add_column("use")
+    memories = []
+    for sparsity in sparsities:
+        table.add_column(_kind(sparsity), justify="right")
+        memories.append(
+            plan.memory_bytes(
+                config.model, tokens_per_device=tokens, mesh=mesh, sparsity=sparsity
+            )
         )
-        for sparsity in dict.fromkeys(phase.sparsity for phase in planned)
-    }
-    uses = ("parameters", "moments", "gradients", "packed", "activations", "logits")
+    uses = [field.name for field in fields(plan.MemoryBytes)]
     for use in (*uses, "total"):
-        table.add_column(use, justify="right")
-    for kind, memory in memories.items():
-        values = (getattr(memory, use) / 2**30 for use in (*uses, "total"))
-        table.add_row(kind, *(f"{value:,.2f}" for value in values))
+        values = (getattr(memory, use) / 2**30 for memory in memories)
+        table.add_row(use, *(f"{value:,.2f}" for value in values))
     return table
+
+
+def _say_communication(
+    config: TrainConfig,
+    mesh: MeshConfig,
+    tokens: int,
+    sparsities: tuple[FFNSparsity, ...],
+) -> None:
+    say("communication, GiB that a device receives per step:")
+    for sparsity in sparsities:
+        sent = plan.communication_bytes(
+            config.model, mesh, sparsity, config.micro_batches, tokens
+        )
+        parts = (
+            f"{field.name.replace('_', ' ')} {getattr(sent, field.name) / 2**30:,.2f}"
+            for field in fields(sent)
+        )
+        say(f"  {_kind(sparsity)}: {', '.join(parts)}, total {sent.total / 2**30:,.2f}")
+
+
+def _kind(sparsity: FFNSparsity) -> str:
+    return "dense" if sparsity.is_dense else "sparse"
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{number} {noun if number == 1 else plural}"
 
 
 def _predict(config: TrainConfig, planned: tuple[Phase, ...]) -> None:
@@ -221,7 +287,8 @@ def progress(config: TrainConfig) -> Iterator[Callable[[dict[str, Any]], None]]:
                 where = f"step {record['step']}/{config.steps} {record['kind']}"
                 say(f"{where}: loss {loss}, {rate} tokens/s")
         elif (line := _line_of(record)) is not None:
-            say(line, style="yellow" if record.get("large") else None)
+            alarming = event == "damaged" or record.get("large")
+            say(line, style="yellow" if alarming else None)
 
     with bar:
         yield observe
@@ -247,14 +314,25 @@ def _line_of(record: dict[str, Any]) -> str | None:
         return line
     if record["event"] == "checkpoint" and record["permanent"]:
         return f"{step}: checkpoint, for good"
+    if record["event"] == "saved":
+        return f"last good checkpoint: {record['checkpoint']}"
+    if record["event"] == "resume":
+        return f"{step}: continues from {record['checkpoint']}"
+    if record["event"] == "damaged":
+        return (
+            f"{record['checkpoint']} is damaged ({record['reason']}) and set aside; "
+            f"the run goes on from step {record['step']}"
+        )
     return None
 
 
 def summarise(records: list[dict[str, Any]]) -> None:
-    """The validation loss at the end of every phase, beside the unigram model's."""
+    """The validation loss at the end of every phase, beside the unigram model's, as
+    far as the records of the run are there."""
     ends = {r["phase"]: r for r in records if r["event"] == "validation"}
-    unigram = next(r["unigram_loss"] for r in records if r["event"] == "start")
-    table = Table(title=f"validation loss (unigram model {unigram:.4f})")
+    unigram = [r["unigram_loss"] for r in records if r["event"] == "start"]
+    beside = f" (unigram model {unigram[0]:.4f})" if unigram else ""
+    table = Table(title=f"validation loss{beside}")
     for name in ("phase", "last step", "loss", "perplexity"):
         table.add_column(name)
     for record in ends.values():

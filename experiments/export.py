@@ -14,12 +14,15 @@ from pathlib import Path
 import jax
 import numpy as np
 from flax import nnx
+from jax.experimental.multihost_utils import process_allgather
 
 from sparsejax.model import Transformer
 
 
 def dense_weights(model: Transformer) -> dict[str, np.ndarray]:
     """Every trained parameter by name, the stacked layers one by one.
+
+    All processes of a run call it together, and get the same.
 
     Raises:
       ValueError: the model's FFNs are sparse: a dense network with these weights would
@@ -35,7 +38,7 @@ def dense_weights(model: Transformer) -> dict[str, np.ndarray]:
     state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     for path, leaf in jax.tree.leaves_with_path(state):
         names = [entry.key for entry in path]
-        array = np.asarray(leaf)
+        array = np.asarray(process_allgather(leaf, tiled=True))
         if names[0] != "blocks":
             weights[".".join(names)] = array
             continue
@@ -45,14 +48,24 @@ def dense_weights(model: Transformer) -> dict[str, np.ndarray]:
 
 
 def export(model: Transformer, path: Path) -> str:
-    """Writes `dense_weights` to `path`; returns a line that says what happened."""
+    """Writes `dense_weights` to `path`; returns a line that says what happened.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
     if not model.sparsity.is_dense:
         return (
             f"no {path.name}: the run ended sparse; a dense phase at the end makes it"
         )
     try:
+        from safetensors import SafetensorError
         from safetensors.numpy import save_file
     except ImportError:
         return f"no {path.name}: safetensors is missing; run `uv sync --extra hf`"
-    save_file(dense_weights(model), path)
+    weights = dense_weights(model)
+    if jax.process_index() == 0:
+        try:
+            save_file(weights, path)
+        except SafetensorError as error:  # what it makes of an OSError
+            raise OSError(f"{path}: {error}") from error
     return f"dense weights: {path}"

@@ -21,23 +21,27 @@ model.safetensors, the dense weights.
 
 import argparse
 import json
+import logging
 import os
 import sys
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import tyro
 
 from experiments import console
 from experiments.export import export
 from experiments.plot import plot_run
-from sparsejax.config import PRESETS, TrainConfig, check_resumable, from_json
+from sparsejax.config import TrainConfig
+from sparsejax.config_file import check_resumable, read_config
 from sparsejax.loop import NonFiniteLoss, Outcome, train
 from sparsejax.model import greedy_sample
+from sparsejax.presets import PRESETS
+from sparsejax.processes import Exchange, ProcessLost, join
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,37 +55,59 @@ class Options:
     """Run folder of a stopped run: continue it, with its own settings."""
     dry_run: bool = False
     """Print the plan and stop: nothing is allocated or written."""
+    distributed: bool = False
+    """One of several processes, on one host or on many: found through SLURM, Open MPI
+    or Kubernetes, or through JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID. All need the same command and the same run folder."""
+    heartbeat_seconds: int = 100
+    """With --distributed: a process that is silent for this long counts as dead."""
 
 
 def main(config: TrainConfig, run_folder: Path | None = None) -> Outcome:
     """Trains `config` in `run_folder`, or continues the run that is in it."""
     if run_folder is None:
         now = datetime.now().strftime("%Y%m%d-%H%M%S")
-        run_folder = Path("runs") / f"{config.preset}-{config.recipe}-{now}"
+        name = f"{config.preset}-{config.recipe}-{now}"
+        names = Exchange("run folder").gather("name", name, timeout_seconds=60)
+        run_folder = Path("runs") / names[0]
     console.announce(config)
     with console.progress(config) as observe:
         outcome = train(config, run_folder, observe=observe)
+    try:
+        report(outcome, config, run_folder)
+    except OSError as error:
+        raise OSError(
+            f"the run ended well and its last good checkpoint is {outcome.checkpoint}, "
+            f"but its results could not be written ({error}); free space or repair the "
+            f"disk, then --resume {run_folder}"
+        ) from error
+    console.say(f"run folder: {run_folder}")
+    return outcome
+
+
+def report(outcome: Outcome, config: TrainConfig, run_folder: Path) -> None:
+    """What becomes of a run that has ended: weights, a sample, a figure."""
     if outcome.completed:
         console.summarise(read_metrics(run_folder))
         console.say(export(outcome.model, run_folder / "model.safetensors"))
     else:
         console.say(f"stopped by SIGTERM; go on with --resume {run_folder}")
     if outcome.completed and config.sample_length:
-        window = config.data.sequence_length
-        prompt = outcome.corpus.validation[: min(64, window)]
-        ids = greedy_sample(
-            outcome.model,
-            jnp.asarray(prompt, jnp.int32),
-            config.sample_length,
-            window=window,
-        )
-        tokenizer = outcome.corpus.tokenizer
-        continuation = tokenizer.decode(np.asarray(ids))
-        console.show_sample(tokenizer.decode(prompt), continuation)
-    if config.plot:
+        show_sample(outcome, config)
+    if config.plot and jax.process_index() == 0:
         console.say(plot_run(run_folder))
-    console.say(f"run folder: {run_folder}")
-    return outcome
+
+
+def show_sample(outcome: Outcome, config: TrainConfig) -> None:
+    """Continues the first held-out tokens; as ids where no tokenizer turns them into
+    text."""
+    window = config.data.sequence_length
+    prompt = outcome.corpus.validation[0][: min(64, window)]
+    ids = greedy_sample(outcome.model, prompt, config.sample_length, window=window)
+    decode = lambda ids: "".join(f"{id} " for id in np.asarray(ids).tolist())
+    if outcome.corpus.tokenizer is not None:
+        decode = outcome.corpus.tokenizer.decode
+    console.show_sample(decode(prompt), decode(np.asarray(ids)))
 
 
 def read_metrics(run_folder: Path) -> list[dict]:
@@ -94,7 +120,8 @@ def parse(arguments: list[str]) -> Options:
     """The command line: a preset or a stopped run, then whatever overrides it.
 
     Raises:
-      ValueError: --resume with another folder, or with a setting that may not change.
+      ValueError: --resume with another folder, a damaged config.json, or a setting that
+        may not change.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", choices=list(PRESETS), default="tiny")
@@ -108,7 +135,7 @@ def parse(arguments: list[str]) -> Options:
                 f"--resume {start.resume}: there is no {saved}; give the run folder of "
                 f"a stopped run"
             )
-        default = from_json(json.loads(saved.read_text()))
+        default = read_config(saved)
     options = tyro.cli(
         Options,
         args=arguments,
@@ -127,6 +154,8 @@ def parse(arguments: list[str]) -> Options:
 
 def run(arguments: list[str]) -> int:
     """The command: its exit status."""
+    # Where a save fails orbax logs screens of what our one line says.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         options = parse(arguments)
         if options.dry_run:
@@ -136,6 +165,9 @@ def run(arguments: list[str]) -> int:
             # XLA reads it when the first array is made, which is later than this.
             flags = os.environ.get("XLA_FLAGS", "")
             os.environ["XLA_FLAGS"] = f"{flags} {console.DETERMINISTIC}".strip()
+        if options.distributed:
+            join(heartbeat_seconds=options.heartbeat_seconds)
+            console.STDOUT.quiet = jax.process_index() > 0
         main(options.config, options.resume or options.run_folder)
     except (
         ValueError,
@@ -143,11 +175,35 @@ def run(arguments: list[str]) -> int:
         ImportError,
         OSError,
         NonFiniteLoss,
+        ProcessLost,
     ) as error:
-        console.say(f"{type(error).__name__}: {error}", style="red", error=True)
-        return 1
+        return _fail(error, str(error))
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        reason = next(iter(str(error).splitlines()), "").rstrip(".")
+        if not isinstance(error, MemoryError) and "out of memory" not in reason.lower():
+            raise
+        return _fail(
+            error,
+            f"{reason}; --dry-run says what the run needs, and more micro-batches, "
+            f"--model.remat full or a mesh of more devices need less",
+        )
     return 0
 
 
+def _fail(error: Exception, reason: str) -> int:
+    console.say(f"{type(error).__name__}: {reason}", style="red", error=True)
+    return 1
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process. After an error at once, and not when all have agreed to end:
+    the others must notice, and one of them may be waiting for this one."""
+    if status != 0 and jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    leave(run(sys.argv[1:]))

@@ -4,14 +4,17 @@
   config.json       the resolved settings
   metrics.jsonl     one record per line, each with "event" and "step"
   checkpoints/      see `checkpoint`
+  run.lock          held while the run trains
 """
 
+import fcntl
+import itertools
 import json
 import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +22,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sparsejax import metrics
-from sparsejax.checkpoint import Checkpoints
-from sparsejax.config import TrainConfig, check_resumable, from_json, to_json
-from sparsejax.data import Corpus, unigram_loss
+from sparsejax.checkpoint import TIMEOUT_SECONDS, Checkpoints
+from sparsejax.config import TrainConfig
+from sparsejax.config_file import check_resumable, from_json, read_config, to_json
+from sparsejax.corpus import Corpus, unigram_loss
 from sparsejax.model import Transformer
+from sparsejax.processes import Exchange, ProcessLost
 from sparsejax.recipe import Phase
 from sparsejax.train import Run, TrainState, learning_rate
 
@@ -33,6 +39,8 @@ JUMP = 0.1
 (found in our study of the recipe, 27 M parameters)."""
 
 Record = dict[str, Any]
+
+_locks = itertools.count()
 
 
 class NonFiniteLoss(RuntimeError):
@@ -49,6 +57,8 @@ class Outcome:
     corpus: Corpus
     completed: bool
     """False when SIGTERM ended it early, with everything saved."""
+    checkpoint: Path
+    """The last one."""
 
 
 def train(
@@ -59,26 +69,38 @@ def train(
 ) -> Outcome:
     """Trains `config` in `folder`, or continues the run that `folder` holds.
 
-    Every record written to metrics.jsonl is also given to `observe`. On SIGTERM the
-    step is finished and saved, and the function returns.
+    Every record written to metrics.jsonl is also given to `observe`. On SIGTERM, to any
+    process of the run, the step is finished and saved, and the function returns.
+
+    A run of several processes (`jax.distributed`) calls it in all of them, with one
+    folder that all of them see; process 0 writes the records.
 
     Raises:
       NonFiniteLoss: names step, phase and the last good checkpoint.
-      ValueError: settings or data that do not fit, or a folder of another run.
+      ProcessLost: another process died or is out of reach; likewise.
+      CheckpointFailed: a checkpoint could not be written; likewise.
+      OSError: another file could not be written; likewise.
+      ValueError: settings or data that do not fit, a folder of another run, or one in
+        which a run trains at this moment.
     """
     saved = folder / "config.json"
     if saved.exists():
-        check_resumable(from_json(json.loads(saved.read_text())), config, folder)
+        check_resumable(read_config(saved), config, folder)
     run = Run(config)
-    folder.mkdir(parents=True, exist_ok=True)
-    _write(saved, json.dumps(to_json(config), indent=2) + "\n")
     with (
+        _alone_in(folder),
         Checkpoints(
-            folder / "checkpoints", keep=config.keep_checkpoints
+            folder / "checkpoints",
+            keep=config.keep_checkpoints,
+            keep_every=config.keep_every,
         ) as checkpoints,
-        _until_sigterm() as terminated,
+        _until_sigterm(run.mesh) as terminated,
     ):
-        return _Loop(run, folder, checkpoints, observe).finish(terminated)
+        loop = _Loop(run, folder, checkpoints, observe)
+        if jax.process_index() == 0:
+            with loop.writing(saved):
+                _write(saved, json.dumps(to_json(config), indent=2) + "\n")
+        return loop.finish(terminated)
 
 
 class _Loop:
@@ -99,13 +121,29 @@ class _Loop:
         self.metrics_file = folder / "metrics.jsonl"
         self.batches = run.batches()
         self.peak = metrics.dense_peak(self.config.model.dtype)
+        self.saving_seconds = 0.0
+        self.is_save_untold = False
+        damaged = checkpoints.set_aside_damaged()
+        if damaged and checkpoints.latest_step() is None:
+            found = "; ".join(f"{each.path} ({each.reason})" for each in damaged)
+            raise ValueError(
+                f"every checkpoint in {folder} is damaged and was set aside: {found}; "
+                f"there is nothing to go on from. To train anew in this folder, give "
+                f"the command again; to keep its records, use another folder"
+            )
         if checkpoints.latest_step() is None:
             self.step = self.phase_index = 0
             self.state = run.initial_state()
-            self.metrics_file.write_text("")
+            if jax.process_index() == 0:
+                with self.writing(self.metrics_file):
+                    self.metrics_file.write_text("")
             self.record("start", unigram_loss=unigram_loss(run.corpus))
         else:
             self.restore()
+            self.observe_only("resume", checkpoint=str(checkpoints.path()))
+        for checkpoint in damaged:
+            path, reason = str(checkpoint.path), checkpoint.reason
+            self.observe_only("damaged", checkpoint=path, reason=reason)
         self.clock = _Clock(self.step)
 
     @property
@@ -114,6 +152,28 @@ class _Loop:
 
     def finish(self, terminated: Callable[[], bool]) -> Outcome:
         """Runs to the last step, or to the step in which SIGTERM arrives."""
+        try:
+            return self.run_steps(terminated)
+        except (jax.errors.JaxRuntimeError, TimeoutError, ValueError) as error:
+            if jax.process_count() == 1 or not _is_loss_of_contact(error):
+                raise
+            raise ProcessLost(
+                f"process {jax.process_index()} of {jax.process_count()} cannot go on "
+                f"at step {self.step}, phase {self.phase_index} ({self.phase.kind}): "
+                f"another one has died or is out of reach "
+                f"({' '.join(str(error).split())[:300]}). {self.where_it_is_safe()}. "
+                f"See what the others printed last, and start all of them anew with "
+                f"--resume {self.folder}"
+            ) from error
+
+    def where_it_is_safe(self) -> str:
+        """The last good checkpoint, in words."""
+        good = self.checkpoints.last_good()
+        if good is None:
+            return "There is no checkpoint yet"
+        return f"The last good checkpoint is {good}"
+
+    def run_steps(self, terminated: Callable[[], bool]) -> Outcome:
         ends = self.run.phase_ends()
         pending: tuple[int, dict] | None = None
         stopping = False
@@ -127,7 +187,7 @@ class _Loop:
                 with self.clock.stopped():
                     model = self.run.model(self.state, self.phase.sparsity)
                     masks = jax.block_until_ready(self.run.masks(model))
-            tokens = next(self.batches)["tokens"]
+            tokens = self.run.place(next(self.batches)["tokens"])
             self.state, report = self.run.step(self.phase.sparsity)(self.state, tokens)
             self.step += 1
             # The step before is looked at while this one runs.
@@ -135,6 +195,10 @@ class _Loop:
                 self.check(*pending)
             pending = self.step, report
 
+            if jax.process_count() == 1:
+                # Several processes learn of it at the next save, all at the same step.
+                self.checkpoints.raise_if_failed()
+            self.tell_save()
             # Asked once per step, so that the loop never ends without saving.
             stopping = terminated()
             at_end = self.step == ends[self.phase_index]
@@ -161,11 +225,13 @@ class _Loop:
             if at_end:
                 self.clock = _Clock(self.step)
         self.checkpoints.wait()
+        self.tell_save()
         return Outcome(
             state=self.state,
             model=self.run.model(self.state, self.phase.sparsity),
             corpus=self.run.corpus,
             completed=self.step == self.config.steps,
+            checkpoint=self.checkpoints.path(),
         )
 
     def _is_due(self, every: int, step: int) -> bool:
@@ -180,35 +246,40 @@ class _Loop:
         if all(map(math.isfinite, values.values())):
             return
         self.checkpoints.wait()
-        good = self.checkpoints.latest_step()
-        where = "there is no checkpoint yet"
-        if good is not None:
-            where = f"the last good checkpoint is {self.checkpoints.path(good)}"
         texts = {name: str(value) for name, value in values.items()}
         self.record("non_finite_loss", at=step, **texts)
         raise NonFiniteLoss(
             f"{', '.join(f'{name}={text}' for name, text in texts.items())} at step "
-            f"{step}, phase {self.phase_index} ({self.phase.kind}); {where}. Nothing "
-            f"was overwritten. Start anew with a lower optimizer.peak_learning_rate, "
-            f"or look at the data around this step"
+            f"{step}, phase {self.phase_index} ({self.phase.kind}). "
+            f"{self.where_it_is_safe()}; nothing was overwritten. Start anew with a "
+            f"lower optimizer.peak_learning_rate, or look at the data around this step"
         )
 
     def log(self, report: dict[str, jax.Array]) -> None:
         rate = self.clock.tokens_per_second(self.step, self.config.tokens_per_step)
         tokens = self.config.tokens_per_step // self.config.micro_batches
+        devices = self.run.mesh.size
         decisions = metrics.ffn_decisions(
-            self.config.model, self.phase.sparsity, tokens, self.config.backend
+            self.config.model,
+            self.phase.sparsity,
+            tokens,
+            self.config.backend,
+            mesh=self.config.mesh.resolve(devices),
         )
         length = self.config.data.sequence_length
         schedule = learning_rate(self.config.optimizer, self.config.steps)
-        speed = metrics.speed(self.config.model, length, decisions, rate, self.peak)
+        speed = metrics.speed(
+            self.config.model, length, decisions, rate, self.peak, devices=devices
+        )
         self.record(
             "step",
             loss=float(report["loss"]),
             gradient_norm=float(report["gradient_norm"]),
             learning_rate=float(jnp.asarray(schedule(self.step - 1))),
+            saving_seconds=self.saving_seconds,
             **(speed if math.isfinite(rate) else {}),
         )
+        self.saving_seconds = 0.0
 
     def validate(self) -> None:
         loss = self.run.validate(self.state, self.phase.sparsity)
@@ -217,12 +288,11 @@ class _Loop:
 
     def look_at_ffns(self, masks_before: list[jax.Array] | None) -> None:
         model = self.run.model(self.state, self.phase.sparsity)
-        sequences = max(1, 4096 // self.config.data.sequence_length)
-        tokens = self.run.validation[0][:sequences, :-1]
+        tokens = self.run.sample_of_validation(tokens=4096)
         report = dict(self.run.statistics(model, tokens))
         if masks_before:
             after = self.run.masks(model)
-            report["flip_rate"] = metrics.mask_flip_rate(masks_before, after)
+            report["flip_rate"] = self.run.flip_rate(masks_before, after)
         values = {name: np.asarray(value).tolist() for name, value in report.items()}
         self.record("ffn", **values)
 
@@ -264,6 +334,10 @@ class _Loop:
         self.record("recluster")
 
     def save(self, *, permanent: bool = False, blocking: bool = False) -> None:
+        begin = time.perf_counter()
+        # A failure of the one before is told before anything is said of this one.
+        self.checkpoints.wait()
+        self.tell_save()
         # First the record: a complete checkpoint then has all records of its step.
         self.record("checkpoint", permanent=permanent)
         self.checkpoints.save(
@@ -279,27 +353,84 @@ class _Loop:
             permanent=permanent,
             blocking=blocking,
         )
+        self.is_save_untold = True
+        self.saving_seconds += time.perf_counter() - begin
+
+    def tell_save(self) -> None:
+        """Tells the observer where the last good checkpoint is, once it is complete."""
+        if self.is_save_untold and not self.checkpoints.saving:
+            self.is_save_untold = False
+            good = self.checkpoints.last_good()
+            if good is not None:
+                self.observe_only("saved", checkpoint=str(good))
 
     def restore(self) -> None:
         """The newest checkpoint, and metrics.jsonl as it was then."""
         metadata = self.checkpoints.metadata()
-        check_resumable(from_json(metadata["config"]), self.config, self.folder)
+        before = from_json(metadata["config"])
+        check_resumable(before, self.config, self.folder)
         if metadata["corpus"] != self.run.corpus.fingerprint:
             raise ValueError(
                 f"the checkpoint was trained on other tokens than "
-                f"{self.run.corpus.description}; restore the text and the tokenizer "
-                f"that the run began with"
+                f"{self.run.corpus.description}; point --data.text or --data.shards, "
+                f"and --data.tokenizer, at those that the run began with"
             )
+        step = self.checkpoints.latest_step()
+        assert step is not None
+        self.check_phase(step, metadata["phase"], metadata["kind"], before.steps)
         self.phase_index = metadata["phase"]
         template = self.run.template(self.phase.sparsity)
         restored = self.checkpoints.restore(template=template)
         self.state, self.step = restored.state, restored.step
         self.batches.set_state(restored.data_state)
-        lines = self.metrics_file.read_text().splitlines()
-        kept = [line for line in lines if _is_before(line, restored.step)]
-        _write(self.metrics_file, "".join(f"{line}\n" for line in kept))
+        if jax.process_index() == 0:
+            lines = []
+            if self.metrics_file.exists():
+                lines = self.metrics_file.read_text(errors="replace").splitlines()
+            kinds = [phase.kind for phase in self.run.phases]
+            kept = [line for line in lines if _is_record(line, restored.step, kinds)]
+            with self.writing(self.metrics_file):
+                _write(self.metrics_file, "".join(f"{line}\n" for line in kept))
+
+    def check_phase(self, step: int, index: int, kind: str, steps_before: int) -> None:
+        """Raises ValueError where another `steps` moves `step` into another phase."""
+        ends = self.run.phase_ends()
+        phases = self.run.phases
+        start = ends[index - 1] if 0 < index < len(ends) else 0
+        if index < len(ends) and phases[index].kind == kind:
+            last = index + 1 == len(ends)
+            if start <= step < ends[index] or (last and step == ends[index]):
+                return
+        plan = ", ".join(
+            f"{phase.kind} to step {end}"
+            for phase, end in zip(phases, ends, strict=True)
+        )
+        raise ValueError(
+            f"steps={self.config.steps} plans {plan}, but {self.folder} is at step "
+            f"{step} in phase {index} ({kind}) of steps={steps_before}; choose steps "
+            f"that keep step {step} in that phase, or resume with {steps_before}"
+        )
 
     def record(self, event: str, **values: Any) -> None:
+        """Writes a record, and shows it to the observer."""
+        record = self.observe_only(event, **values)
+        if jax.process_index() == 0:
+            with self.writing(self.metrics_file), self.metrics_file.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+
+    @contextmanager
+    def writing(self, path: Path) -> Iterator[None]:
+        """Says of an error which file it was, and what is safe."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(
+                f"{path} could not be written ({error}). {self.where_it_is_safe()}; "
+                f"free space or repair the disk, then resume"
+            ) from error
+
+    def observe_only(self, event: str, **values: Any) -> Record:
+        """Of what belongs to this process and not to the run, as a resume does."""
         record = {
             "event": event,
             "step": self.step,
@@ -307,16 +438,40 @@ class _Loop:
             "kind": self.phase.kind,
             **values,
         }
-        with self.metrics_file.open("a") as file:
-            file.write(json.dumps(record) + "\n")
         self.observe(record)
+        return record
 
 
-def _is_before(line: str, step: int) -> bool:
+def _is_record(line: str, step: int, kinds: list[str]) -> bool:
+    """Whether a line is a whole record, of no later than `step`.
+
+    Args:
+      kinds: of the phases.
+    """
     try:
-        return json.loads(line)["step"] <= step
-    except ValueError:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
         return False  # cut off by the end of the process
+    forms = {"event": str, "step": int, "phase": int, "kind": str}
+    if not isinstance(record, dict) or any(
+        type(record.get(name)) is not form for name, form in forms.items()
+    ):
+        return False
+    loss = "unigram_loss" if record["event"] == "start" else "loss"
+    has_loss = record["event"] in ("start", "step", "validation")
+    return (
+        record["step"] <= step
+        and (record["phase"], record["kind"]) in enumerate(kinds)
+        and (not has_loss or type(record.get(loss)) is float)
+    )
+
+
+def _is_loss_of_contact(error: Exception) -> bool:
+    """Whether a collective raised it, or the coordinator; not a full memory."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return "RESOURCE_EXHAUSTED" not in str(error)
+    # On CPU the collectives are gloo's, whose errors come as ValueErrors.
+    return isinstance(error, TimeoutError) or "Gloo" in str(error)
 
 
 class _Clock:
@@ -344,18 +499,73 @@ class _Clock:
 
 
 @contextmanager
-def _until_sigterm() -> Iterator[Callable[[], bool]]:
-    """A function that says whether SIGTERM has arrived."""
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keeps other runs out of `folder`, which it creates.
+
+    The lock is process 0's and ends with it, whatever ends it.
+
+    Raises:
+      ValueError: another run has the lock.
+    """
+    with ExitStack() as held:
+        refusal = ""
+        if jax.process_index() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context((folder / "run.lock").open("a"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                refusal = (
+                    f"a run trains in {folder} at this moment; wait until it has "
+                    f"ended, stop it with SIGTERM, or give another folder"
+                )
+            except OSError:
+                pass  # a file system without locks keeps nobody out
+        key = str(next(_locks))
+        refusals = Exchange("run.lock").gather(
+            key, refusal, timeout_seconds=TIMEOUT_SECONDS
+        )
+        if refusals[0]:
+            raise ValueError(refusals[0])
+        yield
+
+
+@contextmanager
+def _until_sigterm(mesh: Mesh) -> Iterator[Callable[[], bool]]:
+    """A function that says whether SIGTERM has arrived; all processes of a run call it
+    once per step, and get the same answer."""
     arrived = []
+    agree = _Agreement(mesh) if jax.process_count() > 1 else bool
     try:
         previous = signal.signal(signal.SIGTERM, lambda *_: arrived.append(True))
     except ValueError:  # not the main thread: the host program handles signals
-        yield lambda: False
+        yield lambda: agree(False)
         return
     try:
-        yield lambda: bool(arrived)
+        yield lambda: agree(bool(arrived))
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+class _Agreement:
+    """Whether any process said yes, one call ago.
+
+    The devices exchange the answers while they compute the next step, so that no step
+    waits for them.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._on_each = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._any = jax.jit(jnp.any, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        self._asked: jax.Array | None = None
+
+    def __call__(self, yes: bool) -> bool:
+        before = self._asked
+        answers = jax.make_array_from_callback(
+            (self._on_each.mesh.size,), self._on_each, lambda _: np.array([yes])
+        )
+        self._asked = self._any(answers)
+        return before is not None and bool(before)
 
 
 def _write(path: Path, text: str) -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from sparsejax.config import ModelConfig
+from sparsejax.config import MeshConfig, ModelConfig
 from sparsejax.layers import SparseFFN, sparse_ffns
 from sparsejax.model import Transformer
 from sparsejax.ops.backend import Backend, Decision, current_platform
@@ -20,6 +20,8 @@ from sparsejax.patterns import NM
 from sparsejax.plan import flops_per_token
 from sparsejax.pruning import flip_rate, magnitude_mask, nm_mask, soft_threshold
 from sparsejax.router import true_mass
+
+ONE_DEVICE = MeshConfig(data=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +62,11 @@ def ffn_decisions(
     sparsity: FFNSparsity,
     tokens: int,
     backend: Backend | None = None,
+    *,
+    mesh: MeshConfig = ONE_DEVICE,
 ) -> tuple[Decision, ...]:
-    """What runs each FFN GEMM of this model for `tokens` tokens, and why."""
+    """What runs each FFN GEMM of this model on one device of the mesh, and why, for
+    `tokens` tokens on all of it."""
     kind = GatedFFNSpec if config.activation == "swiglu" else FFNSpec
     spec = kind(
         tokens=tokens,
@@ -70,6 +75,8 @@ def ffn_decisions(
         dtype=config.dtype,
         sparsity=sparsity,
         device=current_platform(),
+        token_shards=mesh.data * mesh.fsdp,
+        hidden_shards=mesh.tensor,
     )
     return spec.explain(backend)
 
@@ -80,12 +87,15 @@ def speed(
     decisions: Sequence[Decision],
     tokens_per_second: float,
     peak: DensePeak,
+    *,
+    devices: int = 1,
 ) -> dict[str, float]:
     """Throughput in the units of this project.
 
     dense_equivalent_tflops counts the FLOPs of the dense model (causal half of the
     attention scores, no recomputation), executed_tflops only those that the chosen
-    paths execute. Each mfu is its TFLOP/s / `peak`, the dense peak.
+    paths execute, both of all devices together. Each mfu is its TFLOP/s / (`peak`, the
+    dense peak of a device, x devices).
     """
     flops = flops_per_token(config, sequence_length)
     share = statistics.fmean(decision.executed_share for decision in decisions)
@@ -95,8 +105,8 @@ def speed(
         "tokens_per_second": tokens_per_second,
         "dense_equivalent_tflops": dense,
         "executed_tflops": executed,
-        "mfu_dense_equivalent": dense / peak.tflops,
-        "mfu_executed": executed / peak.tflops,
+        "mfu_dense_equivalent": dense / (peak.tflops * devices),
+        "mfu_executed": executed / (peak.tflops * devices),
     }
 
 

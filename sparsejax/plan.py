@@ -1,4 +1,5 @@
-"""What a run will cost, before it runs: parameters, FLOPs, memory, expected speed-up.
+"""What a run will cost, before it runs: parameters, FLOPs, memory, what devices send
+each other, expected speed-up.
 
 Pure arithmetic over settings; nothing is allocated or compiled. Counts are per token
 where the name says so, a multiply-add is two FLOPs, and forward plus backward is three
@@ -9,9 +10,11 @@ benchmark on the machine at hand replaces them.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparsejax.config import ModelConfig
+from sparsejax.config import MeshConfig, ModelConfig
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
 from sparsejax.patterns import NM
+
+ONE_DEVICE = MeshConfig(data=1)
 
 GEMM_NUMBERS = {
     "relu2": (1, 2, 3, 4, 5, 6),
@@ -157,7 +160,7 @@ def whole_run_speedup(sparse_step: float, sparse_share: float) -> float:
 class MemoryBytes:
     """Bytes on one device in a training step, by use; the peak is below `total` where
     uses do not overlap, above it by the compiler's temporaries, among them copies of
-    weights in the compute dtype."""
+    weights in the compute dtype and a layer's gradients before they are reduced."""
 
     parameters: int
     """float32 masters."""
@@ -168,6 +171,10 @@ class MemoryBytes:
     packed: int
     """S(W) of the sparse weights, as `formats.Compressed` holds them: half the values
     in the compute dtype, and one byte of position for each."""
+    gathered: int
+    """The largest set of weights that is held whole over fsdp at one time, in the
+    compute dtype: a layer's, or the head. With remat "none" attention's of all layers,
+    which the backward reads again. 0 where fsdp is 1."""
     activations: int
     """Saved between forward and backward."""
     logits: int
@@ -176,18 +183,21 @@ class MemoryBytes:
     @property
     def total(self) -> int:
         state = self.parameters + self.moments + self.gradients + self.packed
-        return state + self.activations + self.logits
+        return state + self.gathered + self.activations + self.logits
 
 
 def memory_bytes(
     config: ModelConfig,
     *,
     tokens_per_device: int,
-    devices: int = 1,
+    mesh: MeshConfig = ONE_DEVICE,
     sparsity: FFNSparsity = DENSE,
 ) -> MemoryBytes:
-    """Memory of one device, parameters and everything of their shape split evenly over
-    `devices`.
+    """Memory of one device of a mesh.
+
+    Matrices, their gradients, moments and packed values are split over fsdp x tensor,
+    norm scales are on every device. Over tensor are split: query, key, value,
+    attention's result, the FFN's hidden values, the logits.
 
     Activations, per token and layer, in elements of the compute dtype, with flash
     attention (scores are never stored):
@@ -202,18 +212,20 @@ def memory_bytes(
     The embedding's rows and what the head reads are one x each.
 
     Args:
-      tokens_per_device: of one micro-batch.
+      tokens_per_device: of one micro-batch, on one of data x fsdp parts.
+      mesh: `data` is not read, for replicas hold the same.
     """
     d, branches = config.d_model, 2 if config.activation == "swiglu" else 1
-    element = {"float32": 4, "bfloat16": 2}[config.dtype]
+    element, tensor = _element(config), mesh.tensor
     parameters = parameter_count(config)
-    total = parameters.total
-    qkv = d + 2 * config.kv_heads * config.head_dim
-    hidden = branches * config.d_hidden
-    kept_hidden = hidden
+    matrices = (parameters.total - parameters.norms) // (mesh.fsdp * tensor)
+    held = matrices + parameters.norms
+    qkv = (d + 2 * config.kv_heads * config.head_dim) // tensor
+    mixed = d // tensor
+    hidden = kept_hidden = branches * config.d_hidden // tensor
     if sparsity.mask_reuse:
         kept_hidden = int(hidden / _routing_factor(sparsity))
-    everything = element * (5 * d + qkv + kept_hidden)
+    everything = element * (4 * d + mixed + qkv + kept_hidden)
     per_layer, recomputed = {
         "none": (everything, 0),
         "full": (element * d, everything),
@@ -222,15 +234,156 @@ def memory_bytes(
     saved = config.layers * per_layer + recomputed + 2 * d * element
     packed = 0
     if sparsity.weights is not None:
-        packed = parameters.ffn // 2 * (element + 1)
+        packed = parameters.ffn // 2 * (element + 1) // (mesh.fsdp * tensor)
     return MemoryBytes(
-        parameters=4 * total // devices,
-        moments=8 * total // devices,
-        gradients=4 * total // devices,
-        packed=packed // devices,
+        parameters=4 * held,
+        moments=8 * held,
+        gradients=4 * held,
+        packed=packed,
+        gathered=_largest_gathered(config, mesh, sparsity),
         activations=tokens_per_device * saved,
-        logits=tokens_per_device * config.vocab_size * 8,
+        logits=tokens_per_device * config.vocab_size // tensor * 8,
     )
+
+
+def _largest_gathered(
+    config: ModelConfig, mesh: MeshConfig, sparsity: FFNSparsity
+) -> int:
+    if mesh.fsdp == 1:
+        return 0
+    whole = gathered_bytes(config, sparsity)
+    ffn = max(whole.ffn_forward, whole.ffn_backward)
+    if config.remat == "none":
+        kept = config.layers * whole.attention
+        return (kept + max(ffn, whole.head)) // mesh.tensor
+    return max(whole.attention + ffn, whole.head) // mesh.tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatheredBytes:
+    """Bytes of weights as the GEMMs read them, all of a matrix: of one layer, and of
+    the head.
+
+    In the compute dtype. A 2:4 weight travels compressed: half the values, and two bits
+    of position for each, which is 9/16 of the dense weight in bfloat16.
+    """
+
+    attention: int
+    ffn_forward: int
+    """S(W1) for GEMM 1 and W2 for GEMM 2."""
+    ffn_backward: int
+    """S(W2^T) for GEMM 3 and W1 for GEMM 4."""
+    ffn_recomputed: int
+    """What GEMM 1 reads once more in the backward: `ModelConfig.remat`."""
+    head: int
+
+
+def gathered_bytes(config: ModelConfig, sparsity: FFNSparsity = DENSE) -> GatheredBytes:
+    """What one layer and the head read.
+
+    With remat GEMM 1 runs again in the backward. Where its weight is dense that costs
+    no gather: GEMM 4 reads the same one, or ("dots") the output was kept.
+    """
+    element, layers = _element(config), config.layers
+    parameters = parameter_count(config)
+    dense = element * config.d_model * config.d_hidden
+    read = dense
+    if sparsity.weights is not None:
+        read = config.d_model * config.d_hidden // 2 * (4 * element + 1) // 4
+    into_hidden = 2 if config.activation == "swiglu" else 1
+    recomputes = config.remat != "none" and sparsity.weights is not None
+    return GatheredBytes(
+        attention=element * parameters.attention // layers,
+        ffn_forward=into_hidden * read + dense,
+        ffn_backward=read + into_hidden * dense,
+        ffn_recomputed=into_hidden * read if recomputes else 0,
+        head=element * parameters.embedding,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicationBytes:
+    """Bytes that one device receives per optimiser step, by purpose."""
+
+    gathered_weights: int
+    """All-gathers over fsdp."""
+    reduced_gradients: int
+    """Reduce-scatters over fsdp and all-reduces over data, float32."""
+    reduced_activations: int
+    """All-reduces over tensor, in the compute dtype."""
+    exchanged_tokens: int
+    """All-to-alls over fsdp: a device has columns of the embedding, not tokens."""
+
+    @property
+    def total(self) -> int:
+        weights = self.gathered_weights + self.reduced_gradients
+        return weights + self.reduced_activations + self.exchanged_tokens
+
+
+def communication_bytes(
+    config: ModelConfig,
+    mesh: MeshConfig,
+    sparsity: FFNSparsity,
+    micro_batches: int,
+    tokens_per_device: int,
+) -> CommunicationBytes:
+    """What a device receives in one optimiser step on a mesh with `data` set.
+
+    Of n devices and a whole of S bytes, each receives S (n - 1) / n in an all-gather
+    and in a reduce-scatter, and twice that in a ring all-reduce.
+
+    Assumed, in every micro-batch:
+      weights: a layer's are gathered in the forward and again in the backward, as
+        `gathered_bytes` says, attention's with remat "none" only once; the head once,
+        since its backward follows its forward.
+      gradients: reduce-scattered over fsdp, then all-reduced over data; those of the
+        embedding, complete for its columns, only over data; of norm scales over both.
+      activations: per layer, attention's and the FFN's output in the forward, and the
+        gradients of their inputs in the backward; with remat "full" attention's output
+        once more. Also the gradient of what the head reads, and in float32 the
+        embedding's rows.
+      tokens: the embedding's rows, and their gradients.
+    Read from compiled steps, except where XLA on CPUs does more than it must: it sums
+    what could be scattered, and what query, key and value give back one by one. Not
+    measured on GPUs.
+    Not counted: a few numbers per token, for the softmax over a split vocabulary and
+    for experts chosen by true mass; scalars.
+
+    Args:
+      tokens_per_device: of one micro-batch, on one of data x fsdp parts.
+    """
+    element, layers = _element(config), config.layers
+    parameters, whole = parameter_count(config), gathered_bytes(config, sparsity)
+    layer = whole.ffn_forward + whole.ffn_backward + whole.ffn_recomputed
+    layer += whole.attention * (1 if config.remat == "none" else 2)
+    weights = (layers * layer + whole.head) // mesh.tensor
+
+    norms, embedding = 4 * parameters.norms, 4 * parameters.embedding // mesh.tensor
+    scattered = 4 * (parameters.attention + parameters.ffn) // mesh.tensor + embedding
+    gradients = (
+        _received(scattered, mesh.fsdp)
+        + 2 * _received((scattered + embedding) // mesh.fsdp, mesh.data)
+        + 2 * _received(norms, mesh.data * mesh.fsdp)
+    )
+
+    token = tokens_per_device * config.d_model
+    sums = layers * (5 if config.remat == "full" else 4) + 1
+    activations = token * (sums * element + 4)
+    return CommunicationBytes(
+        gathered_weights=micro_batches * _received(weights, mesh.fsdp),
+        reduced_gradients=micro_batches * gradients,
+        reduced_activations=micro_batches * 2 * _received(activations, mesh.tensor),
+        exchanged_tokens=micro_batches * 2 * _received(token * element, mesh.fsdp),
+    )
+
+
+def _received(whole: int, devices: int) -> int:
+    return whole * (devices - 1) // devices
+
+
+def _element(config: ModelConfig) -> int:
+    """Bytes of a number in the compute dtype."""
+    return {"float32": 4, "bfloat16": 2}[config.dtype]
 
 
 def _routing_factor(sparsity: FFNSparsity) -> float:

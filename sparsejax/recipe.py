@@ -17,7 +17,7 @@ from jaxtyping import Array, Int, PyTree
 
 from sparsejax.config import RecipeConfig, RecipeName, TrainConfig
 from sparsejax.layers import SparseFFN, set_sparsity, sparse_ffns
-from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
+from sparsejax.ops.ffn_spec import DENSE, FFNSparsity, check_divisible
 from sparsejax.patterns import NM, VNM
 from sparsejax.pruning import soft_threshold
 
@@ -61,7 +61,12 @@ def sparsity_of(recipe: RecipeName, settings: RecipeConfig) -> FFNSparsity:
 
 
 def phases(config: TrainConfig) -> tuple[Phase, ...]:
-    """The phases of a run, none of them empty: dense warm-up, sparse, dense tail."""
+    """The phases of a run, none of them empty: dense warm-up, sparse, dense tail.
+
+    Raises:
+      ValueError: the recipe's settings contradict each other, or its patterns do not
+        divide the model's widths.
+    """
     sparsity = sparsity_of(config.recipe, config.phases)
     if config.recipe == "dense":
         return (Phase(kind="dense", steps=config.steps, sparsity=DENSE),)
@@ -73,7 +78,10 @@ def phases(config: TrainConfig) -> tuple[Phase, ...]:
         Phase(kind="sparse", steps=sparse, sparsity=sparsity),
         Phase(kind="dense", steps=config.steps - warmup - sparse, sparsity=DENSE),
     )
-    return tuple(phase for phase in planned if phase.steps)
+    planned = tuple(phase for phase in planned if phase.steps)
+    for phase in planned:
+        check_divisible(config.model.d_model, config.model.d_hidden, phase.sparsity)
+    return planned
 
 
 def switch(
@@ -151,11 +159,17 @@ def permute_neurons(
         names = [str(_name(entry)) for entry in path]
         for weight, axis in axes.items():
             if _contains(names, [*map(str, prefix), weight]):
-                index = jnp.expand_dims(order, -2 if axis == -1 else -1)
-                return jnp.take_along_axis(leaf, index, axis=axis)
+                return _take(leaf, order, axis)
         return leaf
 
     return jax.tree_util.tree_map_with_path(permute, tree)
+
+
+def _take(leaf: jax.Array, order: jax.Array, axis: int) -> jax.Array:
+    if leaf.ndim == 2:
+        return jnp.take(leaf, order, axis=axis)
+    # Layer by layer: on a mesh, a layer that is permuted is whole on every device.
+    return jax.lax.map(lambda layer: _take(layer[0], layer[1], axis), (leaf, order))
 
 
 def _name(entry: object) -> object:

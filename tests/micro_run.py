@@ -17,6 +17,7 @@ from sparsejax.config import (
     RecipeConfig,
     TrainConfig,
 )
+from sparsejax.config_file import to_json
 from sparsejax.train import TrainState
 
 WORDS = "the sparse dense token mask expert weight neuron of in and with is a".split()
@@ -55,6 +56,27 @@ def micro_config(text: str, **changes) -> TrainConfig:
         plot=False,
     )
     return replace(config, **changes)
+
+
+def arguments_of(config: TrainConfig) -> list[str]:
+    """The command line that gives `config`."""
+    arguments = []
+
+    def add(values: dict, prefix: str) -> None:
+        for name, value in values.items():
+            flag = f"{prefix}{name.replace('_', '-')}"
+            if isinstance(value, dict):
+                add(value, f"{flag}.")
+            elif isinstance(value, bool):
+                last = flag.split(".")
+                arguments.append(
+                    "--" + ".".join([*last[:-1], ("no-" * (not value)) + last[-1]])
+                )
+            else:
+                arguments.extend([f"--{flag}", str(value)])
+
+    add(to_json(config), "")
+    return arguments
 
 
 def with_phases(config: TrainConfig, **changes) -> TrainConfig:
@@ -112,7 +134,7 @@ def read_records(folder: Path) -> list[dict]:
 
 def without_speed(records: list[dict]) -> list[dict]:
     """The records without what depends on the clock."""
-    clocked = ("tokens_per_second", "tflops", "mfu")
+    clocked = ("tokens_per_second", "tflops", "mfu", "seconds")
     return [
         {k: v for k, v in record.items() if not any(c in k for c in clocked)}
         for record in records

@@ -2,11 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import jax
@@ -16,10 +17,14 @@ from rich.console import Console
 from experiments import console, pretrain
 from sparsejax import metrics, plan
 from sparsejax.checkpoint import Checkpoints
-from sparsejax.config import PRESETS, TrainConfig, from_json, to_json
+from sparsejax.config import MeshConfig, TrainConfig
+from sparsejax.config_file import from_json, to_json
 from sparsejax.metrics import DensePeak
+from sparsejax.presets import PRESETS
+from sparsejax.recipe import phases
 from sparsejax.train import Run
 from tests.micro_run import (
+    arguments_of,
     assert_same_bits,
     compilation_cache,
     micro_config,
@@ -30,6 +35,7 @@ from tests.micro_run import (
 )
 
 SCRIPT = Path(pretrain.__file__)
+ONE_HEAD = ["--model.heads", "1", "--model.kv-heads", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -59,27 +65,6 @@ class Wide:
     def __getattr__(self, name):
         made = Console(highlight=False, stderr=self.stderr, width=200)
         return getattr(made, name)
-
-
-def arguments_of(config: TrainConfig) -> list[str]:
-    """The command line that gives `config`."""
-    arguments = []
-
-    def add(values: dict, prefix: str) -> None:
-        for name, value in values.items():
-            flag = f"{prefix}{name.replace('_', '-')}"
-            if isinstance(value, dict):
-                add(value, f"{flag}.")
-            elif isinstance(value, bool):
-                last = flag.split(".")
-                arguments.append(
-                    "--" + ".".join([*last[:-1], ("no-" * (not value)) + last[-1]])
-                )
-            else:
-                arguments.extend([f"--{flag}", str(value)])
-
-    add(to_json(config), "")
-    return arguments
 
 
 # The command line.
@@ -152,14 +137,36 @@ def test_a_resume_has_the_settings_of_its_run(text, tmp_path):
     resume = stopped_run(tmp_path / "run", config)
     options = pretrain.parse(resume)
     assert (options.config, options.resume) == (config, tmp_path / "run")
-    allowed = pretrain.parse([*resume, "--log-every", "7", "--plot"])
-    assert allowed.config == replace(config, log_every=7, plot=True)
+    changed = "--log-every 7 --plot --steps 24 --mesh.fsdp 2".split()
+    allowed = pretrain.parse([*resume, *changed])
+    assert allowed.config == replace(
+        config, log_every=7, plot=True, steps=24, mesh=MeshConfig(fsdp=2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "config.json does not hold the settings of a run: Expecting"),
+        (
+            '{"steps": "9"}',
+            "config.json does not hold .*: setting steps='9' must be an",
+        ),
+        ('{"model": {"width": 9}}', "setting model.width is unknown"),
+    ],
+)
+def test_a_damaged_config_is_one_line(content, message, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(content)
+    assert pretrain.run(["--resume", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert re.search(message, error)
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["--steps", "7"], "whose steps is 12 and cannot become 7"),
+        (["--batch-size", "8"], "whose batch_size is 4 and cannot become 8"),
         (["--model.d-hidden", "32"], "whose model.d_hidden is 64 and cannot become 32"),
         (
             ["--preset", "llama-1b"],
@@ -187,7 +194,17 @@ def test_a_resume_with_other_settings_is_refused(
         (["--data.text", "[a-z]/nothing*.txt"], "text='[a-z]/nothing*.txt': no file"),
         (["--backend", "mosaic_sm90", "--recipe", "weights"], "mosaic_sm90"),
         (["--recipe", "paper", "--phases.experts", "3"], "required by"),
-        (["--model.vocab-size", "64", "--data.text", "TEXT"], "--model.vocab-size 256"),
+        (["--model.d-model", "6", *ONE_HEAD], "d_model=6 is not a multiple of 4"),
+        (["--model.d-hidden", "10"], "d_hidden=10 is not a multiple of m=4"),
+        (["--steps", "3000000000"], "steps=3000000000 must be at least 1 and at most"),
+        (["--seed", "-1"], "seed=-1 must be at least 0"),
+        (["--keep-every", "3"], "keep_every=3 is not a multiple of checkpoint_every"),
+        (["--mesh.fsdp", "7"], "mesh.fsdp=7 x mesh.tensor=1 is not the number of"),
+        (
+            ["--dry-run", "--mesh.tensor", "3"],
+            "heads=2 is not a multiple of mesh.tensor",
+        ),
+        (["--dry-run", "--mesh.data", "5"], "a micro-batch of 32 sequences"),
     ],
 )
 def test_an_error_is_one_line_and_status_one(
@@ -200,6 +217,83 @@ def test_an_error_is_one_line_and_status_one(
     assert message in error
     assert error.count("\n") == 1 and "Traceback" not in error
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--steps", "many", "invalid literal for int() with base 10: 'many'"),
+        ("--steps", "1.5", "invalid literal for int()"),
+        ("--model.dtype", "float8", "invalid choice 'float8'"),
+        ("--preset", "llama-2b", "invalid choice: 'llama-2b'"),
+        ("--model.heads", "0", "model.heads=0 must be at least 1"),
+        ("--model.heads", "3", "d_model=128 is not a multiple of heads=3"),
+        ("--optimizer.peak-learning-rate", "nan", "peak_learning_rate=nan must be"),
+        ("--optimizer.beta1", "1", "optimizer.beta1=1.0 must be at least 0 and below"),
+        ("--phases.sparse-share", "2", "phases.sparse_share=2.0 must be at least 0"),
+        ("--mesh.data", "-1", "mesh.data=-1 must be at least 0"),
+    ],
+)
+def test_a_value_that_cannot_be_ends_with_its_name_and_status_two(
+    flag, value, message, capsys
+):
+    with pytest.raises(SystemExit) as caught:
+        pretrain.run([flag, value])
+    assert caught.value.code == 2
+    error = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert message in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            MemoryError("Unable to allocate 9 TiB"),
+            "MemoryError: Unable to allocate 9 TiB",
+        ),
+        (
+            jax.errors.JaxRuntimeError(
+                "RESOURCE_EXHAUSTED: Out of memory.\nmore lines"
+            ),
+            "JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory; --dry-run says",
+        ),
+    ],
+)
+def test_too_little_memory_is_one_line_with_the_way_out(
+    error, message, capsys, monkeypatch
+):
+    monkeypatch.setattr(pretrain, "main", raising(error))
+    assert pretrain.run([]) == 1
+    shown = capsys.readouterr().err
+    assert message in shown and "--model.remat full" in shown
+    assert shown.count("\n") == 1
+
+
+def test_an_error_of_ours_keeps_its_traceback(monkeypatch):
+    error = jax.errors.JaxRuntimeError("INTERNAL: something else")
+    monkeypatch.setattr(pretrain, "main", raising(error))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        pretrain.run([])
+
+
+def raising(error: Exception):
+    def fail(*_):
+        raise error
+
+    return fail
+
+
+def test_a_loss_that_is_not_finite_is_one_line_with_the_last_checkpoint(
+    text, tmp_path, capsys
+):
+    config = micro_config(text, checkpoint_every=1, eval_every=0)
+    optimizer = replace(config.optimizer, peak_learning_rate=1e30)
+    arguments = arguments_of(replace(config, optimizer=optimizer))
+    assert pretrain.run([*arguments, "--run-folder", str(tmp_path / "run")]) == 1
+    error = capsys.readouterr().err
+    good = Checkpoints(tmp_path / "run" / "checkpoints").path()
+    assert error.startswith("NonFiniteLoss: ") and error.count("\n") == 1
+    assert f"The last good checkpoint is {good}; nothing was overwritten" in error
 
 
 def test_a_folder_that_cannot_be_written_is_one_line_too(text, tmp_path, capsys):
@@ -230,10 +324,83 @@ def test_a_dry_run_prints_the_plan_and_allocates_nothing(
     flops = plan.flops_per_token(model, length)
     assert f"{flops.total() / 1e6:,.2f}" in shown
     assert f"FFN share of a dense step's FLOPs: {flops.ffn_share():.1%}" in shown
-    assert "memory, GiB" in shown and "1  Y1 = X W1" in shown
+    assert "memory, GiB per device" in shown and "1  Y1 = X W1" in shown
+    assert "gathered weights" not in shown
     assert ("predicted on sparse tensor cores" in shown) == (recipe != "dense")
     kinds = ["dense"] if recipe == "dense" else ["warm-up", "sparse", "dense"]
     assert all(f"│ {kind} " in shown for kind in kinds)
+
+
+ON_64 = "--mesh.data 4 --mesh.fsdp 8 --mesh.tensor 2 --batch-size 512".split()
+
+
+def test_a_dry_run_plans_for_devices_that_are_not_here(capsys):
+    arguments = "--preset llama-1b --micro-batches 8 --dry-run".split()
+    assert pretrain.run([*arguments, *ON_64]) == 0
+    shown = capsys.readouterr().out
+    assert "mesh: data 4 x fsdp 8 x tensor 2 = 64 devices, planned as if" in shown
+    assert f"cpu, {jax.device_count()} here; compute bfloat16" in shown
+    config = PRESETS["llama-1b"]()
+    mesh = MeshConfig(data=4, fsdp=8, tensor=2)
+    tokens = 64 * 4096 // 32
+    rows = {
+        cells[0]: cells[1:]
+        for line in shown[shown.index("memory, GiB") :].splitlines()
+        if len(cells := [cell.strip() for cell in line.split("│")[1:-1]]) == 3
+    }
+    sparsities = {phase.kind: phase.sparsity for phase in phases(config)}
+    for column, kind in enumerate(("dense", "sparse")):
+        sparsity = sparsities[kind]
+        memory = plan.memory_bytes(
+            config.model, tokens_per_device=tokens, mesh=mesh, sparsity=sparsity
+        )
+        for use, size in (asdict(memory) | {"total": memory.total}).items():
+            assert rows[use][column] == f"{size / 2**30:,.2f}"
+        sent = plan.communication_bytes(config.model, mesh, sparsity, 8, tokens)
+        assert (
+            f"  {kind}: gathered weights {sent.gathered_weights / 2**30:,.2f}, "
+            f"reduced gradients {sent.reduced_gradients / 2**30:,.2f}, "
+            f"reduced activations {sent.reduced_activations / 2**30:,.2f}, "
+            f"exchanged tokens {sent.exchanged_tokens / 2**30:,.2f}, "
+            f"total {sent.total / 2**30:,.2f}\n"
+        ) in shown
+
+
+def test_the_paths_of_a_mesh_are_those_of_a_device_s_tokens(capsys, monkeypatch):
+    asked = []
+
+    def record(model, sparsity, tokens, backend):
+        asked.append(tokens)
+        return metrics.ffn_decisions(model, sparsity, tokens, backend)
+
+    monkeypatch.setattr(console, "ffn_decisions", record)
+    assert pretrain.run("--dry-run --mesh.data 4 --mesh.tensor 2".split()) == 0
+    assert asked == [32 * 128 // 4] * 2
+    assert "mesh: data 4 x fsdp 1 x tensor 2 = 8 devices" in capsys.readouterr().out
+
+
+def test_a_mesh_left_open_is_planned_on_at_least_one_replica(capsys):
+    assert pretrain.run("--dry-run --mesh.fsdp 32 --batch-size 64".split()) == 0
+    assert "mesh: data 1 x fsdp 32 x tensor 1 = 32 dev" in capsys.readouterr().out
+
+
+def test_the_devices_that_train_are_said_with_their_processes(capsys):
+    config = TrainConfig(batch_size=32 * jax.device_count())
+    console.announce(config)
+    shown = capsys.readouterr().out
+    here = jax.device_count()
+    assert f"device: cpu, {here} of {here}; compute float32" in shown
+    assert f"mesh: data {here} x fsdp 1 x tensor 1 = {here} device" in shown
+    assert ", 1 process\n" in shown
+    assert "memory, GiB" not in shown
+
+
+@pytest.mark.parametrize("recipe", ["default", "paper"])
+def test_nothing_is_printed_of_a_plan_that_cannot_be(recipe, capsys):
+    wrong = ["--recipe", recipe, "--model.d-hidden", "6"]
+    assert pretrain.run([*wrong, "--dry-run"]) == 1
+    assert pretrain.run(["--backend", "mosaic_sm90", "--dry-run"]) == 1
+    assert capsys.readouterr().out == ""
 
 
 # Micro runs, end to end.
@@ -266,7 +433,7 @@ def test_the_main_job_writes_its_files_and_says_what_it_did(text, tmp_path, caps
             assert f"switch to {record['to']}; validation loss before" in shown
             jumped = f"a jump of {record['jump']:.3f}: the next steps are spent"
             assert (jumped in shown) == record["large"]
-    prompt = outcome.corpus.tokenizer.decode(outcome.corpus.validation[:16])
+    prompt = outcome.corpus.tokenizer.decode(outcome.corpus.validation[0][:16])
     assert f"greedy sample (prompt, then the model):\n{prompt}" in shown
     assert f"run folder: {tmp_path / 'run'}" in shown
 
@@ -322,6 +489,38 @@ def test_a_finished_run_that_is_resumed_reports_it_again(text, tmp_path, capsys)
 # What is printed.
 
 
+def test_a_resume_says_from_where_and_what_was_damaged(text, tmp_path, capsys):
+    folder = tmp_path / "run"
+    pretrain.main(micro_config(text), folder)
+    newest = folder / "checkpoints" / "step_00000012"
+    size = (newest / "record.json").stat().st_size
+    (newest / "record.json").write_text("{}")
+    capsys.readouterr()
+    assert pretrain.run(["--resume", str(folder)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    used = folder / "checkpoints" / "step_00000010"
+    assert f"step 10: continues from {used}" in shown
+    assert (
+        f"{newest}.damaged is damaged (record.json has 2 bytes instead of {size}) and "
+        f"set aside; the run goes on from step 10"
+    ) in shown
+
+
+def test_what_should_worry_is_yellow(monkeypatch):
+    said = []
+    monkeypatch.setattr(console, "say", lambda text, style: said.append(style))
+    where = {"step": 3, "checkpoint": "c", "reason": "r"}
+    losses = dict.fromkeys(
+        ("before", "before_unmasked", "after", "after_unmasked", "jump"), 1.0
+    )
+    with console.progress(TrainConfig()) as observe:
+        observe({"event": "damaged"} | where)
+        observe({"event": "switch", "to": "dense", "large": True} | where | losses)
+        observe({"event": "resume"} | where)
+        observe({"event": "switch", "to": "dense", "large": False} | where | losses)
+    assert said == ["yellow", "yellow", None, None]
+
+
 def test_text_is_printed_as_it_is_brackets_included(capsys):
     console.say("text='[a-z]*.txt' [/nothing] [bold]x")
     console.show_sample("a[b]c\\", "[/red]\x1b[2J\n")
@@ -339,6 +538,14 @@ def test_a_perplexity_beyond_float_is_infinite(capsys):
         ]
     )
     assert "inf" in capsys.readouterr().out
+
+
+def test_a_summary_needs_no_record_that_is_lost(capsys):
+    where = {"phase": 0, "kind": "dense", "step": 3}
+    console.summarise([{"event": "validation", "loss": 1.5} | where])
+    assert "1.5000" in capsys.readouterr().out
+    console.summarise([])
+    assert "unigram" not in capsys.readouterr().out
 
 
 # Processes of their own.
@@ -394,6 +601,7 @@ def test_processes_that_are_ended_resume_to_the_same_bits(text, tmp_path):
     latest = Checkpoints(checkpoints).latest_step()
     steps = [r["step"] for r in read_records(ended) if r["event"] == "step"]
     assert latest == steps[-1] < 200
+    assert f"last good checkpoint: {Checkpoints(checkpoints).path()}" in output
 
     assert pretrain.run(["--resume", str(ended)]) == 0
     expected = pretrain.main(config, whole)

@@ -1,22 +1,27 @@
 """Whole runs: phases and switches, interruption and resumption, what stops a run."""
 
 import copy
+import errno
+import fcntl
 import json
 import math
 import shutil
 import signal
+import threading
 import time
 from dataclasses import fields, replace
 from functools import lru_cache
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparsejax import loop, metrics
+from sparsejax import loop, manifest, metrics
 from sparsejax.checkpoint import Checkpoints
-from sparsejax.config import MAY_CHANGE, TrainConfig, to_json
+from sparsejax.config import TrainConfig
+from sparsejax.config_file import MAY_CHANGE, to_json
 from sparsejax.loop import NonFiniteLoss, train
 from sparsejax.metrics import DensePeak
 from sparsejax.train import Run
@@ -47,7 +52,9 @@ def compiled_run(config: TrainConfig) -> Run:
 
 def shared_run(config: TrainConfig) -> Run:
     """A `Run` that shares its compiled functions with every other that trains alike."""
-    alike = {f.name: f.default for f in fields(TrainConfig) if f.name in MAY_CHANGE}
+    # `steps` may change too, but phases and learning rates are built from it.
+    written = MAY_CHANGE - {"steps"}
+    alike = {f.name: f.default for f in fields(TrainConfig) if f.name in written}
     run = copy.copy(compiled_run(replace(config, **alike)))
     run.config = config
     return run
@@ -134,7 +141,7 @@ def test_every_checkpoint_of_a_run_leads_to_its_end(variant, uninterrupted, tmp_
                 shutil.rmtree(path)
         started = []
         resumed = train(config, tmp_path, observe=started.append)
-        assert started[0]["step"] > step
+        assert started[0]["event"] == "resume" and started[0]["step"] == step
         assert_same_bits(resumed.state, expected.state)
 
 
@@ -172,6 +179,38 @@ def test_checkpoints_of_the_switches_and_the_newest_stay(uninterrupted):
     config, folder, _ = uninterrupted("default")
     assert config.keep_checkpoints == 2
     assert Checkpoints(folder / "checkpoints").steps() == [3, 9, 10, 12]
+
+
+def test_multiples_of_keep_every_stay_too(uninterrupted, tmp_path):
+    config, _, _ = uninterrupted("default")
+    train(replace(config, keep_every=4), tmp_path)
+    kept = {10, 12} | {4, 8, 12} | {3, 9, 12}  # the newest, multiples, switches and end
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {f"step_{step:08d}" for step in kept}
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(
+    uninterrupted, tmp_path, monkeypatch
+):
+    config, _, expected = uninterrupted("default")
+    stepped, write = threading.Event(), manifest.write
+    slow = tmp_path / "checkpoints" / "step_00000004"
+
+    def write_later(folder: Path, version: int) -> None:
+        # Until two steps later, which would never come if they waited for this.
+        if folder.name.startswith(slow.name):
+            assert stepped.wait(timeout=30)
+        write(folder, version)
+
+    def observe(record: dict) -> None:
+        if (record["event"], record["step"]) == ("step", 6):
+            assert not slow.exists()
+            stepped.set()
+
+    monkeypatch.setattr(manifest, "write", write_later)
+    outcome = train(config, tmp_path, observe=observe)
+    assert stepped.is_set()
+    assert_same_bits(outcome.state, expected.state)
 
 
 def test_reclustering_happens_when_it_is_due_and_not_at_the_switch(uninterrupted):
@@ -311,7 +350,7 @@ def test_it_is_noticed_between_records_as_well(text, tmp_path, monkeypatch):
     settings = {"log_every": 100, "eval_every": 0, "checkpoint_every": 0}
     monkeypatch.setattr(loop, "Run", Run)
     poison(monkeypatch, step=2, name="loss", value=math.nan)
-    with pytest.raises(NonFiniteLoss, match="at step 2, .* there is no checkpoint yet"):
+    with pytest.raises(NonFiniteLoss, match="at step 2, .* There is no checkpoint yet"):
         train(micro_config(text, **settings), tmp_path)
 
 
@@ -435,15 +474,131 @@ def test_a_resume_on_other_text_is_refused(text, tmp_path):
             train(config, tmp_path / "run")
 
 
-def test_a_line_that_was_cut_off_is_dropped(uninterrupted, tmp_path):
+def test_a_line_that_is_no_whole_record_is_dropped(uninterrupted, tmp_path):
     config, folder, _ = uninterrupted("default")
     with pytest.raises(Killed):
         train(config, tmp_path, observe=kill_at("step", 5))
+    whole = {"event": "step", "step": 3, "phase": 0, "kind": "warm-up", "loss": 1.0}
+    others = [
+        {"event": 3},
+        {"step": "3"},
+        {"step": True},
+        {"phase": 3},
+        {"phase": 1},
+        {"kind": None},
+        {"kind": "spbrse"},
+        {"loss": "1.0"},
+        {"loss": None},
+        {"event": "validation", "loss": 1},
+        {"event": "start"},
+    ]
+    lines = ["[]", "3", "null", "", "\xff", "[" * 100_000]
+    lines += [json.dumps({**whole, **other}) for other in others]
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"event": "step", "ste')
+        file.write("\n".join([*lines, '{"event": "step", "ste']))
     train(config, tmp_path)
     ours, theirs = read_records(tmp_path), read_records(folder)
     assert without_speed(ours) == without_speed(theirs)
+
+
+def test_a_folder_in_which_a_run_trains_is_refused(uninterrupted, tmp_path):
+    config, _, expected = uninterrupted("default")
+    refused = []
+
+    def observe(record: dict) -> None:
+        if record["step"] in (0, 5, 12):
+            with pytest.raises(ValueError, match=f"a run trains in {tmp_path} at this"):
+                train(config, tmp_path)
+            refused.append(record["step"])
+
+    outcome = train(config, tmp_path, observe=observe)
+    assert set(refused) == {0, 5, 12}
+    assert_same_bits(outcome.state, expected.state)
+    assert train(config, tmp_path).completed
+
+
+def test_a_file_system_without_locks_will_do(uninterrupted, tmp_path, monkeypatch):
+    config, _, _ = uninterrupted("default")
+
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(Killed):
+        train(config, tmp_path, observe=kill_at("step", 1))
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json"])
+def test_a_record_that_cannot_be_written_ends_the_run_and_is_told(
+    name, uninterrupted, tmp_path
+):
+    config, _, expected = uninterrupted("default")
+    with pytest.raises(Killed):
+        train(config, tmp_path, observe=kill_at("step", 5))
+    draft = tmp_path / Path(name).with_suffix(".draft")
+    draft.mkdir()
+    good = tmp_path / "checkpoints" / "step_00000004"
+    with pytest.raises(OSError) as caught:
+        train(config, tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / name} could not be written (")
+    assert f"The last good checkpoint is {good}; free space" in str(caught.value)
+    draft.rmdir()
+    assert_same_bits(train(config, tmp_path).state, expected.state)
+
+
+def test_a_full_disk_under_the_records_ends_the_run_and_is_told(
+    uninterrupted, tmp_path
+):
+    config, _, expected = uninterrupted("default")
+    records, aside = tmp_path / "metrics.jsonl", tmp_path / "aside"
+
+    def observe(record: dict) -> None:
+        if (record["event"], record["step"]) == ("step", 7):
+            records.rename(aside)
+            records.symlink_to("/dev/full")
+
+    with pytest.raises(OSError, match="metrics.jsonl could not be written .*No space"):
+        train(config, tmp_path, observe=observe)
+    aside.rename(records)
+    assert_same_bits(train(config, tmp_path).state, expected.state)
+
+
+# Another number of steps.
+
+
+def test_a_finished_run_goes_on_to_more_steps(uninterrupted, tmp_path):
+    config, folder, _ = uninterrupted("default")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    outcome = train(replace(config, steps=16), tmp_path)
+    assert outcome.completed and int(outcome.state.step) == 16
+    records = read_records(tmp_path)
+    assert [r["step"] for r in records if r["event"] == "step"] == list(range(1, 17))
+    assert without_speed(records)[: len(read_records(folder))] == without_speed(
+        read_records(folder)
+    )
+    assert json.loads((tmp_path / "config.json").read_text())["steps"] == 16
+
+
+@pytest.mark.parametrize(
+    ("steps", "plan"),
+    [
+        (8, "warm-up to step 2, sparse to step 6, dense to step 8"),
+        (20, "warm-up to step 5, sparse to step 15, dense to step 20"),
+    ],
+)
+def test_steps_that_move_the_run_into_another_phase_are_refused(
+    steps, plan, uninterrupted, tmp_path
+):
+    config, folder, _ = uninterrupted("default")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    with pytest.raises(ValueError) as caught:
+        train(replace(config, steps=steps), tmp_path)
+    assert str(caught.value) == (
+        f"steps={steps} plans {plan}, but {tmp_path} is at step 12 in phase 2 (dense) "
+        f"of steps=12; choose steps that keep step 12 in that phase, or resume with 12"
+    )
+    assert read_records(tmp_path) == read_records(folder)
+    assert train(config, tmp_path).completed
 
 
 # Speed.
@@ -488,3 +643,32 @@ def test_gradient_norms_and_rates_are_those_of_the_step(uninterrupted):
         expected.append(0.01 * (0.05 + 0.95 * cosine))
     np.testing.assert_allclose([r["learning_rate"] for r in steps], expected, rtol=1e-5)
     assert all(r["gradient_norm"] > 0 for r in steps)
+
+
+def test_the_run_says_where_the_last_good_checkpoint_is(text, tmp_path):
+    config = micro_config(text)
+    seen: list[dict] = []
+    train(config, tmp_path, observe=seen.append)
+    saved = [r["checkpoint"] for r in seen if r["event"] == "saved"]
+    written = [r["step"] for r in seen if r["event"] == "checkpoint"]
+    folder = tmp_path / "checkpoints"
+    assert saved == [str(folder / f"step_{step:08d}") for step in written]
+    # Said of what is complete, and before the next save begins.
+    events = [r["event"] for r in seen if r["event"] in ("saved", "checkpoint")]
+    assert events == ["checkpoint", "saved"] * len(written)
+    assert not any(r["event"] == "saved" for r in read_records(tmp_path))
+
+
+def test_a_run_without_an_intact_checkpoint_is_not_begun_anew_unasked(text, tmp_path):
+    config = micro_config(text, checkpoint_every=0)
+    train(config, tmp_path)
+    records = (tmp_path / "metrics.jsonl").read_text()
+    checkpoints = sorted((tmp_path / "checkpoints").iterdir())
+    for checkpoint in checkpoints:
+        (checkpoint / "record.json").write_text("{}")
+    with pytest.raises(ValueError, match="every checkpoint .* is damaged") as refused:
+        train(config, tmp_path)
+    # Each is named under its new name, and nothing else was touched.
+    for checkpoint in checkpoints:
+        assert f"{checkpoint}.damaged (record.json has 2 bytes" in str(refused.value)
+    assert (tmp_path / "metrics.jsonl").read_text() == records

@@ -9,11 +9,12 @@ import optax
 import pytest
 from flax import nnx
 
-from sparsejax.config import ModelConfig, RecipeConfig, TrainConfig, tiny
+from sparsejax.config import ModelConfig, RecipeConfig, TrainConfig
 from sparsejax.layers import SparseFFN
 from sparsejax.model import Transformer
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
 from sparsejax.patterns import NM, VNM
+from sparsejax.presets import tiny
 from sparsejax.recipe import permute_neurons, phases, sparsity_of, switch
 
 TWO_FOUR = FFNSparsity(weights=NM(2, 4))

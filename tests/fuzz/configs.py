@@ -1,0 +1,169 @@
+"""Cases of config.json: settings that are wrong, odd, missing, or not even JSON."""
+
+import io
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from numpy.random import Generator
+from rich.console import Console
+
+from experiments import console
+from sparsejax import config_file, plan
+from sparsejax.config import RecipeName, TrainConfig
+from sparsejax.config_file import from_json, read_config, to_json
+from sparsejax.ops.backend import Backend
+from sparsejax.ops.ffn_spec import RouterChoice, TokenSparsity
+from sparsejax.presets import PRESETS
+from sparsejax.recipe import phases
+from sparsejax.sharding import check_shardable
+from tests.fuzz.judge import judging, require
+from tests.fuzz.mutations import damaged, mutated_json, one_of
+from tests.micro_run import micro_config
+
+
+def case(generator: Generator, folder: Path, material: None) -> str:
+    path = folder / "config.json"
+    write(generator, path)
+    settings = _parsed(path)
+    config = read_config(path)
+    with judging():
+        require(
+            to_json(config) == _with_defaults(settings),
+            f"{to_json(config)} was read from {settings}",
+        )
+        for name, value in _numbers([to_json(config)]):
+            require(0 <= value <= 3.5e38, f"{name}={value} was accepted")
+    check_round_trip(config)
+    check_plan(generator, config)
+    return "settings and plan"
+
+
+def write(generator: Generator, path: Path) -> None:
+    """A config.json with anything wrong in it, or nothing."""
+    settings = to_json(starting_point(generator))
+    kind = generator.random()
+    if kind < 0.75:
+        settings = mutated_json(generator, settings, int(generator.integers(4)))
+    content = json.dumps(settings).encode()
+    if kind > 0.7:
+        content = damaged(generator, content)
+    if kind > 0.98:
+        content = b'{"model":' * 100_000
+    path.write_bytes(content)
+
+
+def starting_point(generator: Generator) -> TrainConfig:
+    """A preset or the micro run, with another recipe and some of its settings."""
+    starts = [*(make() for make in PRESETS.values()), micro_config("*.txt")]
+    settings = to_json(one_of(generator, starts))
+    settings["recipe"] = recipe = one_of(generator, get_args(RecipeName))
+    if recipe == "paper":
+        experts = one_of(generator, (1, 2, 4, 8))
+        settings["phases"] |= {
+            "experts": experts,
+            "experts_per_token": int(generator.integers(1, experts + 1)),
+            "router": one_of(generator, get_args(RouterChoice)),
+            "skip_blocks": bool(generator.integers(2)),
+            "block_rows": one_of(generator, (8, 16, 30, 128)),
+        }
+    if recipe in ("default", "paper"):
+        kinds = (None, *get_args(TokenSparsity))
+        settings["phases"]["token_sparsity"] = one_of(generator, kinds)
+    if recipe == "weights" and generator.random() < 0.5:
+        settings["model"]["activation"] = "swiglu"
+    if generator.random() < 0.5:
+        settings["mesh"] = {
+            axis: one_of(generator, (1, 1, 2)) for axis in ("data", "fsdp", "tensor")
+        }
+    if generator.random() < 0.2:
+        settings["backend"] = one_of(generator, get_args(Backend))
+    settings["model"]["remat"] = one_of(generator, ("none", "full", "dots"))
+    return from_json(settings)
+
+
+def check_round_trip(config: TrainConfig) -> None:
+    """The settings come back from JSON, and as the same text."""
+    with judging():
+        text = json.dumps(to_json(config))
+        again = config_file.from_json(json.loads(text))
+        require(again == config, f"{again} was written as {config}")
+        require(json.dumps(to_json(again)) == text, f"another text than {text}")
+
+
+def check_plan(generator: Generator, config: TrainConfig) -> None:
+    """Phases add up, every figure of the plan is finite, and it can be printed."""
+    planned = phases(config)
+    with judging():
+        steps = [phase.steps for phase in planned]
+        require(min(steps) > 0, f"an empty phase in {steps}")
+        require(sum(steps) == config.steps, f"{steps} are not {config.steps} steps")
+    devices = (1, 8, *3 * (config.mesh.devices or 1,))
+    mesh = config.mesh.resolve(one_of(generator, devices))
+    sparsities = [phase.sparsity for phase in planned]
+    micro_batch = config.batch_size // config.micro_batches
+    check_shardable(config.model, sparsities, mesh, micro_batch=micro_batch)
+    length = config.data.sequence_length
+    tokens = micro_batch * length // (mesh.data * mesh.fsdp)
+    flops = plan.flops_per_token(config.model, length)
+    figures = [plan.parameter_count(config.model), flops]
+    for sparsity in sparsities:
+        memory = plan.memory_bytes(
+            config.model, tokens_per_device=tokens, mesh=mesh, sparsity=sparsity
+        )
+        sent = plan.communication_bytes(
+            config.model, mesh, sparsity, config.micro_batches, tokens
+        )
+        factors = plan.gemm_speedups(config.model, sparsity)
+        step = plan.predicted_speedup(flops.ffn_share(), factors)
+        whole = plan.whole_run_speedup(step, config.phases.sparse_share)
+        figures += [memory, sent, {"step": step, "run": whole}]
+    with judging():
+        for name, figure in _numbers(figures):
+            require(math.isfinite(figure) and figure >= 0, f"{name} is {figure}")
+    print_plan(replace(config, mesh=mesh))
+
+
+def print_plan(config: TrainConfig) -> str:
+    """What --dry-run prints."""
+    printed = io.StringIO()
+    shown, console.STDOUT = console.STDOUT, Console(file=printed, width=120)
+    try:
+        console.announce(config, predicted=True)
+    finally:
+        console.STDOUT = shown
+    return printed.getvalue()
+
+
+def _numbers(figures: list[Any]) -> Iterator[tuple[str, float]]:
+    """The numbers in dataclasses and nested dictionaries, by name."""
+    for figure in figures:
+        values = figure if isinstance(figure, dict) else asdict(figure)
+        for name, value in values.items():
+            if isinstance(value, dict):
+                yield from _numbers([value])
+            elif isinstance(value, int | float):
+                yield name, value
+
+
+def _parsed(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes().decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _with_defaults(settings: dict) -> dict:
+    """The settings, and the defaults of those that are not there."""
+
+    def filled(defaults: dict, given: dict) -> dict:
+        full = dict(defaults)
+        for name, value in given.items():
+            nested = isinstance(defaults[name], dict)
+            full[name] = filled(defaults[name], value) if nested else value
+        return full
+
+    return filled(to_json(TrainConfig()), settings)
