@@ -1,8 +1,8 @@
 """Checkpoints that neither a killed process, a full disk nor a flipped bit can spoil.
 
 A checkpoint is a folder:
-  state/          the arrays, as orbax writes them; absent where there are none
-  record.json     step, data state, metadata, and what the arrays are
+  state/          see `stored_state`, as orbax writes it; absent without arrays
+  record.json     see `checkpoint_record`
   manifest.json   see `manifest`; written last
 """
 
@@ -22,16 +22,27 @@ from types import TracebackType
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jaxtyping import Array, PyTree
 
 from sparsejax import manifest
+from sparsejax.checkpoint_record import (
+    FORMAT_VERSION,
+    RECORD,
+    check_format,
+    checked_json,
+    is_sealed,
+    read_record,
+)
 from sparsejax.processes import Exchange, ProcessLost
-
-FORMAT_VERSION = 2
-"""Of what a checkpoint holds and under which names; raised when older code cannot read
-what newer code writes."""
+from sparsejax.stored_state import (
+    check_fits,
+    describe,
+    named_leaves,
+    rebuild,
+    storable,
+    stored_spec,
+)
 
 TIMEOUT_SECONDS = 1200
 """How long the processes of a run wait for one another in a save or a restore. A dead
@@ -43,8 +54,6 @@ _COMMITTED = re.compile(r"step_(\d+)(?:_(\d+))?")
 # What an interrupted save (ours, or orbax's of format 1) or an interrupted deletion
 # leaves.
 _LEFTOVER = re.compile(r"step_\d+(_\d+)?\.(writing|orbax-checkpoint-tmp.*|deleting)")
-_RECORD = "record.json"
-_RECORD_OF_FORMAT_1 = "record/metadata"
 
 _instances = itertools.count()
 
@@ -191,16 +200,16 @@ class Checkpoints:
         self.wait()
         if step < 0:
             raise ValueError(f"step={step} is negative; it counts the steps done")
-        leaves = _named_leaves(state)
+        leaves = named_leaves(state)
         record = {
             "format_version": FORMAT_VERSION,
             "step": step,
             "permanent": permanent,
-            "state": {name: _describe(name, leaf) for name, leaf in leaves.items()},
-            "data_state": _checked_json("data_state", data_state),
-            "metadata": _checked_json("metadata", metadata or {}),
+            "state": {name: describe(name, leaf) for name, leaf in leaves.items()},
+            "data_state": checked_json("data_state", data_state),
+            "metadata": checked_json("metadata", metadata or {}),
         }
-        stored = _storable(leaves)
+        stored = storable(leaves)
         target = self._folder / self._decide(lambda: self._begin(record))
         failure = None
         if stored:
@@ -284,7 +293,7 @@ class Checkpoints:
     def last_good(self) -> Path | None:
         """The folder of the newest complete checkpoint as far as this process sees;
         None where there is none."""
-        complete = [path for *_, path in self._committed() if _is_sealed(path)]
+        complete = [path for *_, path in self._committed() if is_sealed(path)]
         return complete[-1] if complete else None
 
     def steps(self) -> list[int]:
@@ -330,16 +339,14 @@ class Checkpoints:
         """
         name, record = self._decide(lambda: self._find(step))
         path = self._folder / name
-        leaves = _named_leaves(template)
-        _check_same(path, record["state"], leaves)
-        stored = {
-            name: _stored_spec(leaf) for name, leaf in leaves.items() if leaf.size
-        }
+        leaves = named_leaves(template)
+        check_fits(path, record["state"], leaves)
+        stored = {name: stored_spec(leaf) for name, leaf in leaves.items() if leaf.size}
         arrays = {}
         if stored:
             arrays = self._read(path, stored)
         state = [
-            _rebuild(path, arrays.get(name), leaf, record["state"][name])
+            rebuild(path, arrays.get(name), leaf, record["state"][name])
             for name, leaf in leaves.items()
         ]
         return Restored(
@@ -405,7 +412,7 @@ class Checkpoints:
             self._remove_leftovers()
             _unfinished(target).mkdir()
             text = json.dumps({**record, "permanent": permanent})
-            (_unfinished(target) / _RECORD).write_text(text)
+            (_unfinished(target) / RECORD).write_text(text)
         except OSError as error:
             _remove(_unfinished(target))
             raise self._failed(step, error) from error
@@ -469,7 +476,7 @@ class Checkpoints:
     def _set_aside_damaged(self) -> list[tuple[str, int, str]]:
         found = []
         for step, _, path in reversed(self._committed()):
-            _check_format(path)
+            check_format(path)
             reason = _find_damage(path, step)
             if reason is None:
                 break
@@ -478,7 +485,7 @@ class Checkpoints:
 
     def _find(self, step: int | None) -> tuple[str, dict[str, Any]]:
         path = self._path(step)
-        record = _read_record(path)
+        record = read_record(path)
         saved, named = record["step"], _named_step(path)
         if saved != named:
             raise ValueError(
@@ -507,7 +514,7 @@ class Checkpoints:
 
     def _is_permanent(self, step: int) -> bool:
         try:
-            return _read_record(self._path(step))["permanent"]
+            return read_record(self._path(step))["permanent"]
         except ValueError:
             return True  # What we cannot read is not ours to delete.
 
@@ -611,8 +618,8 @@ def _find_damage(path: Path, step: int) -> str | None:
     """How a checkpoint differs from what was saved as `step`, its name says; None where
     it does not."""
     reason = manifest.find_damage(path)
-    if reason is None and (saved := _read_record(path)["step"]) != step:
-        return f"{_RECORD} is of step {saved}: the folder was renamed"
+    if reason is None and (saved := read_record(path)["step"]) != step:
+        return f"{RECORD} is of step {saved}: the folder was renamed"
     return reason
 
 
@@ -637,198 +644,8 @@ def _cause(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def _is_sealed(path: Path) -> bool:
-    return (path / manifest.NAME).is_file()
-
-
-def _check_format(path: Path) -> None:
-    """Raises where all that states the format of a checkpoint states another one.
-
-    One that differs from the rest is a damaged file.
-    """
-    files = (manifest.NAME, _RECORD, _RECORD_OF_FORMAT_1)
-    stated = {_stated_format(path / file) for file in files} - {None}
-    if stated and FORMAT_VERSION not in stated:
-        raise ValueError(
-            f"format_version={stated.pop()} of {path} is unknown to this sparsejax, "
-            f"which reads {FORMAT_VERSION}; use the version that wrote it"
-        )
-
-
-def _stated_format(file: Path) -> int | None:
-    try:
-        version = json.loads(file.read_bytes())["format_version"]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return None
-    return version if isinstance(version, int) else None
-
-
 def _named_step(path: Path) -> int:
     """The step that the name of a committed checkpoint says."""
     named = _COMMITTED.fullmatch(path.name)
     assert named is not None
     return int(named[1])
-
-
-def _read_record(path: Path) -> dict[str, Any]:
-    """Everything but the arrays, of a format that we know."""
-    _check_format(path)
-    try:
-        if not _is_sealed(path):
-            raise ValueError(f"{manifest.NAME} is missing")
-        record = json.loads((path / _RECORD).read_bytes())
-        if not _is_record(record):
-            raise ValueError(f"{_RECORD} does not hold what a save writes")
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is not a checkpoint of sparsejax, or is damaged: its record "
-            f"cannot be read ({error}); remove the folder to use the one before"
-        ) from error
-    return record
-
-
-def _is_record(record: Any) -> bool:
-    """Whether it has the form of what `Checkpoints.save` writes."""
-    kinds = {"step": int, "permanent": bool, "state": dict, "metadata": dict}
-    return (
-        isinstance(record, dict)
-        and {"format_version", "data_state"} <= record.keys()
-        and all(type(record.get(name)) is kind for name, kind in kinds.items())
-        and all(map(_is_description, record["state"].values()))
-    )
-
-
-def _is_description(leaf: Any) -> bool:
-    """Whether it has the form of what `_describe` returns."""
-    return isinstance(leaf, dict) and (
-        type(leaf.get("shape")) is list
-        and all(type(size) is int for size in leaf["shape"])
-        and type(leaf.get("dtype")) is str
-        and type(leaf.get("key_impl", "")) is str
-    )
-
-
-def _named_leaves(tree: PyTree) -> dict[str, Any]:
-    """The leaves under the names that the checkpoint stores them by.
-
-    A flat dictionary rather than the tree itself: names and structure are then ours,
-    empty containers and None cost nothing, and any pytree can be a template.
-    """
-    leaves = jax.tree.leaves_with_path(tree)
-    named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
-    if len(named) != len(leaves):
-        names = [jax.tree_util.keystr(path) for path, _ in leaves]
-        double = next(name for name in names if names.count(name) > 1)
-        raise ValueError(
-            f"two leaves of the state are named {double}; rename one, so that a "
-            f"checkpoint can tell them apart"
-        )
-    return named
-
-
-def _describe(name: str, leaf: Any) -> dict[str, Any]:
-    if not isinstance(leaf, jax.Array):
-        raise ValueError(
-            f"state{name} is {type(leaf).__name__}, not jax.Array; convert it with "
-            f"jnp.asarray, or put it into the metadata"
-        )
-    described = {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
-    if _is_key(leaf):
-        described["key_impl"] = str(jax.random.key_impl(leaf))
-    return described
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _storable(leaves: dict[str, Array]) -> dict[str, Array]:
-    """Plain arrays with at least one entry, the only ones that orbax stores."""
-    return {
-        name: jax.random.key_data(leaf) if _is_key(leaf) else leaf
-        for name, leaf in leaves.items()
-        if leaf.size
-    }
-
-
-def _stored_spec(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and place of the stored array behind a leaf of the template."""
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None:
-        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    if _is_key(leaf):
-        # The data have one more axis, which a sharding of the keys leaves whole.
-        spec = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        leaf = jax.eval_shape(jax.random.key_data, spec)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _rebuild(
-    path: Path, array: Array | None, leaf: Any, described: dict[str, Any]
-) -> Array:
-    """The leaf that was saved, from the array that was stored for it, if any."""
-    if array is None:
-        spec = _stored_spec(leaf)
-        empty = jnp.zeros(spec.shape, spec.dtype)
-        array = jax.device_put(empty, spec.sharding)
-    if _is_key(leaf):
-        return _as_key(path, array, leaf, described.get("key_impl"))
-    return array
-
-
-def _as_key(path: Path, data: Array, leaf: Any, impl: str | None) -> Array:
-    """The random key of the leaf's type, from its data."""
-    try:
-        key = jax.random.wrap_key_data(data, impl=impl)
-    except (ValueError, TypeError):
-        key = None
-    if key is None or key.dtype != leaf.dtype:
-        raise ValueError(
-            f"{path} is damaged: its record says key_impl={impl!r} of a random key of "
-            f"type {leaf.dtype}; use another step, or resume the run, which sets "
-            f"damaged checkpoints aside"
-        )
-    return key
-
-
-def _check_same(path: Path, saved: dict[str, Any], template: dict[str, Any]) -> None:
-    """Raises for the first leaf that differs, in the template's order."""
-    for name, leaf in template.items():
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            raise ValueError(
-                f"state{name} of the template is {type(leaf).__name__}; every leaf has "
-                f"to be an array or a jax.ShapeDtypeStruct"
-            )
-    theirs = {n: f"{s['dtype']} {tuple(s['shape'])}" for n, s in saved.items()}
-    ours = {n: f"{leaf.dtype} {tuple(leaf.shape)}" for n, leaf in template.items()}
-    for name in [*ours, *theirs]:
-        in_checkpoint, in_template = (
-            side.get(name, "nothing") for side in (theirs, ours)
-        )
-        if in_checkpoint != in_template:
-            raise ValueError(
-                f"{path} does not fit the template: at state{name} the checkpoint has "
-                f"{in_checkpoint}, the template {in_template}; build the template from "
-                f"the settings that the run was saved with"
-            )
-    for name, leaf in template.items():
-        # JAX would cut these to 32 bits without a word.
-        if (
-            not _is_key(leaf)
-            and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
-        ):
-            raise ValueError(
-                f"state{name} of {path} is {leaf.dtype}, which JAX cannot hold as it "
-                f"is set up; restore it with jax_enable_x64"
-            )
-
-
-def _checked_json(name: str, value: Any) -> Any:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{name} cannot be stored as JSON ({error}); arrays belong into the state, "
-            f"other things have to be turned into numbers, text, lists and dicts"
-        ) from error
-    return value
