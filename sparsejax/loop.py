@@ -7,14 +7,11 @@
   run.lock          held while the run trains
 """
 
-import fcntl
-import itertools
 import json
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sparsejax import metrics
 from sparsejax.checkpoint import TIMEOUT_SECONDS, Checkpoints
@@ -30,17 +26,19 @@ from sparsejax.config import TrainConfig
 from sparsejax.config_file import check_resumable, from_json, read_config, to_json
 from sparsejax.corpus import Corpus, unigram_loss
 from sparsejax.model import Transformer
-from sparsejax.processes import Exchange, ProcessLost
+from sparsejax.processes import (
+    ProcessLost,
+    alone_in,
+    is_loss_of_contact,
+    until_sigterm,
+)
 from sparsejax.recipe import Phase
+from sparsejax.records import Record, append_record, records_until, write_whole
 from sparsejax.train import Run, TrainState, learning_rate
 
 JUMP = 0.1
 """Nats by which the loss may rise at a switch before tail steps are spent on repair
 (found in our study of the recipe, 27 M parameters)."""
-
-Record = dict[str, Any]
-
-_locks = itertools.count()
 
 
 class NonFiniteLoss(RuntimeError):
@@ -88,18 +86,18 @@ def train(
         check_resumable(read_config(saved), config, folder)
     run = Run(config)
     with (
-        _alone_in(folder),
+        alone_in(folder, timeout_seconds=TIMEOUT_SECONDS),
         Checkpoints(
             folder / "checkpoints",
             keep=config.keep_checkpoints,
             keep_every=config.keep_every,
         ) as checkpoints,
-        _until_sigterm(run.mesh) as terminated,
+        until_sigterm(run.mesh) as terminated,
     ):
         loop = _Loop(run, folder, checkpoints, observe)
         if jax.process_index() == 0:
             with loop.writing(saved):
-                _write(saved, json.dumps(to_json(config), indent=2) + "\n")
+                write_whole(saved, json.dumps(to_json(config), indent=2) + "\n")
         return loop.finish(terminated)
 
 
@@ -155,7 +153,7 @@ class _Loop:
         try:
             return self.run_steps(terminated)
         except (jax.errors.JaxRuntimeError, TimeoutError, ValueError) as error:
-            if jax.process_count() == 1 or not _is_loss_of_contact(error):
+            if jax.process_count() == 1 or not is_loss_of_contact(error):
                 raise
             raise ProcessLost(
                 f"process {jax.process_index()} of {jax.process_count()} cannot go on "
@@ -384,13 +382,10 @@ class _Loop:
         self.state, self.step = restored.state, restored.step
         self.batches.set_state(restored.data_state)
         if jax.process_index() == 0:
-            lines = []
-            if self.metrics_file.exists():
-                lines = self.metrics_file.read_text(errors="replace").splitlines()
             kinds = [phase.kind for phase in self.run.phases]
-            kept = [line for line in lines if _is_record(line, restored.step, kinds)]
+            kept = records_until(self.metrics_file, restored.step, kinds)
             with self.writing(self.metrics_file):
-                _write(self.metrics_file, "".join(f"{line}\n" for line in kept))
+                write_whole(self.metrics_file, kept)
 
     def check_phase(self, step: int, index: int, kind: str, steps_before: int) -> None:
         """Raises ValueError where another `steps` moves `step` into another phase."""
@@ -415,8 +410,8 @@ class _Loop:
         """Writes a record, and shows it to the observer."""
         record = self.observe_only(event, **values)
         if jax.process_index() == 0:
-            with self.writing(self.metrics_file), self.metrics_file.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            with self.writing(self.metrics_file):
+                append_record(self.metrics_file, record)
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
@@ -442,38 +437,6 @@ class _Loop:
         return record
 
 
-def _is_record(line: str, step: int, kinds: list[str]) -> bool:
-    """Whether a line is a whole record, of no later than `step`.
-
-    Args:
-      kinds: of the phases.
-    """
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return False  # cut off by the end of the process
-    forms = {"event": str, "step": int, "phase": int, "kind": str}
-    if not isinstance(record, dict) or any(
-        type(record.get(name)) is not form for name, form in forms.items()
-    ):
-        return False
-    loss = "unigram_loss" if record["event"] == "start" else "loss"
-    has_loss = record["event"] in ("start", "step", "validation")
-    return (
-        record["step"] <= step
-        and (record["phase"], record["kind"]) in enumerate(kinds)
-        and (not has_loss or type(record.get(loss)) is float)
-    )
-
-
-def _is_loss_of_contact(error: Exception) -> bool:
-    """Whether a collective raised it, or the coordinator; not a full memory."""
-    if isinstance(error, jax.errors.JaxRuntimeError):
-        return "RESOURCE_EXHAUSTED" not in str(error)
-    # On CPU the collectives are gloo's, whose errors come as ValueErrors.
-    return isinstance(error, TimeoutError) or "Gloo" in str(error)
-
-
 class _Clock:
     """Tokens per second of the steps of one phase, without what is not a step."""
 
@@ -496,80 +459,3 @@ class _Clock:
         yield
         if self.start is not None:
             self.start += time.perf_counter() - begin
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Keeps other runs out of `folder`, which it creates.
-
-    The lock is process 0's and ends with it, whatever ends it.
-
-    Raises:
-      ValueError: another run has the lock.
-    """
-    with ExitStack() as held:
-        refusal = ""
-        if jax.process_index() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            file = held.enter_context((folder / "run.lock").open("a"))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                refusal = (
-                    f"a run trains in {folder} at this moment; wait until it has "
-                    f"ended, stop it with SIGTERM, or give another folder"
-                )
-            except OSError:
-                pass  # a file system without locks keeps nobody out
-        key = str(next(_locks))
-        refusals = Exchange("run.lock").gather(
-            key, refusal, timeout_seconds=TIMEOUT_SECONDS
-        )
-        if refusals[0]:
-            raise ValueError(refusals[0])
-        yield
-
-
-@contextmanager
-def _until_sigterm(mesh: Mesh) -> Iterator[Callable[[], bool]]:
-    """A function that says whether SIGTERM has arrived; all processes of a run call it
-    once per step, and get the same answer."""
-    arrived = []
-    agree = _Agreement(mesh) if jax.process_count() > 1 else bool
-    try:
-        previous = signal.signal(signal.SIGTERM, lambda *_: arrived.append(True))
-    except ValueError:  # not the main thread: the host program handles signals
-        yield lambda: agree(False)
-        return
-    try:
-        yield lambda: agree(bool(arrived))
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-class _Agreement:
-    """Whether any process said yes, one call ago.
-
-    The devices exchange the answers while they compute the next step, so that no step
-    waits for them.
-    """
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._on_each = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        self._any = jax.jit(jnp.any, out_shardings=NamedSharding(mesh, PartitionSpec()))
-        self._asked: jax.Array | None = None
-
-    def __call__(self, yes: bool) -> bool:
-        before = self._asked
-        answers = jax.make_array_from_callback(
-            (self._on_each.mesh.size,), self._on_each, lambda _: np.array([yes])
-        )
-        self._asked = self._any(answers)
-        return before is not None and bool(before)
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    draft = path.with_suffix(".draft")
-    draft.write_text(text)
-    draft.replace(path)

@@ -1,9 +1,20 @@
-"""What the processes of a run tell one another, without the devices."""
+"""The processes of a run: how they find and tell each other, and agree to end."""
 
+import fcntl
+import itertools
 import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax._src import distributed
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+_locks = itertools.count()
 
 
 def join(*, heartbeat_seconds: int = 100) -> None:
@@ -56,6 +67,14 @@ class ProcessLost(RuntimeError):
     """Another process of the run died or is out of reach, so this one cannot go on."""
 
 
+def is_loss_of_contact(error: Exception) -> bool:
+    """Whether a collective raised it, or the coordinator; not a full memory."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return "RESOURCE_EXHAUSTED" not in str(error)
+    # On CPU the collectives are gloo's, whose errors come as ValueErrors.
+    return isinstance(error, TimeoutError) or "Gloo" in str(error)
+
+
 class Exchange:
     """Texts that every process of a run gives to all others.
 
@@ -106,3 +125,76 @@ class Exchange:
             client.key_value_delete(self._previous)
         self._previous = place
         return [found[f"{place}{process}"] for process in range(count)]
+
+
+@contextmanager
+def alone_in(folder: Path, *, timeout_seconds: float) -> Iterator[None]:
+    """Keeps other runs out of `folder`, which it creates.
+
+    The lock is process 0's and ends with it, whatever ends it.
+
+    Args:
+      timeout_seconds: how long to wait for the other processes.
+    Raises:
+      ValueError: another run has the lock.
+      TimeoutError: see `Exchange.gather`.
+    """
+    with ExitStack() as held:
+        refusal = ""
+        if jax.process_index() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context((folder / "run.lock").open("a"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                refusal = (
+                    f"a run trains in {folder} at this moment; wait until it has "
+                    f"ended, stop it with SIGTERM, or give another folder"
+                )
+            except OSError:
+                pass  # a file system without locks keeps nobody out
+        key = str(next(_locks))
+        refusals = Exchange("run.lock").gather(
+            key, refusal, timeout_seconds=timeout_seconds
+        )
+        if refusals[0]:
+            raise ValueError(refusals[0])
+        yield
+
+
+@contextmanager
+def until_sigterm(mesh: Mesh) -> Iterator[Callable[[], bool]]:
+    """A function that says whether SIGTERM has arrived; all processes of a run call it
+    once per step, and get the same answer."""
+    arrived = []
+    agree = _Agreement(mesh) if jax.process_count() > 1 else bool
+    try:
+        previous = signal.signal(signal.SIGTERM, lambda *_: arrived.append(True))
+    except ValueError:  # not the main thread: the host program handles signals
+        yield lambda: agree(False)
+        return
+    try:
+        yield lambda: agree(bool(arrived))
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+class _Agreement:
+    """Whether any process said yes, one call ago.
+
+    The devices exchange the answers while they compute the next step, so that no step
+    waits for them.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._on_each = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._any = jax.jit(jnp.any, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        self._asked: jax.Array | None = None
+
+    def __call__(self, yes: bool) -> bool:
+        before = self._asked
+        answers = jax.make_array_from_callback(
+            (self._on_each.mesh.size,), self._on_each, lambda _: np.array([yes])
+        )
+        self._asked = self._any(answers)
+        return before is not None and bool(before)

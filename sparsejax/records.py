@@ -1,0 +1,56 @@
+"""metrics.jsonl: the records of a run, one JSON object per line."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+"""Has "event", "step", and "phase" and "kind" of the step's phase."""
+
+
+def append_record(path: Path, record: Record) -> None:
+    """Adds a line at the end."""
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def records_until(path: Path, step: int, kinds: Sequence[str]) -> str:
+    """The lines that are whole records of no later than `step`; the rest is of a
+    process that was killed, or damaged.
+
+    Args:
+      path: may be absent.
+      kinds: of the phases.
+    """
+    if not path.exists():
+        return ""
+    lines = path.read_text(errors="replace").splitlines()
+    return "".join(f"{line}\n" for line in lines if _is_record(line, step, kinds))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replaces the content of a file, as a whole or not at all."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(text)
+    draft.replace(path)
+
+
+def _is_record(line: str, step: int, kinds: Sequence[str]) -> bool:
+    """Whether a line is a whole record, of no later than `step`."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return False  # cut off by the end of the process
+    forms = {"event": str, "step": int, "phase": int, "kind": str}
+    if not isinstance(record, dict) or any(
+        type(record.get(name)) is not form for name, form in forms.items()
+    ):
+        return False
+    loss = "unigram_loss" if record["event"] == "start" else "loss"
+    has_loss = record["event"] in ("start", "step", "validation")
+    return (
+        record["step"] <= step
+        and (record["phase"], record["kind"]) in enumerate(kinds)
+        and (not has_loss or type(record.get(loss)) is float)
+    )
