@@ -58,12 +58,7 @@ def train_batches(
             f"micro_batches={micro_batches})"
         )
     windows = _Windows(corpus.train, config.sequence_length)
-    if len(windows) < batch_size:
-        raise ValueError(
-            f"batch_size={batch_size} exceeds the {len(windows)} training windows of "
-            f"sequence_length={config.sequence_length} ({corpus.description}); make "
-            f"one of them smaller or add data"
-        )
+    _check_enough(windows, batch_size, corpus, side="training", remedy="add data")
     if len(windows) > 2**32:
         raise ValueError(
             f"sequence_length={config.sequence_length} cuts the training tokens into "
@@ -112,12 +107,7 @@ def validation_batches(
             f"batch_size={batch_size} and batches={batches} must be positive"
         )
     windows = _Windows(corpus.validation, config.sequence_length)
-    if len(windows) < batch_size:
-        raise ValueError(
-            f"batch_size={batch_size} exceeds the {len(windows)} held-out windows of "
-            f"sequence_length={config.sequence_length} ({corpus.description}); make "
-            f"one of them smaller, or hold out more"
-        )
+    _check_enough(windows, batch_size, corpus, side="held-out", remedy="hold out more")
     batches = min(batches, len(windows) // batch_size)
     chosen = np.arange(batches * batch_size) * len(windows) // (batches * batch_size)
     return list(windows.read(chosen).reshape(batches, batch_size, -1))
@@ -128,7 +118,7 @@ class _Windows:
 
     def __init__(self, parts: Sequence[Tokens], length: int) -> None:
         self._parts = parts
-        self._length = length
+        self.length = length
         counts = [max(0, part.size - 1) // length for part in parts]
         self._ends = np.cumsum(counts, dtype=np.int64)
 
@@ -138,10 +128,22 @@ class _Windows:
     def read(
         self, indices: Int32[np.ndarray, " windows"]
     ) -> Int32[np.ndarray, "windows length"]:
-        tokens = np.empty((len(indices), self._length + 1), np.int32)
+        tokens = np.empty((len(indices), self.length + 1), np.int32)
         for row, index in enumerate(indices):
             owner = np.searchsorted(self._ends, index, side="right")
             first = self._ends[owner - 1] if owner else 0
-            start = int(index - first) * self._length
-            tokens[row] = self._parts[owner][start : start + self._length + 1]
+            start = int(index - first) * self.length
+            tokens[row] = self._parts[owner][start : start + self.length + 1]
         return tokens
+
+
+def _check_enough(
+    windows: _Windows, batch_size: int, corpus: Corpus, *, side: str, remedy: str
+) -> None:
+    """Raises ValueError where the windows of a side of the corpus are too few."""
+    if len(windows) < batch_size:
+        raise ValueError(
+            f"batch_size={batch_size} exceeds the {len(windows)} {side} windows of "
+            f"sequence_length={windows.length} ({corpus.description}); make one of "
+            f"them smaller, or {remedy}"
+        )

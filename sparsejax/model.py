@@ -16,7 +16,7 @@ from sparsejax.config import ModelConfig
 from sparsejax.layers import Attention, RMSNorm, SparseFFN, fan_in_normal
 from sparsejax.ops.backend import Backend
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
-from sparsejax.sharding import BATCH, constrain, ffn_layout
+from sparsejax.sharding import BATCH, batch_parts, constrain, ffn_layout
 
 
 class Block(nnx.Module):
@@ -246,9 +246,7 @@ def _continue(
 ) -> jax.Array:
     window = buffer.size
     # A mesh splits the batch: the same sequence for each of its parts.
-    rows = 1
-    if model.mesh is not None:
-        rows = model.mesh.size // model.mesh.shape["tensor"]
+    rows = batch_parts(model.mesh)
 
     def step(carry, _):
         buffer, filled = carry

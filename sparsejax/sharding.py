@@ -8,6 +8,7 @@ The FFN runs under shard_map (`ops.ffn_layout`); everything else is compiled by 
 the annotations that `constrain` and `state_shardings` set.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 
@@ -51,6 +52,11 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     sizes = (resolved.data, resolved.fsdp, resolved.tensor)
     automatic = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(sizes, AXES, axis_types=automatic, devices=devices)
+
+
+def batch_parts(mesh: Mesh | AbstractMesh | None) -> int:
+    """Into how many parts the mesh splits the sequences of a batch; None: one."""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH)
 
 
 def ffn_layout(mesh: Mesh | None) -> FFNLayout | None:

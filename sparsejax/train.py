@@ -26,6 +26,7 @@ from sparsejax.model import Transformer, cross_entropy
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
 from sparsejax.recipe import phases, relabel_neurons, switch
 from sparsejax.sharding import (
+    batch_parts,
     check_shardable,
     constrain_state,
     local_rows,
@@ -195,7 +196,7 @@ class Run:
     def sample_of_validation(self, *, tokens: int) -> Int[Array, "batch sequence"]:
         """Held-out sequences without their targets: at least one for every part of a
         batch, and no more than hold `tokens`."""
-        parts = self.mesh.size // self.mesh.shape["tensor"]
+        parts = batch_parts(self.mesh)
         sequences = tokens // self.config.data.sequence_length
         sequences = max(parts, sequences // parts * parts)
         return self.validation[0][:sequences, :-1]
