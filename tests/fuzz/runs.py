@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -22,10 +23,7 @@ from tests.fuzz import checkpoints, configs
 from tests.fuzz.judge import clear_error, judging, require
 from tests.fuzz.mutations import damaged, mutated_json, one_of
 from tests.micro_run import arrays_of, micro_config, write_text
-
-
-class _Killed(Exception):
-    pass
+from tests.whole_runs import Killed, kill_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +44,8 @@ def prepare(folder: Path) -> Material:
     run = Run(config)
     finished, half_done = folder / "finished", folder / "half done"
     outcome = _train(run, finished)
-
-    def kill(record: dict) -> None:
-        if (record["event"], record["step"]) == ("step", 7):
-            raise _Killed
-
-    try:
-        _train(run, half_done, observe=kill)
-    except _Killed:
-        pass
+    with suppress(Killed):
+        _train(run, half_done, observe=kill_at("step", 7))
     return Material(
         config=config,
         run=run,

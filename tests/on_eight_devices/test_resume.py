@@ -9,33 +9,26 @@ import jax
 import numpy as np
 import pytest
 
-from sparsejax import loop, metrics
+from sparsejax import loop
 from sparsejax.config import MeshConfig, TrainConfig
 from sparsejax.loop import Outcome, train
-from sparsejax.metrics import DensePeak
 from sparsejax.train import Run
 from tests.micro_run import (
     assert_same_bits,
-    compilation_cache,
     micro_config,
     read_records,
     with_phases,
     without_speed,
     write_text,
 )
+from tests.whole_runs import Killed, kill_at, quick_runs
 
 BEFORE = MeshConfig(data=8)
 
 
-class Killed(Exception):
-    pass
-
-
 @pytest.fixture(scope="module", autouse=True)
 def quick(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch, compilation_cache(tmp_path_factory):
-        peak = DensePeak(tflops=1.0, source="test")
-        patch.setattr(metrics, "dense_peak", lambda dtype: peak)
+    with quick_runs(tmp_path_factory):
         yield
 
 
@@ -51,13 +44,8 @@ def stopped(tmp_path_factory) -> tuple[TrainConfig, Path, Path, Outcome]:
     model = replace(config.model, d_model=32, heads=8, kv_heads=8, d_hidden=128)
     config = replace(config, model=model, eval_batches=1)
     stopped, whole = tmp_path_factory.mktemp("stopped"), tmp_path_factory.mktemp("run")
-
-    def observe(record: dict) -> None:
-        if (record["event"], record["step"]) == ("step", 4):
-            raise Killed
-
     with pytest.raises(Killed):
-        train(config, stopped, observe=observe)
+        train(config, stopped, observe=kill_at("step", 4))
     return config, stopped, whole, train(config, whole)
 
 

@@ -31,24 +31,17 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from orbax.checkpoint._src.serialization import serialization
 from sparsejax import checkpoint, manifest
 from sparsejax.checkpoint import CheckpointFailed, Checkpoints
+from tests.sparsejax.test_checkpoint_processes import state_of as on_one_device
 
 assert (jax.process_count(), jax.device_count()) == (2, 4)
 square = jax.make_mesh((2, 2), ("data", "model"))
 line = jax.make_mesh((4,), ("all",))
 
 def state_of(step, mesh=square, axes=("data", "model")):
-    make = lambda: {
-        "w": jnp.arange(64.0).reshape(8, 8) + step,
-        "b": jnp.arange(3, dtype=jnp.bfloat16) + step,
-        "step": jnp.int32(step),
-        "keys": jax.random.split(jax.random.key(step), 4),
-        "key": jax.random.key(step + 1),
-        "none": jnp.zeros((0, 4)),
-    }
-    place = {name: NamedSharding(mesh, P()) for name in make()}
+    place = {name: NamedSharding(mesh, P()) for name in on_one_device(step)}
     place["w"] = NamedSharding(mesh, P(*axes))
     place["keys"] = NamedSharding(mesh, P(axes[0]))
-    return jax.jit(make, out_shardings=place)()
+    return jax.jit(lambda: on_one_device(step), out_shardings=place)()
 
 def assert_same(found, expected):
     for name, array in expected.items():

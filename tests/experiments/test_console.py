@@ -1,0 +1,188 @@
+"""What the main job prints: its plan, its progress and its summary."""
+
+from dataclasses import asdict
+
+import jax
+import pytest
+
+from experiments import console, pretrain
+from sparsejax import metrics, plan
+from sparsejax.config import MeshConfig, TrainConfig
+from sparsejax.presets import PRESETS
+from sparsejax.recipe import phases
+from tests.micro_run import micro_config, write_text
+from tests.whole_runs import quick_runs
+from tests.wide_console import widen
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick(tmp_path_factory):
+    with quick_runs(tmp_path_factory) as patch:
+        widen(patch)
+        yield
+
+
+# The plan.
+
+
+@pytest.mark.parametrize("recipe", ["default", "paper", "weights", "dense"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_dry_run_prints_the_plan_and_allocates_nothing(
+    preset, recipe, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    before = {id(array) for array in jax.live_arrays()}
+    assert pretrain.run(["--preset", preset, "--recipe", recipe, "--dry-run"]) == 0
+    assert {id(array) for array in jax.live_arrays()} <= before
+    assert list(tmp_path.iterdir()) == []
+    shown = capsys.readouterr().out
+    model = PRESETS[preset]().model
+    assert f"parameters: {plan.parameter_count(model).total:,} " in shown
+    length = PRESETS[preset]().data.sequence_length
+    flops = plan.flops_per_token(model, length)
+    assert f"{flops.total() / 1e6:,.2f}" in shown
+    assert f"FFN share of a dense step's FLOPs: {flops.ffn_share():.1%}" in shown
+    assert "memory, GiB per device" in shown and "1  Y1 = X W1" in shown
+    assert "gathered weights" not in shown
+    assert ("predicted on sparse tensor cores" in shown) == (recipe != "dense")
+    kinds = ["dense"] if recipe == "dense" else ["warm-up", "sparse", "dense"]
+    assert all(f"│ {kind} " in shown for kind in kinds)
+
+
+ON_64 = "--mesh.data 4 --mesh.fsdp 8 --mesh.tensor 2 --batch-size 512".split()
+
+
+def test_a_dry_run_plans_for_devices_that_are_not_here(capsys):
+    arguments = "--preset llama-1b --micro-batches 8 --dry-run".split()
+    assert pretrain.run([*arguments, *ON_64]) == 0
+    shown = capsys.readouterr().out
+    assert "mesh: data 4 x fsdp 8 x tensor 2 = 64 devices, planned as if" in shown
+    assert f"cpu, {jax.device_count()} here; compute bfloat16" in shown
+    config = PRESETS["llama-1b"]()
+    mesh = MeshConfig(data=4, fsdp=8, tensor=2)
+    tokens = 64 * 4096 // 32
+    rows = {
+        cells[0]: cells[1:]
+        for line in shown[shown.index("memory, GiB") :].splitlines()
+        if len(cells := [cell.strip() for cell in line.split("│")[1:-1]]) == 3
+    }
+    sparsities = {phase.kind: phase.sparsity for phase in phases(config)}
+    for column, kind in enumerate(("dense", "sparse")):
+        sparsity = sparsities[kind]
+        memory = plan.memory_bytes(
+            config.model, tokens_per_device=tokens, mesh=mesh, sparsity=sparsity
+        )
+        for use, size in (asdict(memory) | {"total": memory.total}).items():
+            assert rows[use][column] == f"{size / 2**30:,.2f}"
+        sent = plan.communication_bytes(config.model, mesh, sparsity, 8, tokens)
+        assert (
+            f"  {kind}: gathered weights {sent.gathered_weights / 2**30:,.2f}, "
+            f"reduced gradients {sent.reduced_gradients / 2**30:,.2f}, "
+            f"reduced activations {sent.reduced_activations / 2**30:,.2f}, "
+            f"exchanged tokens {sent.exchanged_tokens / 2**30:,.2f}, "
+            f"total {sent.total / 2**30:,.2f}\n"
+        ) in shown
+
+
+def test_the_paths_of_a_mesh_are_those_of_a_device_s_tokens(capsys, monkeypatch):
+    asked = []
+
+    def record(model, sparsity, tokens, backend):
+        asked.append(tokens)
+        return metrics.ffn_decisions(model, sparsity, tokens, backend)
+
+    monkeypatch.setattr(console, "ffn_decisions", record)
+    assert pretrain.run("--dry-run --mesh.data 4 --mesh.tensor 2".split()) == 0
+    assert asked == [32 * 128 // 4] * 2
+    assert "mesh: data 4 x fsdp 1 x tensor 2 = 8 devices" in capsys.readouterr().out
+
+
+def test_a_mesh_left_open_is_planned_on_at_least_one_replica(capsys):
+    assert pretrain.run("--dry-run --mesh.fsdp 32 --batch-size 64".split()) == 0
+    assert "mesh: data 1 x fsdp 32 x tensor 1 = 32 dev" in capsys.readouterr().out
+
+
+def test_the_devices_that_train_are_said_with_their_processes(capsys):
+    config = TrainConfig(batch_size=32 * jax.device_count())
+    console.announce(config)
+    shown = capsys.readouterr().out
+    here = jax.device_count()
+    assert f"device: cpu, {here} of {here}; compute float32" in shown
+    assert f"mesh: data {here} x fsdp 1 x tensor 1 = {here} device" in shown
+    assert ", 1 process\n" in shown
+    assert "memory, GiB" not in shown
+
+
+@pytest.mark.parametrize("recipe", ["default", "paper"])
+def test_nothing_is_printed_of_a_plan_that_cannot_be(recipe, capsys):
+    wrong = ["--recipe", recipe, "--model.d-hidden", "6"]
+    assert pretrain.run([*wrong, "--dry-run"]) == 1
+    assert pretrain.run(["--backend", "mosaic_sm90", "--dry-run"]) == 1
+    assert capsys.readouterr().out == ""
+
+
+# What is printed.
+
+
+def test_a_resume_says_from_where_and_what_was_damaged(text, tmp_path, capsys):
+    folder = tmp_path / "run"
+    pretrain.main(micro_config(text), folder)
+    newest = folder / "checkpoints" / "step_00000012"
+    size = (newest / "record.json").stat().st_size
+    (newest / "record.json").write_text("{}")
+    capsys.readouterr()
+    assert pretrain.run(["--resume", str(folder)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    used = folder / "checkpoints" / "step_00000010"
+    assert f"step 10: continues from {used}" in shown
+    assert (
+        f"{newest}.damaged is damaged (record.json has 2 bytes instead of {size}) and "
+        f"set aside; the run goes on from step 10"
+    ) in shown
+
+
+def test_what_should_worry_is_yellow(monkeypatch):
+    said = []
+    monkeypatch.setattr(console, "say", lambda text, style: said.append(style))
+    where = {"step": 3, "checkpoint": "c", "reason": "r"}
+    losses = dict.fromkeys(
+        ("before", "before_unmasked", "after", "after_unmasked", "jump"), 1.0
+    )
+    with console.progress(TrainConfig()) as observe:
+        observe({"event": "damaged"} | where)
+        observe({"event": "switch", "to": "dense", "large": True} | where | losses)
+        observe({"event": "resume"} | where)
+        observe({"event": "switch", "to": "dense", "large": False} | where | losses)
+    assert said == ["yellow", "yellow", None, None]
+
+
+def test_text_is_printed_as_it_is_brackets_included(capsys):
+    console.say("text='[a-z]*.txt' [/nothing] [bold]x")
+    console.show_sample("a[b]c\\", "[/red]\x1b[2J\n")
+    shown = capsys.readouterr().out
+    assert "text='[a-z]*.txt' [/nothing] [bold]x" in shown
+    assert "a[b]c\\[/red]\ufffd[2J" in shown
+
+
+def test_a_perplexity_beyond_float_is_infinite(capsys):
+    where = {"phase": 0, "kind": "dense", "step": 3}
+    console.summarise(
+        [
+            {"event": "start", "unigram_loss": 3.0} | where,
+            {"event": "validation", "loss": 1e4} | where,
+        ]
+    )
+    assert "inf" in capsys.readouterr().out
+
+
+def test_a_summary_needs_no_record_that_is_lost(capsys):
+    where = {"phase": 0, "kind": "dense", "step": 3}
+    console.summarise([{"event": "validation", "loss": 1.5} | where])
+    assert "1.5000" in capsys.readouterr().out
+    console.summarise([])
+    assert "unigram" not in capsys.readouterr().out

@@ -1,0 +1,210 @@
+"""Settings as JSON and back, and what a resume may change."""
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsejax.config import (
+    DataConfig,
+    MeshConfig,
+    OptimizerConfig,
+    RecipeConfig,
+    TrainConfig,
+)
+from sparsejax.config_file import (
+    MAY_CHANGE,
+    changed_settings,
+    check_resumable,
+    from_json,
+    read_config,
+    to_json,
+)
+from sparsejax.presets import PRESETS
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_json_brings_every_setting_back(name):
+    config = PRESETS[name]()
+    config = replace(
+        config,
+        recipe="paper",
+        phases=RecipeConfig(experts=8, router="token_hash", token_sparsity="mvue"),
+        data=replace(config.data, text="a/**/*.txt", seed=3),
+        backend="reference",
+    )
+    assert from_json(json.loads(json.dumps(to_json(config)))) == config
+
+
+def test_an_unknown_setting_is_refused_by_its_dotted_name():
+    settings = to_json(TrainConfig())
+    with pytest.raises(ValueError, match="setting colour is unknown to this version"):
+        from_json(settings | {"colour": "red"})
+    settings["model"]["depth"] = 3
+    with pytest.raises(ValueError, match=r"setting model\.depth is unknown"):
+        from_json(settings)
+
+
+def test_settings_from_json_are_checked_like_any_other():
+    settings = to_json(TrainConfig())
+    settings["steps"] = 0
+    with pytest.raises(ValueError, match="steps=0 must be at least 1"):
+        from_json(settings)
+
+
+def test_settings_that_are_not_there_have_their_defaults():
+    assert from_json({}) == TrainConfig()
+    older = to_json(TrainConfig(seed=3))
+    del older["mesh"], older["keep_every"], older["data"]["shards"]
+    assert from_json(older) == TrainConfig(seed=3)
+
+
+def test_an_integer_may_stand_for_a_float_and_becomes_one():
+    clip_norm = from_json({"optimizer": {"clip_norm": 2}}).optimizer.clip_norm
+    assert (clip_norm, type(clip_norm)) == (2.0, float)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ([], r"settings \[\] must be a JSON object"),
+        (None, "settings None must be a JSON object"),
+        ({"model": 3}, "setting model=3 must be a JSON object"),
+        ({"mesh": None}, "setting mesh=None must be a JSON object"),
+        ({"steps": "9"}, "setting steps='9' must be an integer$"),
+        ({"steps": 9.0}, r"setting steps=9\.0 must be an integer$"),
+        ({"steps": True}, "setting steps=True must be an integer$"),
+        ({"steps": None}, "setting steps=None must be an integer$"),
+        ({"plot": 1}, "setting plot=1 must be true or false$"),
+        (
+            {"recipe": "blue"},
+            "setting recipe='blue' must be one of 'default', 'paper',",
+        ),
+        ({"recipe": ["paper"]}, r"setting recipe=\['paper'\] must be one of 'default'"),
+        ({"backend": 1}, "backend=1 must be one of 'reference', .* or null$"),
+        ({"data": {"text": 1}}, r"setting data\.text=1 must be a string or null$"),
+        ({"model": {"dtype": None}}, r"model\.dtype=None must be one of 'float32', "),
+        ({"mesh": {"data": "2"}}, r"setting mesh\.data='2' must be an integer$"),
+        (
+            {"phases": {"token_sparsity": "best"}},
+            r"phases\.token_sparsity='best' must be one of 'magnitude', .* or null$",
+        ),
+        *(
+            (
+                {"optimizer": {"beta1": value}},
+                rf"setting optimizer\.beta1={value!r} must be a finite number$",
+            )
+            for value in (NAN, INFINITY, -INFINITY, 10**400, True, "1", None)
+        ),
+    ],
+)
+def test_a_setting_of_another_type_is_refused_by_its_dotted_name(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        from_json(wrong)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda parts: st.lists(parts) | st.dictionaries(st.text(), parts),
+)
+
+
+@given(name=st.sampled_from([f.name for f in fields(TrainConfig)]), value=JSON)
+@settings(deadline=None)
+def test_no_json_value_gives_another_error_than_a_named_setting(name, value):
+    try:
+        config = from_json({name: value})
+    except ValueError as error:
+        assert name in str(error)
+    else:
+        assert from_json(to_json(config)) == config
+
+
+def test_a_file_of_settings_is_read_whatever_the_locale(tmp_path):
+    path = tmp_path / "config.json"
+    config = TrainConfig(data=DataConfig(text="größe/*.txt"))
+    path.write_bytes(json.dumps(to_json(config), ensure_ascii=False).encode("utf-8"))
+    assert read_config(path) == config
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "Expecting value"),
+        (b'{"steps": 3', "Expecting ',' delimiter"),
+        (b'{"steps": NaN}', "setting steps=nan must be an integer"),
+        (b'{"optimizer": {"beta1": 1e999}}', r"optimizer\.beta1=inf must be a finite"),
+        (b'{"data": {"text": "\xff"}}', "'utf-8' codec"),
+        (b"[" * 100_000, "recursion"),
+        (b'{"steps": %s}' % (b"9" * 5000), "digits"),
+        (b'{"seed": -1}', "seed=-1 must be at least 0"),
+    ],
+)
+def test_a_file_that_holds_no_settings_is_named_with_the_reason(
+    content, message, tmp_path
+):
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"config.json does not hold .*{message}"):
+        read_config(path)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ValueError, match="does not hold the settings of a run: .*dir"):
+        read_config(tmp_path)
+    with pytest.raises(
+        ValueError, match="config.json does not hold .*: .*No such file"
+    ):
+        read_config(tmp_path / "config.json")
+
+
+def test_changed_settings_are_the_differences_and_no_others():
+    before = TrainConfig()
+    after = replace(
+        before, steps=7, model=replace(before.model, d_hidden=256), data=DataConfig()
+    )
+    assert changed_settings(before, before) == {}
+    assert changed_settings(before, after) == {
+        "steps": (before.steps, 7),
+        "model.d_hidden": (512, 256),
+    }
+
+
+def test_a_resume_may_change_what_touches_no_training_its_mesh_length_and_paths():
+    before = TrainConfig(checkpoint_every=200, data=DataConfig(text="a/*.txt"))
+    after = replace(
+        before,
+        log_every=3,
+        eval_every=3,
+        checkpoint_every=3,
+        keep_checkpoints=3,
+        keep_every=6,
+        sample_length=3,
+        plot=False,
+        steps=2600,
+        mesh=MeshConfig(data=2, fsdp=4, tensor=8),
+        data=DataConfig(shards="b", tokenizer="tokenizer.json"),
+    )
+    assert set(changed_settings(before, after)) == MAY_CHANGE
+    check_resumable(before, after, Path("runs/a"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch_size": 64}, "runs/a holds a run whose batch_size is 32 and cannot"),
+        ({"data": DataConfig(seed=1)}, r"whose data\.seed is 0 and cannot become 1;"),
+        ({"recipe": "dense"}, "whose recipe is 'default' and cannot become 'dense'"),
+        ({"optimizer": OptimizerConfig(beta1=0.5)}, r"optimizer\.beta1 is 0\.9"),
+    ],
+)
+def test_a_resume_may_change_nothing_else(change, message):
+    before = TrainConfig()
+    after = replace(before, log_every=3, steps=9, **change)
+    with pytest.raises(ValueError, match=message):
+        check_resumable(before, after, Path("runs/a"))
