@@ -370,6 +370,16 @@ def test_a_finished_run_that_is_resumed_reports_it_again(text, tmp_path, capsys)
 # Processes of their own.
 
 
+def test_a_process_joins_the_others_before_it_trains(monkeypatch):
+    happened = []
+    monkeypatch.setattr(pretrain, "join", lambda **said: happened.append(said))
+    monkeypatch.setattr(pretrain, "main", lambda *_: happened.append("main"))
+    assert pretrain.run(["--distributed", "--heartbeat-seconds", "7"]) == 0
+    assert happened == [{"heartbeat_seconds": 7}, "main"]
+    assert pretrain.run(["--heartbeat-seconds", "7"]) == 0
+    assert happened[2:] == ["main"]
+
+
 def command(*arguments: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), *arguments],

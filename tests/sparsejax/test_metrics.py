@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from sparsejax import metrics
-from sparsejax.config import ModelConfig
+from sparsejax.config import MeshConfig, ModelConfig
 from sparsejax.metrics import (
     DensePeak,
     dense_peak,
@@ -247,11 +247,30 @@ def test_speed_counts_the_dense_model_and_what_was_executed_apart():
     )
 
 
+def test_the_utilisation_is_a_share_of_the_peak_of_all_devices():
+    decisions = [decision(0.5)] * 6
+    peak = DensePeak(tflops=50, source="")
+    one, two = (speed(MODEL, 10, decisions, 1e9, peak, devices=d) for d in (1, 2))
+    for name in one:
+        assert two[name] == one[name] / (2 if name.startswith("mfu") else 1), name
+
+
 def test_a_dense_network_executes_what_it_is_equivalent_to():
     decisions = ffn_decisions(MODEL, DENSE, tokens=64)
     assert len(decisions) == 6
     figures = speed(MODEL, 8, decisions, 1.0, DensePeak(tflops=1, source=""))
     assert figures["executed_tflops"] == figures["dense_equivalent_tflops"]
+
+
+def test_the_decisions_of_a_mesh_are_of_one_device_s_part():
+    mesh = MeshConfig(data=2, fsdp=4, tensor=2)
+    gemms = [d.spec for d in ffn_decisions(MODEL, DENSE, 64, mesh=mesh)]
+    whole = [d.spec for d in ffn_decisions(MODEL, DENSE, 64)]
+    # 64 / (data x fsdp) tokens and 32 / tensor neurons; d_model = 16 is never split
+    local = {64: 8, 32: 16, 16: 16}
+    assert [(g.m, g.k, g.n) for g in gemms] == [
+        (local[g.m], local[g.k], local[g.n]) for g in whole
+    ]
 
 
 def test_decisions_are_those_of_the_gated_network_where_it_is_one():
