@@ -3,6 +3,7 @@
 import os
 
 import jax
+import pytest
 
 EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 if EIGHT_DEVICES not in os.environ.get("XLA_FLAGS", ""):
@@ -12,6 +13,14 @@ if EIGHT_DEVICES not in os.environ.get("XLA_FLAGS", ""):
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # On a GPU float32 GEMMs would otherwise round their operands to TF32.
 jax.config.update("jax_default_matmul_precision", "highest")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_programs_are_freed():
+    """Each takes three of the 65,530 memory mappings that Linux allows a process: at
+    the end of a long run, compiling would crash it."""
+    yield
+    jax.clear_caches()
 
 
 def pytest_collection_modifyitems(items):
