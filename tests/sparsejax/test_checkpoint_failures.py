@@ -258,7 +258,8 @@ def test_what_cannot_be_deleted_is_deleted_later(tmp_path, monkeypatch):
         assert checkpoints.steps() == [3]
 
 
-# The disk is full in the middle of the arrays: what fits is 4 MB, and step 2 has 16.
+# The disk is full in the middle of the arrays: 4 MB fit, or 1 MB into one file, and
+# step 2 has 16 in arrays of 2.
 FULL = """
 import os, resource, sys
 from pathlib import Path
@@ -267,7 +268,7 @@ from sparsejax.checkpoint import CheckpointFailed, Checkpoints
 
 folder = Path(sys.argv[1]) / "checkpoints"
 if sys.argv[2] == "file size":
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
 else:
     status = os.statvfs(folder.parent)
     assert status.f_blocks * status.f_frsize == 4 << 20
