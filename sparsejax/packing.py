@@ -1,0 +1,105 @@
+"""2:4 matrices in the order in which sparse tensor cores read them.
+
+Values stay in logical order. The positions, two bits each, are put together in words
+that each thread of a warpgroup loads as it needs them. Source: PTX ISA, "Sparse matrix
+storage" of `wgmma.mma_async.sp`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, UInt8
+
+from sparsejax.formats import Compressed
+from sparsejax.patterns import TWO_FOUR
+
+BLOCK = 64
+"""Rows, and columns, whose positions are stored together."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Packed:
+    """A (..., rows, k) matrix that is 2:4 along k; a pytree. 9 / 16 of dense bfloat16.
+
+    Made by `pack`, or by a kernel; the constructor does not check.
+    """
+
+    values: Array
+    """(..., rows, k / 2): kept entries in order, as in `Compressed`."""
+    metadata: Array
+    """(..., ceil(rows / 64), k / 64, 128) uint32: thread t of a warpgroup reads word t.
+
+    With w = t // 32, q = t % 32 // 4 and p = t % 4 the lower half of the word is for
+    row 16 w + q of the block, the upper one for row 16 w + q + 8: columns 16 p to
+    16 p + 15, four bits per group of four, the first position in the lower two.
+    """
+
+    axis = -1
+    """The reduction axis, as of `Compressed`."""
+    pattern = TWO_FOUR
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The dense shape."""
+        return (*self.values.shape[:-1], 2 * self.values.shape[-1])
+
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim
+
+    @property
+    def dtype(self):
+        return self.values.dtype
+
+
+def pack(c: Compressed) -> Packed:
+    """`c`, or its transpose where it is 2:4 along the last axis but one.
+
+    Raises:
+      ValueError: not 2:4, or the size of the sparse axis is not a multiple of 64.
+    """
+    if c.pattern != TWO_FOUR:
+        raise ValueError(f"pattern={c.pattern} is not 2:4, all that tensor cores read")
+    values, positions = c.values, c.metadata
+    if c.axis == -2:
+        values, positions = values.swapaxes(-1, -2), positions.swapaxes(-1, -2)
+    *batch, rows, kept = values.shape
+    if kept % (BLOCK // 2):
+        raise ValueError(
+            f"k={2 * kept}, the size of the sparse axis, is not a multiple of {BLOCK}; "
+            f"pad it to {math.ceil(2 * kept / BLOCK) * BLOCK}"
+        )
+    row_blocks = math.ceil(rows / BLOCK)
+    fill = [(0, 0)] * len(batch) + [(0, row_blocks * BLOCK - rows), (0, 0)]
+    # (block, warp, half, row, block, quarter, eight positions)
+    shape = (*batch, row_blocks, 4, 2, 8, 2 * kept // BLOCK, 4, 8)
+    positions = jnp.pad(positions, fill).reshape(shape).astype(jnp.uint32)
+    halves = jnp.zeros(shape[:-1], jnp.uint32)
+    for i in range(8):
+        halves |= lax.index_in_dim(positions, i, -1, keepdims=False) << (2 * i)
+    lower, upper = (
+        lax.index_in_dim(halves, i, halves.ndim - 4, keepdims=False) for i in range(2)
+    )
+    words = jnp.moveaxis(lower | (upper << 16), -2, -4)
+    return Packed(values, words.reshape(*words.shape[:-3], 128))
+
+
+def unpack(p: Packed) -> Compressed:
+    """In logical order, sparse along the last axis."""
+    return Compressed(p.values, _positions(p), None, TWO_FOUR, -1)
+
+
+def _positions(p: Packed) -> UInt8[Array, "*batch rows half_k"]:
+    *batch, row_blocks, k_blocks, _ = p.metadata.shape
+    words = p.metadata.reshape(*batch, row_blocks, k_blocks, 4, 8, 4)
+    halves = jnp.stack([words & 0xFFFF, words >> 16], axis=-3)
+    # (block, block, warp, half, row, quarter) to rows first
+    halves = jnp.moveaxis(halves, -5, -2)
+    positions = jnp.stack([(halves >> (2 * i)) & 3 for i in range(8)], axis=-1)
+    shape = (*batch, row_blocks * BLOCK, k_blocks * BLOCK // 2)
+    rows = p.values.shape[-2]
+    return positions.astype(jnp.uint8).reshape(shape)[..., :rows, :]

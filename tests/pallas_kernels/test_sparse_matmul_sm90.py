@@ -1,0 +1,204 @@
+"""The 2:4 GEMM on Hopper: lowered everywhere, run where there is one."""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import sparse_matmul_sm90
+from pallas_kernels.sparse_matmul_sm90 import Config, Shape, default_config, why_invalid
+from sparsejax.formats import compress, decompress
+from sparsejax.packing import pack
+
+ORDERS = [(True, True), (True, False), (False, True), (False, False)]
+
+
+def relu_squared(x):
+    return jnp.square(jnp.maximum(x, 0))
+
+
+def arguments(shape: Shape, seed: int = 0):
+    """A compressed, and B as it is stored."""
+    keys = jax.random.split(jax.random.key(seed))
+    a = compress(jax.random.normal(keys[0], (shape.m, shape.k), shape.dtype))
+    stored = (shape.n, shape.k) if shape.b_k_major else (shape.k, shape.n)
+    return a, jax.random.normal(keys[1], stored, shape.dtype)
+
+
+def product(shape: Shape, a, b, **options):
+    packed = pack(a)
+    return sparse_matmul_sm90.sparse_matmul(
+        packed.values,
+        packed.metadata,
+        b,
+        b_k_major=shape.b_k_major,
+        transpose_out=shape.transpose_out,
+        **options,
+    )
+
+
+def lowered(shape: Shape, **options):
+    a = jax.eval_shape(lambda: arguments(shape)[0])
+    b = jax.eval_shape(lambda: arguments(shape)[1])
+    function = jax.jit(partial(product, shape, **options))
+    return function.trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(("b_k_major", "transpose_out"), ORDERS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_lowers_for_hopper(b_k_major, transpose_out, dtype):
+    shape = Shape(
+        m=192 if transpose_out else 77,
+        n=77 if transpose_out and b_k_major else 192,
+        k=128,
+        dtype=dtype,
+        b_k_major=b_k_major,
+        transpose_out=transpose_out,
+    )
+    assert "mosaic_gpu" in lowered(shape, activation=relu_squared)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(cluster=1, columns_first=False),
+        Config(tile_n=64, stages=2, warpgroups=1),
+        Config(out_columns=32, out_slots=4, width=4),
+    ],
+)
+def test_every_knob_lowers(config):
+    assert "mosaic_gpu" in lowered(Shape(m=256, n=300, k=128), config=config)
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "message"),
+    [
+        ({}, {"dtype": "float32"}, "multiplies bfloat16 and float16, not float32"),
+        ({}, {"k": 96}, "k=96 is not a multiple of 64"),
+        ({}, {"m": 100}, "m=100, .* not a multiple of 64"),
+        ({}, {"n": 100, "transpose_out": False}, "n=100, .* not a multiple of 64"),
+        ({}, {"n": 100, "b_k_major": False}, "n=100 .* B stored"),
+        ({"tile_n": 100}, {}, "tile_n=100 is not one of"),
+        ({"warpgroups": 3}, {}, "warpgroups=3 is not 1 or 2"),
+        ({"cluster": 4}, {}, "cluster=4 is not 1 or 2"),
+        ({"out_columns": 16}, {}, "out_columns=16"),
+        ({"out_columns": 32}, {"transpose_out": False}, "out_columns=32 is not 64"),
+        ({"stages": 0}, {}, "must be positive"),
+        ({"stages": 5}, {}, r"needs \d+ bytes of shared memory of 232448"),
+    ],
+)
+def test_what_cannot_run_is_told(config, shape, message):
+    shape = replace(Shape(m=128, n=256, k=128), **shape)
+    reason = why_invalid(Config(**config), shape)
+    assert reason is not None
+    assert re.search(message, reason)
+
+
+def test_operands_that_do_not_fit_are_refused():
+    a, b = arguments(Shape(m=64, n=8, k=64))
+    with pytest.raises(ValueError, match=r"need metadata \(1, 1, 128\).*with k=8"):
+        product(Shape(m=64, n=64, k=8, b_k_major=False), a, b)
+    with pytest.raises(ValueError, match="out_dtype=float32 is not"):
+        product(Shape(m=64, n=8, k=64), a, b, out_dtype=jnp.float32)
+
+
+def test_the_heuristic_is_always_valid():
+    generator = np.random.default_rng(0)
+    for _ in range(500):
+        m, n, k = (64 * int(i) for i in generator.integers(1, 300, 3))
+        shape = Shape(m=m, n=int(generator.integers(1, n + 1)), k=k)
+        assert why_invalid(default_config(shape), shape) is None, shape
+
+
+# On a GPU.
+
+
+def relative_error(got, exact) -> float:
+    got, exact = np.asarray(got, np.float64), np.asarray(exact, np.float64)
+    return float(np.linalg.norm(got - exact) / np.linalg.norm(exact))
+
+
+def exact_product(shape: Shape, a, b):
+    """In float32, and by the dense GEMM in the dtype, of the same masked operands."""
+    dense = decompress(a)
+    b = b.T if shape.b_k_major else b
+    products = (
+        jnp.matmul(dense.astype(jnp.float32), b.astype(jnp.float32)),
+        jnp.matmul(dense, b, preferred_element_type=jnp.float32).astype(shape.dtype),
+    )
+    return [p.T if shape.transpose_out else p for p in products]
+
+
+def check(cases: list[tuple[Shape, dict]]) -> None:
+    """No less exact than the dense GEMM, and the same bits twice."""
+
+    def compiled(case):
+        shape, options = case
+        operands = arguments(shape)
+        run = jax.jit(partial(product, shape, **options)).lower(*operands).compile()
+        return shape, options, operands, run
+
+    with ThreadPoolExecutor(8) as pool:
+        for shape, options, operands, run in pool.map(compiled, cases):
+            got, again = run(*operands), run(*operands)
+            np.testing.assert_array_equal(got, again)
+            exact, dense = exact_product(shape, *operands)
+            # 1.1: the sums are taken in another order than the library's.
+            bound = 1.1 * relative_error(dense, exact)
+            assert relative_error(got, exact) <= bound, (shape, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("b_k_major", "transpose_out"), ORDERS)
+def test_every_order_on_a_gpu(b_k_major, transpose_out):
+    shape = Shape(
+        m=1088,
+        n=1984,
+        k=640,
+        b_k_major=b_k_major,
+        transpose_out=transpose_out,
+    )
+    cases = [(shape, {}), (replace(shape, dtype="float16"), {})]
+    if transpose_out and b_k_major:
+        cases += [(replace(shape, n=n), {}) for n in (1, 7, 63, 65, 1999)]
+    if not transpose_out:
+        cases += [(replace(shape, m=m), {}) for m in (1, 7, 63, 65, 1999)]
+    check(cases)
+
+
+@pytest.mark.gpu
+def test_every_knob_on_a_gpu():
+    shape = Shape(m=1088, n=1999, k=640)
+    configs = [
+        Config(tile_n=tile_n, cluster=cluster, warpgroups=warpgroups, out_columns=32)
+        for tile_n in (64, 128, 192, 256)
+        for cluster in (1, 2)
+        for warpgroups in (1, 2)
+    ]
+    configs += [Config(stages=2, out_slots=1), Config(columns_first=False, width=3)]
+    check([(shape, {"config": config}) for config in configs])
+
+
+@pytest.mark.gpu
+def test_random_shapes_on_a_gpu():
+    generator = np.random.default_rng(1)
+    cases = []
+    for _ in range(200):
+        m, k = (64 * int(i) for i in generator.integers(1, 40, 2))
+        cases.append((Shape(m=m, n=int(generator.integers(1, 5001)), k=k), {}))
+    check(cases)
+
+
+@pytest.mark.gpu
+def test_the_activation_is_applied_before_rounding_on_a_gpu():
+    shape = Shape(m=256, n=300, k=256)
+    a, b = arguments(shape)
+    exact, _ = exact_product(shape, a, b)
+    got = product(shape, a, b, activation=relu_squared, out_dtype=jnp.float16)
+    assert got.dtype == jnp.float16
+    assert relative_error(got, relu_squared(exact)) < 2**-11  # half a unit of float16
