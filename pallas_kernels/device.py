@@ -12,6 +12,16 @@ DENSE_PEAK_TFLOPS = {
 }
 
 
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+"""Names of the GPUs of compute capability 9.0."""
+
+
+def is_hopper(device_kind: str) -> bool:
+    """Whether `wgmma.mma_async.sp` runs on it; `device_kind` as `jax.Device` has it."""
+    words = device_kind.replace("-", " ").split()
+    return any(word in HOPPER for word in words)
+
+
 def dense_peak_tflops(device_kind: str, dtype: str) -> float | None:
     """TFLOP/s of a dense GEMM by the data sheet; None for a device not in the table.
 

@@ -370,6 +370,8 @@ class SparseFFN(nnx.Module):
             sparsity=self.sparsity,
             scales=self.scales[...],
             dtype=self.dtype,
+            layout=self.layout,
+            backend=self.backend,
         )
         self.packed = None if packed is None else PackedWeights(packed)
 

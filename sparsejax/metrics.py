@@ -13,7 +13,12 @@ from jaxtyping import Array, Bool, Float, Int
 from sparsejax.config import MeshConfig, ModelConfig
 from sparsejax.layers import SparseFFN, sparse_ffns
 from sparsejax.model import Transformer
-from sparsejax.ops.backend import Backend, Decision, current_platform
+from sparsejax.ops.backend import (
+    Backend,
+    Decision,
+    current_device_kind,
+    current_platform,
+)
 from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
 from sparsejax.ops.gated_ffn import GatedFFNSpec
 from sparsejax.patterns import NM
@@ -75,6 +80,7 @@ def ffn_decisions(
         dtype=config.dtype,
         sparsity=sparsity,
         device=current_platform(),
+        device_kind=current_device_kind(),
         token_shards=mesh.data * mesh.fsdp,
         hidden_shards=mesh.tensor,
     )

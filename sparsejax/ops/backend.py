@@ -38,6 +38,8 @@ class GemmSpec:
     """A weight gradient: k counts tokens and m features, else m counts tokens."""
     device: str = "cpu"
     """Platform, as `jax.Device.platform`."""
+    device_kind: str = ""
+    """Model, as `jax.Device.device_kind`."""
 
     @property
     def dense_flops(self) -> int:
@@ -53,6 +55,10 @@ class Implementation:
     why_unsupported: Callable[[GemmSpec], str | None]
     describe: Callable[[GemmSpec], tuple[str, float]]
     """What runs, in words, and the share of the dense FLOPs that it executes."""
+    why_slower: Callable[[GemmSpec], str | None] = lambda spec: None
+    """Why it would not be faster than dense, so that it is not chosen unasked."""
+    measured_us: Callable[[GemmSpec], Mapping[str, float] | None] = lambda spec: None
+    """Times measured for this GEMM or a similar one, see `Decision`."""
 
 
 type Implementations = Mapping[Backend, Implementation]
@@ -82,6 +88,14 @@ def current_platform() -> str:
     return device if isinstance(device, str) else device.platform
 
 
+def current_device_kind() -> str:
+    """The `device_kind` of what an operation traced now will run on."""
+    device = jax.config.jax_default_device
+    if device is None or isinstance(device, str):
+        device = jax.devices(device)[0]
+    return device.device_kind
+
+
 def choose_backend(
     spec: GemmSpec,
     requested: Backend | None,
@@ -100,6 +114,8 @@ def choose_backend(
     refusals: dict[Backend, str] = {}
     for backend in PREFERENCE if requested is None else (requested,):
         why = _why_unsupported(spec, backend, implementations)
+        if why is None and requested is None:
+            why = implementations[backend].why_slower(spec)
         if why is None:
             path, share = implementations[backend].describe(spec)
             refused = "; ".join(f"{name}: {text}" for name, text in refusals.items())
@@ -112,6 +128,7 @@ def choose_backend(
                 path=path,
                 executed_share=share,
                 reason=reason,
+                measured_us=_measured_us(spec, implementations),
             )
         refusals[backend] = why
     raise NotImplementedError(
@@ -119,6 +136,17 @@ def choose_backend(
         + "; ".join(f"{name}: {why}" for name, why in refusals.items())
         + ("; leave backend=None to take one that can" if requested else "")
     )
+
+
+def _measured_us(
+    spec: GemmSpec, implementations: Implementations
+) -> Mapping[str, float] | None:
+    """Of every backend that was measured and can run it, chosen or not."""
+    times: dict[str, float] = {}
+    for backend, implementation in implementations.items():
+        if _why_unsupported(spec, backend, implementations) is None:
+            times.update(implementation.measured_us(spec) or {})
+    return times or None
 
 
 def _why_unsupported(

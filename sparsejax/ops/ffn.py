@@ -86,7 +86,15 @@ def ffn(
     if sparsity.weights is None:
         packed = None
     elif packed is None and scales is not None:
-        packed = pack_ffn(w_up, w_down, sparsity=sparsity, scales=scales, dtype=x.dtype)
+        packed = pack_ffn(
+            w_up,
+            w_down,
+            sparsity=sparsity,
+            scales=scales,
+            dtype=x.dtype,
+            layout=layout,
+            backend=backend,
+        )
     if not sparsity.experts or sparsity.router == "true_mass":
         expert_index = None
     key = key if sparsity.needs_key else None

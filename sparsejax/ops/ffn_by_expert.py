@@ -21,6 +21,7 @@ from sparsejax.ops.token_sparsity import (
     fixed_token_order,
     sparsify_tokens,
 )
+from sparsejax.packing import Packed
 from sparsejax.patterns import NM, VNM
 from sparsejax.pruning import magnitude_mask, nm_mask
 from sparsejax.router import (
@@ -185,7 +186,9 @@ def _grouped(backend, rows, weights, routed: Dispatch) -> jax.Array:
     )
 
 
-def _weight(w: jax.Array, packed: Compressed | None) -> jax.Array:
+def _weight(w: jax.Array, packed: Compressed | Packed | None) -> jax.Array:
+    # `pack_ffn` packs for no kernel where experts are skipped.
+    assert not isinstance(packed, Packed)
     return w if packed is None else decompress(packed).astype(w.dtype)
 
 

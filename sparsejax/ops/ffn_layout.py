@@ -23,6 +23,7 @@ from jaxtyping import Array, PyTree
 
 from sparsejax.formats import Compressed, pack_positions, unpack_positions
 from sparsejax.ops.ffn_spec import FFNSparsity
+from sparsejax.packing import Packed
 from sparsejax.patterns import NM
 
 
@@ -148,12 +149,16 @@ def device_spec(layout: FFNLayout | None) -> PartitionSpec:
     return PartitionSpec((*layout.tokens, layout.hidden))
 
 
-def weight_spec(layout: FFNLayout | None, hidden_axis: int) -> PartitionSpec:
-    """Of a weight of two axes, F being axis `hidden_axis` (0 or 1)."""
+def weight_spec(
+    layout: FFNLayout | None, hidden_axis: int, stacked: int = 0
+) -> PartitionSpec:
+    """Of a weight of two axes, F being axis `hidden_axis` (0 or 1, or counted from the
+    end), behind `stacked` axes of layers."""
     if layout is None:
         return PartitionSpec()
     split = (layout.hidden, layout.stored)
-    return PartitionSpec(*(split if i == hidden_axis else None for i in range(2)))
+    axes = (split if i == hidden_axis % 2 else None for i in range(2))
+    return PartitionSpec(*(None,) * stacked, *axes)
 
 
 def packed_specs(layout: FFNLayout | None, packed: PyTree) -> PyTree:
@@ -161,11 +166,11 @@ def packed_specs(layout: FFNLayout | None, packed: PyTree) -> PyTree:
     return jax.tree.map(
         lambda c: weight_spec(layout, _hidden_axis(c)),
         packed,
-        is_leaf=lambda x: isinstance(x, Compressed),
+        is_leaf=lambda x: isinstance(x, Compressed | Packed),
     )
 
 
-def _hidden_axis(c: Compressed) -> int:
+def _hidden_axis(c: Compressed | Packed) -> int:
     """F is the axis without groups."""
     return 0 if c.axis == -1 else 1
 
@@ -180,10 +185,16 @@ def gather_weight(layout: FFNLayout | None, w: Array, hidden_axis: int) -> Array
     return lax.bitcast_convert_type(bits, w.dtype)
 
 
-def gather_packed(layout: FFNLayout | None, c: Compressed | None) -> Compressed | None:
+def gather_packed(
+    layout: FFNLayout | None, c: Compressed | Packed | None
+) -> Compressed | Packed | None:
     """`gather_weight` of a 2:4 weight: half the values, and two bits for each."""
     if c is None or layout is None or layout.stored_shards == 1:
         return c
+    if isinstance(c, Packed):
+        return Packed(
+            gather_weight(layout, c.values, 0), gather_weight(layout, c.metadata, 0)
+        )
     hidden_axis = _hidden_axis(c)
     values = gather_weight(layout, c.values, hidden_axis)
     packed = pack_positions(c.metadata, axis=c.axis)

@@ -22,6 +22,7 @@ from sparsejax.ops.backend import (
     GemmSpec,
     Implementations,
     choose_backend,
+    current_device_kind,
     current_platform,
 )
 from sparsejax.patterns import NM, VNM
@@ -154,6 +155,7 @@ class FFNCall(ABC):
     dtype: str
     sparsity: FFNSparsity = DENSE
     device: str = "cpu"
+    device_kind: str = ""
     token_shards: int = 1
     """Parts that the tokens are split into on a mesh; each device has one of them."""
     hidden_shards: int = 1
@@ -167,15 +169,13 @@ class FFNCall(ABC):
         """The GEMMs of one device, forward and backward."""
 
     def explain(self, backend: Backend | None = None) -> tuple[Decision, ...]:
-        """What runs each of the GEMMs, and why.
+        """What runs each of the GEMMs, and why. A named backend that has no dense GEMM
+        runs the sparse ones alone.
 
         Raises:
           NotImplementedError: the named backend cannot run one of them; says why.
         """
-        return tuple(
-            choose_backend(gemm, backend, _implementations_of(gemm))
-            for gemm in self.gemms()
-        )
+        return tuple(_choose(gemm, backend) for gemm in self.gemms())
 
 
 class FFNSpec(FFNCall):
@@ -211,6 +211,7 @@ class FFNSpec(FFNCall):
             dtype=str(x.dtype),
             sparsity=sparsity,
             device=current_platform(),
+            device_kind=current_device_kind(),
             token_shards=token_shards,
             hidden_shards=hidden_shards,
         )
@@ -237,6 +238,7 @@ class FFNSpec(FFNCall):
                 experts_per_token=s.experts_per_token if by_expert else 1,
                 over_tokens=over_tokens,
                 device=self.device,
+                device_kind=self.device_kind,
             )
 
         gradient = partial(gemm, pattern=along_tokens, by_expert=columns)
@@ -248,6 +250,13 @@ class FFNSpec(FFNCall):
             gradient("5  dW1 = X^T dY1", d, t, f, "rhs", over_tokens=True),
             gradient("6  dW2 = A^T dY", f, t, d, "lhs", over_tokens=True),
         )
+
+
+def _choose(gemm: GemmSpec, backend: Backend | None) -> Decision:
+    implementations = _implementations_of(gemm)
+    if gemm.pattern is None and gemm.experts is None and backend == "mosaic_sm90":
+        backend = None
+    return choose_backend(gemm, backend, implementations)
 
 
 def _implementations_of(gemm: GemmSpec) -> Implementations:

@@ -1,29 +1,34 @@
 """The weights of an FFN as its GEMMs read them: dense, and packed 2:4."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from sparsejax.formats import Compressed, compress
 from sparsejax.ops import dense_matmul
 from sparsejax.ops.backend import Backend
+from sparsejax.ops.ffn_layout import FFNLayout, on_mesh, weight_spec
 from sparsejax.ops.ffn_spec import FFNSparsity
-from sparsejax.ops.sparse_matmul import sparse_matmul
+from sparsejax.ops.sparse_matmul import pack_weight, sparse_matmul, why_not_packed
+from sparsejax.packing import Packed
 from sparsejax.patterns import NM
 from sparsejax.pruning import magnitude_mask, soft_threshold
 
 
 class PackedFFN(NamedTuple):
     """beta S(W) of an FFN's weights, compressed along d_model, the axis that GEMMs 1
-    and 3 reduce over."""
+    and 3 reduce over; `Packed` where sparse tensor cores will read it."""
 
-    up: Compressed
-    """S(W1): logical shape (d_model, d_hidden), groups along axis -2."""
-    down: Compressed
+    up: Compressed | Packed
+    """S(W1): logical shape (d_model, d_hidden), groups along axis -2; `Packed` holds
+    its transpose."""
+    down: Compressed | Packed
     """S(W2^T)^T: logical shape (d_hidden, d_model), groups along axis -1."""
-    gate: Compressed | None = None
+    gate: Compressed | Packed | None = None
     """S(Wg) of a gated FFN, as `up`."""
 
 
@@ -32,8 +37,8 @@ class FFNWeights(NamedTuple):
 
     up: jax.Array
     down: jax.Array
-    packed_up: Compressed | None = None
-    packed_down: Compressed | None = None
+    packed_up: Compressed | Packed | None = None
+    packed_down: Compressed | Packed | None = None
 
 
 def pack_ffn(
@@ -44,16 +49,21 @@ def pack_ffn(
     sparsity: FFNSparsity,
     scales: Float[Array, "*layers matrices"],
     dtype: jnp.dtype,
+    layout: FFNLayout | None = None,
+    backend: Backend | None = None,
 ) -> PackedFFN | None:
     """beta S(W) of every weight, compressed; None where the weights stay dense.
 
     S is the soft threshold of arXiv 2409.09099, beta its frozen scale. Packing reads
     and writes each weight once: do it once per optimiser step, not per micro-batch.
+    Where GEMMs 1 and 3 can run on sparse tensor cores, the result is in their order.
 
     Args:
       w_up, w_down, w_gate: float32 masters; leading axes are stacked layers.
       scales: beta of (up, down), or of (gate, up, down) for a gated FFN.
       dtype: of the packed values.
+      layout: how the weights lie on a mesh of several devices.
+      backend: what will run the GEMMs; None for the best.
     """
     if sparsity.weights is None:
         return None
@@ -65,22 +75,49 @@ def pack_ffn(
             f" pass one beta for each of (gate,) up, down"
         )
     pattern = sparsity.weights
+    d_model, d_hidden = w_up.shape[-2:]
+    shards = 1 if layout is None else layout.hidden_shards * layout.stored_shards
+    pack = partial(_compress, pattern=pattern, dtype=dtype)
+    if (
+        backend in (None, "mosaic_sm90")
+        and not sparsity.skip_blocks  # whose GEMMs 1 and 3 are grouped
+        and why_not_packed(d_hidden // shards, d_model, str(w_up.dtype), dtype) is None
+    ):
+        pack = partial(_pack_on_each_device, layout, dtype=dtype)
     gate = None
     if w_gate is not None:
-        gate = _pack(w_gate, gate_scale[0], pattern, -2, dtype)
+        gate = pack(w_gate, gate_scale[0], axis=-2)
     return PackedFFN(
-        up=_pack(w_up, up_scale, pattern, -2, dtype),
-        down=_pack(w_down, down_scale, pattern, -1, dtype),
+        up=pack(w_up, up_scale, axis=-2),
+        down=pack(w_down, down_scale, axis=-1),
         gate=gate,
     )
 
 
-def _pack(
-    w: jax.Array, scale: jax.Array, pattern: NM, axis: int, dtype: jnp.dtype
+def _compress(
+    w: jax.Array, scale: jax.Array, *, pattern: NM, axis: int, dtype: jnp.dtype
 ) -> Compressed:
     pruned = (scale * soft_threshold(w, axis=axis)).astype(dtype)
     mask = magnitude_mask(w, pattern, axis=axis)
     return compress(pruned, pattern, mask=mask, axis=axis)
+
+
+def _pack_on_each_device(
+    layout: FFNLayout | None,
+    w: jax.Array,
+    scale: jax.Array,
+    *,
+    axis: int,
+    dtype: jnp.dtype,
+) -> Packed:
+    stacked = w.ndim - 2
+    run = on_mesh(
+        layout,
+        partial(pack_weight, axis=axis, dtype=dtype),
+        in_specs=(weight_spec(layout, -3 - axis, stacked), PartitionSpec()),
+        out_specs=weight_spec(layout, 0, stacked),
+    )
+    return run(w, scale)
 
 
 def multiply(
@@ -96,7 +133,7 @@ def multiply(
 
 
 def multiply_by_weight(
-    backend: Backend, x: jax.Array, w: jax.Array, packed: Compressed | None
+    backend: Backend, x: jax.Array, w: jax.Array, packed: Compressed | Packed | None
 ) -> jax.Array:
     """`x @ w`, or `x @ S(w)` where the weight is packed."""
     if packed is None:

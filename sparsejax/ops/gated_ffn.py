@@ -15,7 +15,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from sparsejax.ops.backend import Backend, GemmSpec, current_platform
+from sparsejax.ops.backend import (
+    Backend,
+    GemmSpec,
+    current_device_kind,
+    current_platform,
+)
 from sparsejax.ops.ffn_layout import (
     FFNLayout,
     device_spec,
@@ -73,6 +78,7 @@ class GatedFFNSpec(FFNCall):
             dtype=str(x.dtype),
             sparsity=sparsity,
             device=current_platform(),
+            device_kind=current_device_kind(),
             token_shards=token_shards,
             hidden_shards=hidden_shards,
         )
@@ -95,7 +101,11 @@ class GatedFFNSpec(FFNCall):
         weight = {"sparse_operand": "rhs", "pattern": pattern} if pattern else {}
 
         def gemm(name: str, m: int, k: int, n: int, **facts) -> GemmSpec:
-            shared = {"dtype": self.dtype, "device": self.device}
+            shared = {
+                "dtype": self.dtype,
+                "device": self.device,
+                "device_kind": self.device_kind,
+            }
             return GemmSpec(name=name, m=m, k=k, n=n, **shared, **facts)
 
         return (
@@ -156,6 +166,8 @@ def gated_ffn(
             sparsity=sparsity,
             scales=scales,
             dtype=x.dtype,
+            layout=layout,
+            backend=backend,
         )
     packed = jax.lax.stop_gradient(packed)
     return _gated_ffn(backends, layout, x, w_gate, w_up, w_down, packed)

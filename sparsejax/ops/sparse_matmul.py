@@ -1,17 +1,20 @@
 """GEMMs with one N:M-sparse operand.
 
-On sparse tensor cores a 2:4 operand halves the multiplications. The "xla" backend has
-no such instruction: it multiplies the decompressed operand, which saves nothing, and
-says so. "reference" does the same in the highest precision and is the specification.
+On sparse tensor cores a 2:4 operand halves the multiplications: "mosaic_sm90" is our
+kernel for those of Hopper, and reads weights that were packed for it. "xla" has no such
+instruction: it multiplies the decompressed operand, which saves nothing, and says so.
+"reference" does the same in the highest precision and is the specification.
 """
 
 from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels.device import is_hopper
 from sparsejax.formats import Compressed, decompress
 from sparsejax.ops.backend import (
     Backend,
@@ -20,14 +23,17 @@ from sparsejax.ops.backend import (
     Implementation,
     Implementations,
     choose_backend,
+    current_device_kind,
     current_platform,
 )
 from sparsejax.ops.dense_matmul import dense_matmul
+from sparsejax.packing import Packed, pack, unpack
+from sparsejax.patterns import TWO_FOUR
 
 
 def sparse_matmul(
     lhs: Float[Array, "m k"] | Compressed,
-    rhs: Float[Array, "k n"] | Compressed,
+    rhs: Float[Array, "k n"] | Compressed | Packed,
     *,
     backend: Backend | None = None,
 ) -> Float[Array, "m n"]:
@@ -41,7 +47,8 @@ def sparse_matmul(
 
     Args:
       lhs: (m, k), dense or compressed along its last axis.
-      rhs: (k, n), dense or compressed (either orientation).
+      rhs: (k, n), dense or compressed (either orientation), or packed for tensor cores
+        (n, k).
       backend: None for the first of `PREFERENCE` that can; a name runs or raises.
     Raises:
       ValueError: not exactly one operand is compressed, or the shapes do not fit.
@@ -53,7 +60,7 @@ def sparse_matmul(
 
 def explain_sparse_matmul(
     lhs: Float[Array, "m k"] | Compressed,
-    rhs: Float[Array, "k n"] | Compressed,
+    rhs: Float[Array, "k n"] | Compressed | Packed,
     *,
     backend: Backend | None = None,
 ) -> Decision:
@@ -62,7 +69,7 @@ def explain_sparse_matmul(
 
 
 def _spec(lhs, rhs) -> GemmSpec:
-    if isinstance(lhs, Compressed) == isinstance(rhs, Compressed):
+    if isinstance(lhs, Compressed) == isinstance(rhs, Compressed | Packed):
         raise ValueError(
             f"sparse_matmul takes exactly one compressed operand, got "
             f"{type(lhs).__name__} @ {type(rhs).__name__}; sparse tensor cores accept "
@@ -99,6 +106,7 @@ def _spec(lhs, rhs) -> GemmSpec:
         sparse_operand="lhs" if sparse is lhs else "rhs",
         pattern=sparse.pattern,
         device=current_platform(),
+        device_kind=current_device_kind(),
     )
 
 
@@ -119,11 +127,14 @@ def _bwd(backend, residuals, dout):
         # (k, n) = (k, m) @ (m, n)
         drhs = dense_matmul(decompress(lhs).T, dout, out_dtype=rhs.dtype)
         return dlhs, drhs
-    w = _oriented(decompress(rhs), rhs)
+    like = unpack(rhs) if isinstance(rhs, Packed) else rhs
+    w = _oriented(decompress(like), like)
     # (m, k) = (m, n) @ (n, k)
     dlhs = dense_matmul(dout, w.T, out_dtype=lhs.dtype)
     # (k, n) = (k, m) @ (m, n), then only the kept positions
-    drhs = _kept(_oriented(dense_matmul(lhs.T, dout), rhs), rhs)
+    drhs = _kept(_oriented(dense_matmul(lhs.T, dout), like), like)
+    if isinstance(rhs, Packed):
+        return dlhs, Packed(drhs.values, None)  # pyrefly: ignore[bad-argument-type]
     return dlhs, drhs
 
 
@@ -150,6 +161,8 @@ def _kept(cotangent: jax.Array, like: Compressed) -> Compressed:
 def _multiply(lhs, rhs, *, precision: lax.Precision | None = None) -> jax.Array:
     if isinstance(lhs, Compressed):
         return dense_matmul(decompress(lhs).astype(rhs.dtype), rhs, precision=precision)
+    if isinstance(rhs, Packed):
+        rhs = unpack(rhs)
     w = _oriented(decompress(rhs), rhs).astype(lhs.dtype)
     return dense_matmul(lhs, w, precision=precision)
 
@@ -159,7 +172,119 @@ def _describe(spec: GemmSpec) -> tuple[str, float]:
     return f"dense GEMM over the masked {operand}; skips nothing", 1.0
 
 
+# Hopper.
+
+
+def why_not_packed(rows: int, k: int, dtype: str, out_dtype: jnp.dtype) -> str | None:
+    """Why `pack_weight` cannot pack a (rows, k) weight on the device here, or None."""
+    kind = current_device_kind()
+    if not is_hopper(kind):
+        return f"needs a Hopper GPU, not {kind}"
+    from pallas_kernels import compress_sm90
+
+    return compress_sm90.why_unsupported(rows, k, dtype, str(jnp.dtype(out_dtype)))
+
+
+def pack_weight(
+    w: Float[Array, "*layers _ _"],
+    scale: Float[Array, "*layers 1 1"],
+    *,
+    axis: int,
+    dtype: jnp.dtype,
+) -> Packed:
+    """beta S(w), 2:4 along `axis`, in one read of `w`, packed for sparse tensor cores.
+
+    The same values as `compress(scale * soft_threshold(w))` with the magnitude mask,
+    and a constant where it is differentiated.
+
+    Args:
+      w: (*layers, rows, k) with axis=-1, or (*layers, k, rows) with axis=-2.
+      scale: beta of each matrix, float32.
+      dtype: of the values.
+    """
+    *layers, first, second = w.shape
+    rows, k = (first, second) if axis == -1 else (second, first)
+    flat, scales = lax.stop_gradient((w.reshape(-1, first, second), scale.reshape(-1)))
+
+    # The kernel has no batching rule.
+    @jax.custom_batching.sequential_vmap
+    def run(flat, scales):
+        from pallas_kernels import compress_sm90
+
+        return compress_sm90.compress(flat, scales, k_major=axis == -1, dtype=dtype)
+
+    values, metadata = run(flat, scales)
+    return Packed(
+        values.reshape(*layers, rows, k // 2),
+        metadata.reshape(*layers, *metadata.shape[1:]),
+    )
+
+
+def _shape_on_sm90(spec: GemmSpec):
+    """The kernel's view of `spec`: the weight is its left operand, and it writes the
+    transposed product, so rows of X and of the result stay rows."""
+    from pallas_kernels.sparse_matmul_sm90 import Shape
+
+    return Shape(m=spec.n, n=spec.m, k=spec.k, dtype=spec.dtype)
+
+
+def _why_unsupported_on_sm90(spec: GemmSpec) -> str | None:
+    if not is_hopper(spec.device_kind):
+        return f"needs a Hopper GPU, not {spec.device_kind or spec.device}"
+    if spec.sparse_operand != "rhs" or spec.over_tokens or spec.pattern != TWO_FOUR:
+        return "multiplies by 2:4 weights alone; activations are not packed"
+    from pallas_kernels.sparse_matmul_sm90 import why_unsupported
+
+    return why_unsupported(_shape_on_sm90(spec))
+
+
+def _why_slower_on_sm90(spec: GemmSpec) -> str | None:
+    from pallas_kernels import tuning
+
+    return tuning.why_slower(spec.device_kind, _shape_on_sm90(spec))
+
+
+def _measured_on_sm90(spec: GemmSpec) -> dict[str, float] | None:
+    from pallas_kernels import tuning
+
+    entry = tuning.nearest(spec.device_kind, _shape_on_sm90(spec))
+    if entry is None:
+        return None
+    # An entry for another number of rows speaks for this one in proportion.
+    share = spec.m / entry.shape.n
+    return {
+        "mosaic_sm90": entry.sparse_us * share,
+        "dense": entry.dense_us * share,
+    }
+
+
+def _multiply_on_sm90(lhs: jax.Array, rhs: Compressed | Packed) -> jax.Array:
+    packed = rhs if isinstance(rhs, Packed) else pack(rhs)
+    return _kernel_on_sm90(lhs, packed.values.astype(lhs.dtype), packed.metadata)
+
+
+# The kernel has no batching rule; one matrix after the other keeps its launch.
+@jax.custom_batching.sequential_vmap
+def _kernel_on_sm90(lhs, values, metadata):
+    from pallas_kernels import sparse_matmul_sm90, tuning
+
+    kind = current_device_kind()
+    shape = sparse_matmul_sm90.Shape(
+        m=values.shape[0], n=lhs.shape[0], k=lhs.shape[1], dtype=str(lhs.dtype)
+    )
+    return sparse_matmul_sm90.sparse_matmul(
+        values, metadata, lhs, config=tuning.config_for(kind, shape)
+    )
+
+
 IMPLEMENTATIONS: Implementations = {
+    "mosaic_sm90": Implementation(
+        run=_multiply_on_sm90,
+        why_unsupported=_why_unsupported_on_sm90,
+        describe=lambda spec: ("2:4 weight on the sparse tensor cores", 0.5),
+        why_slower=_why_slower_on_sm90,
+        measured_us=_measured_on_sm90,
+    ),
     "reference": Implementation(
         run=partial(_multiply, precision=lax.Precision.HIGHEST),
         why_unsupported=lambda spec: None,

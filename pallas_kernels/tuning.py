@@ -1,0 +1,154 @@
+"""Which config runs a GEMM fastest, and by how much: searched once, then looked up.
+
+`tuned/<gpu>.json` holds one entry per shape, with the dense time of the same run.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from pallas_kernels.sparse_matmul_sm90 import Config, Shape, default_config, why_invalid
+
+FOLDER = Path(__file__).parent / "tuned"
+
+NEIGHBOUR = 2.0
+"""An entry also speaks for numbers of columns up to this factor away from its own."""
+
+LEAST_FLOPS = 2**34
+"""Smaller GEMMs that nobody measured are left to the dense library: what a launch costs
+is no longer small beside what sparsity saves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """The fastest config of one shape, and where the times come from."""
+
+    shape: Shape
+    config: Config
+    sparse_us: float
+    """Median time of the kernel alone."""
+    dense_us: float
+    """Of the dense library's GEMM of the same shape, interleaved in the same run."""
+    jax: str
+    date: str
+    commit: str
+
+
+def file_of(device_kind: str) -> Path:
+    """Where the entries of a GPU are, `device_kind` as in `jax.Device`."""
+    return FOLDER / f"{device_kind.lower().replace(' ', '_')}.json"
+
+
+@lru_cache
+def entries(device_kind: str) -> Mapping[Shape, Entry]:
+    """All entries of a GPU; none where it was never tuned."""
+    file = file_of(device_kind)
+    if not file.exists():
+        return {}
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    known = {}
+    for row in rows:
+        shape, config = Shape(**row["shape"]), Config(**row["config"])
+        known[shape] = Entry(**row | {"shape": shape, "config": config})
+    return known
+
+
+def save(device_kind: str, found: Iterable[Entry]) -> None:
+    """Adds entries to a GPU's file, one JSON object per line; those of the same shape
+    are replaced."""
+    known = {**entries(device_kind), **{entry.shape: entry for entry in found}}
+    lines = [
+        json.dumps(dataclasses.asdict(known[shape]))
+        for shape in sorted(known, key=dataclasses.astuple)
+    ]
+    FOLDER.mkdir(exist_ok=True)
+    file_of(device_kind).write_text("".join(f"{line}\n" for line in lines))
+    entries.cache_clear()
+
+
+def nearest(device_kind: str, shape: Shape) -> Entry | None:
+    """The entry for `shape`, or for the closest number of columns of B within
+    `NEIGHBOUR`, everything else being equal."""
+
+    def distance(entry: Entry) -> float:
+        return abs(math.log(entry.shape.n / shape.n))
+
+    alike = [
+        entry
+        for entry in entries(device_kind).values()
+        if dataclasses.replace(entry.shape, n=shape.n) == shape
+    ]
+    best = min(alike, key=distance, default=None)
+    if best is None or distance(best) > math.log(NEIGHBOUR):
+        return None
+    return best
+
+
+def config_for(device_kind: str, shape: Shape) -> Config:
+    """Of the nearest entry, or the heuristic's."""
+    entry = nearest(device_kind, shape)
+    if entry is not None and why_invalid(entry.config, shape) is None:
+        return entry.config
+    return default_config(shape)
+
+
+def why_slower(device_kind: str, shape: Shape) -> str | None:
+    """Why not to choose the sparse GEMM unasked, or None."""
+    entry = nearest(device_kind, shape)
+    if entry is not None and entry.sparse_us >= entry.dense_us:
+        return (
+            f"measured slower: {entry.sparse_us:.1f} us, dense {entry.dense_us:.1f} "
+            f"us, at {entry.shape.n} columns"
+        )
+    if entry is None and 2 * shape.m * shape.n * shape.k < LEAST_FLOPS:
+        return f"too small to gain without a measurement (m, n, k) = {_sizes(shape)}"
+    return None
+
+
+def candidates(shape: Shape) -> list[Config]:
+    """What the search tries: all valid ones of a small grid around the heuristic."""
+    grid = [
+        Config(
+            tile_n=tile_n,
+            stages=stages,
+            cluster=cluster,
+            columns_first=columns_first,
+            width=width,
+        )
+        for tile_n, stages in ((256, 4), (128, 6), (64, 8))
+        for cluster in (1, 2)
+        for columns_first, width in ((True, 4), (True, 8), (True, 16), (False, 8))
+    ]
+    return [config for config in grid if why_invalid(config, shape) is None]
+
+
+def search(
+    shape: Shape,
+    is_correct: Callable[[Config], bool],
+    time_us: Callable[[list[Config]], Mapping[Config, float]],
+) -> tuple[Config, float]:
+    """The fastest correct config and its time.
+
+    Args:
+      is_correct: whether a config computes the GEMM; asked before anything is timed.
+      time_us: times configs against each other.
+    Raises:
+      ValueError: no config can run the shape, or none is correct.
+    """
+    correct = [config for config in candidates(shape) if is_correct(config)]
+    if not correct:
+        raise ValueError(
+            f"no config computes {shape} correctly; do not use the kernel for it, and "
+            f"report the shape, the GPU and the versions"
+        )
+    times = time_us(correct)
+    best = min(correct, key=lambda config: times[config])
+    return best, times[best]
+
+
+def _sizes(shape: Shape) -> tuple[int, int, int]:
+    return shape.m, shape.n, shape.k
