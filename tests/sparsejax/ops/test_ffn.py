@@ -27,7 +27,7 @@ from ffn_cases import (
 from ffn_oracle import cluster_mask, two_of_four
 from sparsejax.ops.ffn import ffn
 from sparsejax.ops.ffn_spec import FFNSparsity
-from sparsejax.patterns import VNM
+from sparsejax.patterns import TWO_FOUR, VNM
 from sparsejax.router import nearest_centre, token_hash
 
 # In float64 library and oracle take the same decisions, and differ by rounding only:
@@ -415,5 +415,6 @@ def test_named_backend_runs_or_raises():
     x, w_up, w_down, _ = make_inputs()
     with pytest.raises(ValueError, match="backend='cuda' is not one of reference"):
         ffn(x, w_up, w_down, backend="cuda")
+    options = {"sparsity": FFNSparsity(weights=TWO_FOUR), "scales": jnp.ones(2)}
     with pytest.raises(NotImplementedError, match="mosaic_sm90: .*leave backend=None"):
-        ffn(x, w_up, w_down, backend="mosaic_sm90")
+        ffn(x, w_up, w_down, backend="mosaic_sm90", **options)

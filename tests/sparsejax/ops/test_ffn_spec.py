@@ -178,15 +178,20 @@ def test_explain_names_the_path():
 
 
 @pytest.mark.parametrize(
-    ("sparsity", "kind"),
+    ("sparsity", "reason"),
     [
-        (DENSE, "a dense GEMM"),
-        (FFNSparsity(weights=TWO_FOUR), r"a NM\(n=2, m=4\) GEMM"),
+        (FFNSparsity(weights=TWO_FOUR), "needs a Hopper GPU, not cpu"),
+        (FFNSparsity(activations=VNM(4, 2, 16)), "has no kernel for a grouped GEMM"),
     ],
 )
-def test_missing_kernel_is_named(sparsity, kind):
-    with pytest.raises(NotImplementedError, match=f"has no kernel for {kind}"):
+def test_missing_kernel_is_named(sparsity, reason):
+    with pytest.raises(NotImplementedError, match=reason):
         spec_of(sparsity).explain("mosaic_sm90")
+
+
+def test_a_backend_of_sparse_gemms_leaves_a_dense_ffn_to_the_library():
+    decisions = spec_of(DENSE).explain("mosaic_sm90")
+    assert {d.backend for d in decisions} == {"xla"}
 
 
 def test_spec_is_hashable_and_reads_the_call():
@@ -194,7 +199,14 @@ def test_spec_is_hashable_and_reads_the_call():
         jax.ShapeDtypeStruct(s, "bfloat16") for s in ((3, 8), (8, 16), (16, 8))
     )
     spec = FFNSpec.of(x, w_up, w_down, DENSE)
-    assert spec == FFNSpec(tokens=3, d_model=8, d_hidden=16, dtype="bfloat16")
+    assert spec == FFNSpec(
+        tokens=3,
+        d_model=8,
+        d_hidden=16,
+        dtype="bfloat16",
+        device=jax.default_backend(),
+        device_kind=jax.devices()[0].device_kind,
+    )
     assert hash(spec) == hash(FFNSpec.of(x, w_up, w_down, DENSE))
     assert DENSE.is_dense and not FFNSparsity(weights=TWO_FOUR).is_dense
     assert FFNSparsity(token_sparsity="mvue").needs_key
