@@ -27,7 +27,7 @@ from ffn_cases import (
 from ffn_oracle import cluster_mask, two_of_four
 from sparsejax.ops.ffn import ffn
 from sparsejax.ops.ffn_spec import FFNSparsity
-from sparsejax.patterns import TWO_FOUR, VNM
+from sparsejax.patterns import VNM
 from sparsejax.router import nearest_centre, token_hash
 
 # In float64 library and oracle take the same decisions, and differ by rounding only:
