@@ -14,7 +14,6 @@ skip inside a group of four, and costs its selection.
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from experiments.provenance import commit
 from experiments.timing import Timing, time_interleaved
 from sparsejax.ops.ffn import ffn
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity, FFNSpec
@@ -260,20 +260,10 @@ def _row(config: Config, timing: Timing, arguments: Sequence[str]) -> dict:
         "device": jax.devices()[0].device_kind,
         "cores": os.cpu_count(),
         "jax": jax.__version__,
-        "commit": _commit(),
+        "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),
         "command": " ".join(["python -m experiments.bench_ffn", *arguments]),
     }
-
-
-def _commit() -> str | None:
-    """The commit that was run, with "+" where files differ from it."""
-    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
 
 
 def _print(config: Config, rows: Sequence[dict]) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 
 import jax
 
+Span = tuple[float, float]
+"""Start and end, by `time.perf_counter`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
@@ -44,10 +47,7 @@ def time_interleaved(
     Raises:
       ValueError: `baseline` is none of the calls, or there is no round to count.
     """
-    if baseline not in calls:
-        raise ValueError(f"baseline={baseline!r} is not one of {', '.join(calls)}")
-    if rounds < 1:
-        raise ValueError(f"rounds={rounds} leaves nothing to report; use at least 1")
+    _check(calls, baseline, rounds)
     order, shuffle = list(calls), random.Random(seed).shuffle
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(warmup + rounds):
@@ -56,9 +56,68 @@ def time_interleaved(
             start = time.perf_counter()
             jax.block_until_ready(calls[name]())
             times[name].append(1e3 * (time.perf_counter() - start))
+    measured = {name: with_warmup[warmup:] for name, with_warmup in times.items()}
+    return _timings(measured, baseline)
+
+
+def time_queued(
+    calls: Mapping[str, Callable[[], Any]],
+    *,
+    baseline: str,
+    rounds: int,
+    seconds: float = 0.06,
+    settle_seconds: float = 0.08,
+    seed: int = 0,
+) -> tuple[list[Timing], dict[str, list[Span]]]:
+    """Times per call where calls follow each other without a gap, as in a training
+    step; and when each callable was timed.
+
+    As `time_interleaved`, but a round runs every callable for `settle_seconds` unheard
+    (clock and power of a GPU follow what runs on it, and lag behind), then queues
+    `seconds` worth of calls and waits for the last.
+    """
+    _check(calls, baseline, rounds)
+    counts = {name: _calls_in(call, seconds) for name, call in calls.items()}
+    order, shuffle = list(calls), random.Random(seed).shuffle
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    spans: dict[str, list[Span]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        shuffle(order)
+        for name in order:
+            _queue(calls[name], max(1, int(counts[name] * settle_seconds / seconds)))
+            start = time.perf_counter()
+            _queue(calls[name], counts[name])
+            end = time.perf_counter()
+            times[name].append(1e3 * (end - start) / counts[name])
+            spans[name].append((start, end))
+    return _timings(times, baseline), spans
+
+
+def _queue(call: Callable[[], Any], times: int) -> None:
+    out = None
+    for _ in range(times):
+        out = call()
+    jax.block_until_ready(out)
+
+
+def _calls_in(call: Callable[[], Any], seconds: float) -> int:
+    _queue(call, 3)
+    start = time.perf_counter()
+    _queue(call, 5)
+    return max(3, int(5 * seconds / (time.perf_counter() - start)))
+
+
+def _check(calls: Mapping[str, Any], baseline: str, rounds: int) -> None:
+    if baseline not in calls:
+        raise ValueError(f"baseline={baseline!r} is not one of {', '.join(calls)}")
+    if rounds < 1:
+        raise ValueError(f"rounds={rounds} leaves nothing to report; use at least 1")
+
+
+def _timings(times: Mapping[str, list[float]], baseline: str) -> list[Timing]:
     timings = []
-    for name, with_warmup in times.items():
-        own, reference = with_warmup[warmup:], times[baseline][warmup:]
+    for name, own in times.items():
+        reference = times[baseline]
         ratios = [t / base for t, base in zip(own, reference, strict=True)]
         timings.append(
             Timing(
@@ -69,7 +128,7 @@ def time_interleaved(
                 ratio=statistics.median(ratios),
                 ratio_min=min(ratios),
                 ratio_max=max(ratios),
-                rounds=rounds,
+                rounds=len(own),
             )
         )
     return timings

@@ -244,3 +244,42 @@ def test_the_public_operation_takes_packed_weights_and_is_exact(calls):
     np.testing.assert_array_equal(dx, want_dx)
     np.testing.assert_array_equal(dw.values, want_dw.values)
     assert dw.values.shape == packed.values.shape
+
+
+# On a GPU, with the kernels themselves.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("tokens", [1, 300, 1024])
+def test_an_ffn_on_a_gpu_is_that_of_the_reference(monkeypatch, gated, tokens):
+    monkeypatch.setattr(tuning, "LEAST_FLOPS", 0)
+    keys = jax.random.split(jax.random.key(0), 5)
+    d_model, d_hidden = 256, 1088
+    x, dy = (
+        jax.random.normal(key, (tokens, d_model), jnp.bfloat16) for key in keys[:2]
+    )
+    into = [jax.random.normal(key, (d_model, d_hidden)) / 16 for key in keys[2:4]]
+    weights = [
+        *into[: 1 + gated],
+        jax.random.normal(keys[4], (d_hidden, d_model)) / 32,
+    ]
+    scales = jnp.linspace(1.2, 1.6, len(weights))
+    op = gated_ffn if gated else ffn
+
+    @partial(jax.jit, static_argnums=0)
+    def step(backend, x, weights, dy):
+        run = partial(op, sparsity=WEIGHTS, scales=scales, backend=backend)
+        y, pull_back = jax.vjp(run, x, *weights)
+        return y, pull_back(dy)
+
+    got, again = step(None, x, weights, dy), step(None, x, weights, dy)
+    expected = step("reference", x, weights, dy)
+    assert "mosaic_gpu" in step.lower(None, x, weights, dy).as_text()
+    for ours, repeated, theirs in zip(
+        *(jax.tree.leaves(tree) for tree in (got, again, expected)), strict=True
+    ):
+        np.testing.assert_array_equal(ours, repeated)
+        ours, theirs = (np.asarray(a, np.float64) for a in (ours, theirs))
+        # As on the emulated kernels: bfloat16's roundings in a row.
+        assert np.linalg.norm(ours - theirs) <= 2**-7 * np.linalg.norm(theirs)

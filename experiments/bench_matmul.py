@@ -1,0 +1,323 @@
+"""Times the 2:4 GEMM of training against the dense one, and packing against a copy.
+
+    uv run --extra cuda experiments/bench_matmul.py
+    uv run --extra cuda experiments/bench_matmul.py --tune
+    uv run --extra cuda experiments/bench_matmul.py --shapes 4096,2048,8192
+
+GEMMs 1 and 3 are one problem: `X W1` and `dY W2^T` both multiply (T, d) by a weight
+that is 2:4 along d and give (T, F). Operands are random bfloat16; the result is
+compared with float32 before anything is timed; sparse and dense run in turn.
+Packing is one soft-thresholded float32 weight, read once. With `--tune` every shape's
+configs are searched first and the fastest is kept in `pallas_kernels/tuned/`. Where
+PyTorch has cuSPARSELt, `--peer` times its best algorithm, in a process of its own.
+
+One H200, all shapes: about 3 minutes, 6 with --tune. Expected there: the kernel alone
+1.4 to 1.5 times as fast as cuBLAS, held down by the power limit.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from experiments.power import PowerSampler
+from experiments.provenance import commit
+from experiments.timing import time_queued
+from pallas_kernels import sparse_matmul_sm90, tuning
+from pallas_kernels.sparse_matmul_sm90 import Shape
+from sparsejax.formats import decompress
+from sparsejax.ops.sparse_matmul import pack_weight
+from sparsejax.packing import Packed, unpack
+
+WIDTHS = (
+    (2048, 8192),
+    (2048, 8448),
+    (4096, 14336),
+    (4096, 16384),
+    (5120, 13824),
+    (8192, 28672),
+)
+TOKENS = (1024, 4096, 16384, 32768)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What is timed, and where the rows go."""
+
+    shapes: tuple[str, ...] = tuple(
+        f"{tokens},{d},{f}" for d, f in WIDTHS for tokens in TOKENS
+    )
+    """T,d,F of each comparison."""
+    tune: bool = False
+    """Search the configs of every shape first, and keep the fastest."""
+    peer: bool = False
+    """Also time cuSPARSELt through PyTorch."""
+    rounds: int = 5
+    results: Path | None = Path("experiments/results/bench_matmul.jsonl")
+    """One JSON line per row is appended; None writes nothing."""
+
+
+def main(config: Config) -> list[dict]:
+    """Checks, times, prints and records every shape; returns the rows."""
+    device = jax.devices()[0].device_kind
+    rows = []
+    with PowerSampler() as power:
+        for shape in [_shape(text) for text in config.shapes]:
+            operands = _operands(shape)
+            if config.tune:
+                tuning.save(device, [_tune(shape, operands)])
+            row = _row(config, shape, operands, power) | {
+                "device": device,
+                "jax": jax.__version__,
+                "commit": commit(),
+                "date": f"{datetime.now(UTC):%Y-%m-%d}",
+            }
+            rows.append(row)
+            print(_line(row), flush=True)
+            if config.results is not None:
+                with config.results.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+    return rows
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Of Y (T, F) = X (T, d) S(W)^T, W (F, d)."""
+
+    x: jax.Array
+    w: jax.Array
+    scale: jax.Array
+    packed: Packed
+    masked: jax.Array
+    """S(W) in bfloat16, dense: what the dense GEMM reads."""
+
+
+def _shape(text: str) -> Shape:
+    try:
+        tokens, d_model, d_hidden = (int(size) for size in text.split(","))
+    except ValueError as error:
+        raise ValueError(
+            f"shape {text!r} is not T,d,F; give for example 4096,2048,8192"
+        ) from error
+    shape = Shape(m=d_hidden, n=tokens, k=d_model)
+    if reason := sparse_matmul_sm90.why_unsupported(shape):
+        raise ValueError(f"shape {text!r} (n,k,m here) has no 2:4 kernel: {reason}")
+    return shape
+
+
+def _operands(shape: Shape) -> Operands:
+    keys = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(keys[0], (shape.n, shape.k), jnp.bfloat16)
+    w = jax.random.normal(keys[1], (shape.m, shape.k))
+    scale = jnp.full((1, 1), 1.483)
+    packed = jax.jit(partial(pack_weight, axis=-1, dtype=jnp.bfloat16))(w, scale)
+    return Operands(x, w, scale, packed, decompress(unpack(packed)))
+
+
+def _sparse(config: sparse_matmul_sm90.Config, x, packed: Packed) -> jax.Array:
+    return sparse_matmul_sm90.sparse_matmul(
+        packed.values, packed.metadata, x, config=config
+    )
+
+
+def _dense(x, w) -> jax.Array:
+    return jnp.matmul(x, w.T, preferred_element_type=jnp.bfloat16)
+
+
+def _errors(operands: Operands, candidate: jax.Array) -> tuple[float, float]:
+    """Relative errors against float32 of the candidate and of the dense GEMM, over
+    the first 2,048 rows."""
+    x, w = operands.x[:2048], operands.masked
+    exact = jnp.matmul(
+        x.astype(jnp.float32), w.astype(jnp.float32).T, precision="highest"
+    )
+
+    def error(got: jax.Array) -> float:
+        difference = got[:2048].astype(jnp.float32) - exact
+        return float(jnp.linalg.norm(difference) / jnp.linalg.norm(exact))
+
+    return error(candidate), error(_dense(x, w))
+
+
+def _tune(shape: Shape, operands: Operands) -> tuning.Entry:
+    configs = tuning.candidates(shape)
+    compiled = _compile(
+        {
+            config: (partial(_sparse, config), (operands.x, operands.packed))
+            for config in configs
+        }
+        | {None: (_dense, (operands.x, operands.masked))}
+    )
+    times: dict = {}
+
+    def is_correct(config: sparse_matmul_sm90.Config) -> bool:
+        ours, dense = _errors(operands, compiled[config]())
+        return ours <= 1.1 * dense
+
+    def time_us(correct: list[sparse_matmul_sm90.Config]):
+        calls = {str(c): compiled[c] for c in [None, *correct]}
+        timings, _ = time_queued(calls, baseline=str(None), rounds=3)
+        by_name = {timing.name: 1e3 * timing.time_ms for timing in timings}
+        times.update({c: by_name[str(c)] for c in [None, *correct]})
+        return times
+
+    best, sparse_us = tuning.search(shape, is_correct, time_us)
+    return tuning.Entry(
+        shape=shape,
+        config=best,
+        sparse_us=round(sparse_us, 2),
+        dense_us=round(times[None], 2),
+        jax=jax.__version__,
+        date=f"{datetime.now(UTC):%Y-%m-%d}",
+        commit=commit(),
+    )
+
+
+def _compile(jobs: dict) -> dict:
+    """Compiled side by side: every config is a program of its own."""
+
+    def one(job):
+        function, arguments = job
+        return partial(jax.jit(function).lower(*arguments).compile(), *arguments)
+
+    with ThreadPoolExecutor(8) as pool:
+        return dict(zip(jobs, pool.map(one, jobs.values()), strict=True))
+
+
+def _row(config: Config, shape: Shape, operands: Operands, power: PowerSampler) -> dict:
+    kernel_config = tuning.config_for(jax.devices()[0].device_kind, shape)
+    x, w, scale = operands.x, operands.w, operands.scale
+    pack = partial(pack_weight, axis=-1, dtype=jnp.bfloat16)
+
+    def pack_and_multiply(x, w, scale):
+        return _sparse(kernel_config, x, pack(w, scale))
+
+    calls = _compile(
+        {
+            "dense": (_dense, (x, operands.masked)),
+            "sparse": (partial(_sparse, kernel_config), (x, operands.packed)),
+            "pack": (pack, (w, scale)),
+            "scaled copy": (lambda w, scale: w * scale, (w, scale)),
+            "pack and sparse": (pack_and_multiply, (x, w, scale)),
+        }
+    )
+    once, again = calls["sparse"](), calls["sparse"]()
+    np.testing.assert_array_equal(once, again)
+    error, dense_error = _errors(operands, once)
+    assert error <= 1.1 * dense_error, f"{shape}: error {error}, dense {dense_error}"
+    timings, spans = time_queued(calls, baseline="dense", rounds=config.rounds)
+    timing = {t.name: t for t in timings}
+    us = {name: round(1e3 * t.time_ms, 2) for name, t in timing.items()}
+    peer = _peer(shape) if config.peer else {}
+    ratio = timing["sparse"]
+    return {
+        "name": "GEMM 1 or 3",
+        "shape": {"T": shape.n, "d": shape.k, "F": shape.m},
+        "backend": "mosaic_sm90",
+        "dense_us": us["dense"],
+        "sparse_us": us["sparse"],
+        "pack_us": us["pack"],
+        "copy_us": us["scaled copy"],
+        "pack_and_sparse_us": us["pack and sparse"],
+        "peer_us": peer.get("transposed"),
+        "peer_as_is_us": peer.get("as is"),
+        "speedup": round(1 / ratio.ratio, 4),
+        "spread": [round(1 / ratio.ratio_max, 4), round(1 / ratio.ratio_min, 4)],
+        "speedup_with_pack": round(1 / timing["pack and sparse"].ratio, 4),
+        "speedup_vs_peer": _ratio(peer.get("transposed"), us["sparse"]),
+        "error": error,
+        "dense_error": dense_error,
+        **_draw(power, spans, "dense"),
+        **_draw(power, spans, "sparse"),
+    }
+
+
+def _draw(power: PowerSampler, spans: dict, name: str) -> dict:
+    draws = [draw for span in spans[name] if (draw := power.between(*span))]
+    if not draws:
+        return {}
+    return {
+        f"{name}_clock_mhz": statistics.median(d.clock_mhz for d in draws),
+        f"{name}_watts": round(statistics.median(d.watts for d in draws), 1),
+    }
+
+
+def _ratio(other: float | None, own: float) -> float | None:
+    return None if other is None else round(other / own, 4)
+
+
+def _line(row: dict) -> str:
+    shape = row["shape"]
+    return (
+        f"T {shape['T']:5} d {shape['d']:4} F {shape['F']:5}: dense "
+        f"{row['dense_us']:8.1f} us, sparse {row['sparse_us']:8.1f}, "
+        f"{row['speedup']:.2f}x ({row['spread'][0]:.2f}-{row['spread'][1]:.2f}), with "
+        f"pack {row['speedup_with_pack']:.2f}x; pack {row['pack_us']:.1f}, copy "
+        f"{row['copy_us']:.1f}; peer {row['peer_us']}; "
+        f"{row.get('sparse_clock_mhz')} MHz {row.get('sparse_watts')} W"
+    )
+
+
+# cuSPARSELt, the library for 2:4 GEMMs. Its process has the GPU to itself: ours waits.
+_PEER = """
+import json, sys, time, torch
+m, n, k = map(int, sys.argv[1:])
+a = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+kept = a.view(m, k // 4, 4).abs().topk(2, -1).indices
+mask = torch.zeros(m, k // 4, 4, device="cuda", dtype=a.dtype).scatter_(-1, kept, 1)
+b = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
+packed = torch._cslt_compress(a * mask.view(m, k))
+def us(f, seconds=0.05):
+    for _ in range(2):
+        f()
+    torch.cuda.synchronize()
+    count, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        f()
+        count += 1
+        if count % 4 == 0:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    return 1e6 * (time.perf_counter() - start) / count
+best = {}
+for name, transpose in (("as is", False), ("transposed", True)):
+    times = []
+    for algorithm in range(64):
+        run = lambda: torch._cslt_sparse_mm(
+            packed, b.t(), alg_id=algorithm, transpose_result=transpose
+        )
+        try:
+            times.append((us(run), algorithm))
+        except Exception:
+            break
+    fastest = min(times)[1]
+    best[name] = us(lambda: torch._cslt_sparse_mm(
+        packed, b.t(), alg_id=fastest, transpose_result=transpose), 0.2)
+print(json.dumps(best))
+"""
+
+
+def _peer(shape: Shape) -> dict[str, float]:
+    """The fastest algorithm's times; {} where PyTorch has none."""
+    sizes = [str(size) for size in (shape.m, shape.n, shape.k)]
+    ended = subprocess.run(
+        [sys.executable, "-c", _PEER, *sizes], capture_output=True, text=True
+    )
+    if ended.returncode:
+        print(f"no cuSPARSELt: {ended.stderr.strip().splitlines()[-1:]}")
+        return {}
+    return {k: round(v, 2) for k, v in json.loads(ended.stdout).items()}
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))

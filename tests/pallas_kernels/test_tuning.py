@@ -1,0 +1,96 @@
+"""The tuned file: written, read back, asked about neighbours; the search."""
+
+from dataclasses import replace
+
+import pytest
+
+from pallas_kernels import tuning
+from pallas_kernels.sparse_matmul_sm90 import (
+    Config,
+    Shape,
+    default_config,
+    why_invalid,
+)
+from pallas_kernels.tuning import Entry
+
+GPU = "NVIDIA H200"
+SHAPE = Shape(m=256, n=1000, k=128)
+
+
+def entry(shape: Shape, sparse_us: float = 1.0, **config) -> Entry:
+    return Entry(
+        shape=shape,
+        config=replace(default_config(shape), **config),
+        sparse_us=sparse_us,
+        dense_us=2.0,
+        jax="0.11.2",
+        date="2026-01-01",
+        commit=None,
+    )
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path / "tuned")
+    tuning.entries.cache_clear()
+    yield
+    tuning.entries.cache_clear()
+
+
+def test_entries_come_back_and_replace_those_of_their_shape():
+    assert tuning.entries(GPU) == {}
+    other = replace(SHAPE, n=64)
+    tuning.save(GPU, [entry(SHAPE), entry(other, width=3)])
+    tuning.save(GPU, [entry(SHAPE, 5.0)])
+    assert tuning.entries(GPU) == {
+        SHAPE: entry(SHAPE, 5.0),
+        other: entry(other, width=3),
+    }
+    assert len(tuning.file_of(GPU).read_text().splitlines()) == 2
+    assert tuning.entries("NVIDIA H100") == {}
+
+
+def test_an_entry_speaks_for_its_neighbours_alone():
+    tuning.save(GPU, [entry(SHAPE, width=3), entry(replace(SHAPE, n=8000), 3.0)])
+    for n in (500, 1000, 2000):
+        assert tuning.nearest(GPU, replace(SHAPE, n=n)).config.width == 3
+    assert tuning.nearest(GPU, replace(SHAPE, n=5000)).sparse_us == 3.0
+    assert tuning.nearest(GPU, replace(SHAPE, n=499)) is None
+    assert tuning.nearest(GPU, replace(SHAPE, k=192)) is None
+    assert tuning.config_for(GPU, replace(SHAPE, n=501)).width == 3
+    assert tuning.config_for(GPU, replace(SHAPE, k=192)) == default_config(SHAPE)
+
+
+def test_a_config_that_does_not_fit_a_neighbour_is_not_taken_there():
+    as_is = replace(SHAPE, n=1024, transpose_out=False)
+    found = replace(entry(as_is), config=Config(out_columns=32))
+    tuning.save(GPU, [found])
+    assert tuning.config_for(GPU, as_is) == default_config(as_is)
+
+
+def test_what_lost_or_was_never_measured_and_is_small_is_told():
+    tuning.save(GPU, [entry(SHAPE, 3.0), entry(replace(SHAPE, k=64), 1.0)])
+    assert "measured slower: 3.0 us, dense 2.0 us, at 1000" in tuning.why_slower(
+        GPU, replace(SHAPE, n=900)
+    )
+    assert tuning.why_slower(GPU, replace(SHAPE, k=64)) is None
+    assert "too small" in tuning.why_slower(GPU, replace(SHAPE, m=512))
+    assert tuning.why_slower(GPU, Shape(m=8192, n=1024, k=2048)) is None
+
+
+def test_the_search_takes_the_fastest_of_the_correct_ones():
+    configs = tuning.candidates(SHAPE)
+    assert all(why_invalid(config, SHAPE) is None for config in configs)
+    assert len(set(configs)) == len(configs) > 2
+    times = {config: float(i) for i, config in enumerate(configs)}
+    asked = []
+
+    def time_us(correct):
+        asked.extend(correct)
+        return times
+
+    best = tuning.search(SHAPE, lambda config: config != configs[0], time_us)
+    assert best == (configs[1], 1.0)
+    assert asked == configs[1:]
+    with pytest.raises(ValueError, match="no config computes Shape.m=256, n=1000"):
+        tuning.search(SHAPE, lambda config: False, time_us)
