@@ -1,7 +1,10 @@
 """The tuned file: written, read back, asked about neighbours; the search."""
 
+import json
 from dataclasses import replace
+from functools import partial
 
+import jax
 import pytest
 
 from pallas_kernels import tuning
@@ -9,6 +12,7 @@ from pallas_kernels.sparse_matmul_sm90 import (
     Config,
     Shape,
     default_config,
+    sparse_matmul,
     why_invalid,
 )
 from pallas_kernels.tuning import Entry
@@ -27,6 +31,39 @@ def entry(shape: Shape, sparse_us: float = 1.0, **config) -> Entry:
         date="2026-01-01",
         commit=None,
     )
+
+
+SHIPPED = tuple(tuning.FOLDER.glob("*.json"))
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+def test_every_shipped_config_lowers(file):
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert rows
+    lowered = set()
+    for row in rows:
+        shape, config = Shape(**row["shape"]), Config(**row["config"])
+        assert why_invalid(config, shape) is None
+        assert row["sparse_us"] > 0 < row["dense_us"] and row["date"] and row["jax"]
+        if (config, shape.k) not in lowered:
+            lowered.add((config, shape.k))
+            assert "mosaic_gpu" in lowered_text(shape, config)
+
+
+def lowered_text(shape: Shape, config: Config) -> str:
+    values = jax.ShapeDtypeStruct((shape.m, shape.k // 2), shape.dtype)
+    words = jax.ShapeDtypeStruct((-(-shape.m // 64), shape.k // 64, 128), "uint32")
+    stored = (shape.n, shape.k) if shape.b_k_major else (shape.k, shape.n)
+    run = partial(
+        sparse_matmul,
+        b_k_major=shape.b_k_major,
+        transpose_out=shape.transpose_out,
+        config=config,
+    )
+    traced = jax.jit(run).trace(
+        values, words, jax.ShapeDtypeStruct(stored, shape.dtype)
+    )
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.fixture(autouse=True)

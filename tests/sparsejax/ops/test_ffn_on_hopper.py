@@ -14,6 +14,9 @@ from pallas_kernels import tuning
 from pallas_kernels.sparse_matmul_sm90 import Shape, default_config
 from sparsejax.formats import Compressed
 from sparsejax.layers import SparseFFN
+from sparsejax.ops import ffn_spec
+from sparsejax.ops import gated_ffn as gated_ffn_module
+from sparsejax.ops import sparse_matmul as sparse_matmul_module
 from sparsejax.ops.ffn import ffn
 from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
 from sparsejax.ops.ffn_weights import pack_ffn
@@ -210,6 +213,48 @@ def test_the_layer_packs_for_the_kernel_and_keeps_no_dense_copy(calls):
     x = operands()[0]
     np.testing.assert_array_equal(layer(x), layer(x))
     assert calls.count("compress") == 2
+
+
+# Packings, and products: forward, again for remat, backward.
+@pytest.mark.parametrize(
+    ("activation", "kernels"), [("relu2", 2 + 3), ("swiglu", 3 + 2 + 2 + 1)]
+)
+def test_a_training_step_of_two_layers_lowers_for_hopper(
+    monkeypatch, activation, kernels
+):
+    """With the kernels themselves, which only a GPU can run."""
+    jax.clear_caches()  # of traces made with the emulated ones
+    for module in (ffn_spec, gated_ffn_module, sparse_matmul_module):
+        monkeypatch.setattr(module, "current_device_kind", lambda: "NVIDIA H200")
+    monkeypatch.setattr(tuning, "LEAST_FLOPS", 0)
+
+    def step(weights, scales, x):
+        def loss(weights):
+            packed = pack_ffn(
+                *weights[-2:],
+                w_gate=weights[0] if activation == "swiglu" else None,
+                sparsity=WEIGHTS,
+                scales=scales,
+                dtype=x.dtype,
+            )
+            op = gated_ffn if activation == "swiglu" else ffn
+
+            @jax.checkpoint
+            def layer(x, both):
+                weights, packed = both
+                return op(x, *weights, sparsity=WEIGHTS, packed=packed), None
+
+            y, _ = jax.lax.scan(layer, x, (weights, packed))
+            return jnp.sum(y.astype(jnp.float32) ** 2)
+
+        return jax.value_and_grad(loss)(weights)
+
+    x, weights, scales = operands(gated=activation == "swiglu")
+    stacked = [jnp.stack([w, w]) for w in weights]
+    arguments = stacked, jnp.stack([scales, scales]), x
+    traced = jax.jit(step).trace(*arguments)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == kernels
 
 
 def test_skipping_blocks_keeps_the_logical_order(calls):
