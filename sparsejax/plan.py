@@ -169,7 +169,8 @@ class MemoryBytes:
     gradients: int
     """float32, for all parameters at once."""
     packed: int
-    """S(W) of the sparse weights, as `formats.Compressed` holds them: half the values
+    """S(W) of the sparse weights, as `formats.Compressed` holds them (`Packed`, on
+    Hopper, takes three quarters of that): half the values
     in the compute dtype, and one byte of position for each."""
     gathered: int
     """The largest set of weights that is held whole over fsdp at one time, in the
