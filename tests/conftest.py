@@ -5,6 +5,8 @@ import os
 import jax
 import pytest
 
+from tests import gpu_record
+
 EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 if EIGHT_DEVICES not in os.environ.get("XLA_FLAGS", ""):
     # test_eight_devices runs them, in processes that have the devices.
@@ -26,3 +28,16 @@ def compiled_programs_are_freed():
 def pytest_collection_modifyitems(items):
     # The longest first: at the end, a worker would be left alone with them.
     items.sort(key=lambda item: "test_eight_devices" not in item.nodeid)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    counts = {
+        outcome: len(terminalreporter.getreports(outcome))
+        for outcome in ("passed", "failed", "error")
+    }
+    on_a_gpu = config.option.markexpr == "gpu" and jax.default_backend() == "gpu"
+    if on_a_gpu and sum(counts.values()):
+        counts["failed"] += counts.pop("error")
+        terminalreporter.write_line(f"recorded: {gpu_record.append(counts)}")
+    elif stale := gpu_record.what_is_stale():
+        terminalreporter.write_line(stale, yellow=True, bold=True)
