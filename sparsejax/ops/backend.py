@@ -88,12 +88,17 @@ def current_platform() -> str:
     return device if isinstance(device, str) else device.platform
 
 
-def current_device_kind() -> str:
-    """The `device_kind` of what an operation traced now will run on."""
+def current_device() -> jax.Device:
+    """What an operation traced now will run on, or one like it."""
     device = jax.config.jax_default_device
     if device is None or isinstance(device, str):
         device = jax.devices(device)[0]
-    return device.device_kind
+    return device
+
+
+def current_device_kind() -> str:
+    """The `device_kind` of `current_device`."""
+    return current_device().device_kind
 
 
 def choose_backend(

@@ -23,6 +23,7 @@ from sparsejax.ops.backend import (
     Implementation,
     Implementations,
     choose_backend,
+    current_device,
     current_device_kind,
     current_platform,
 )
@@ -273,7 +274,12 @@ def _kernel_on_sm90(lhs, values, metadata):
         m=values.shape[0], n=lhs.shape[0], k=lhs.shape[1], dtype=str(lhs.dtype)
     )
     return sparse_matmul_sm90.sparse_matmul(
-        values, metadata, lhs, config=tuning.config_for(kind, shape)
+        values,
+        metadata,
+        lhs,
+        config=tuning.config_for(kind, shape),
+        # Other devices have none to count, and only lower it.
+        multiprocessors=getattr(current_device(), "core_count", None) or 132,
     )
 
 

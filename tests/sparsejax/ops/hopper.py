@@ -24,7 +24,8 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
         packed = pack(compress(pruned.astype(dtype), mask=mask, axis=axis))
         return packed.values, packed.metadata
 
-    def multiply_on_gpu(values, metadata, b, *, config):
+    def multiply_on_gpu(values, metadata, b, *, config, multiprocessors=132):
+        assert multiprocessors >= 1
         calls.append("sparse_matmul")
         shape = sparse_matmul_sm90.Shape(
             m=values.shape[0], n=b.shape[0], k=b.shape[1], dtype=str(b.dtype)
