@@ -21,6 +21,9 @@ from sparsejax.ops.gated_ffn import GatedFFNSpec as GatedFFNSpec
 from sparsejax.ops.gated_ffn import gated_ffn as gated_ffn
 from sparsejax.ops.grouped_matmul import grouped_matmul as grouped_matmul
 from sparsejax.ops.sparse_matmul import sparse_matmul as sparse_matmul
+from sparsejax.packing import Packed as Packed
+from sparsejax.packing import pack as pack
+from sparsejax.packing import unpack as unpack
 from sparsejax.patterns import NM as NM
 from sparsejax.patterns import VNM as VNM
 from sparsejax.recipe import Phase as Phase

@@ -49,7 +49,8 @@ def sparse_matmul(
     Args:
       lhs: (m, k), dense or compressed along its last axis.
       rhs: (k, n), dense or compressed (either orientation), or packed for tensor cores
-        (n, k).
+        (n, k). The kernel packs a compressed one at every call: use `packing.pack` once
+        for one that is used again.
       backend: None for the first of `PREFERENCE` that can; a name runs or raises.
     Raises:
       ValueError: not exactly one operand is compressed, or the shapes do not fit.
@@ -264,7 +265,7 @@ def _multiply_on_sm90(lhs: jax.Array, rhs: Compressed | Packed) -> jax.Array:
     return _kernel_on_sm90(lhs, packed.values.astype(lhs.dtype), packed.metadata)
 
 
-# The kernel has no batching rule; one matrix after the other keeps its launch.
+# The kernel has no batching rule: under vmap one matrix follows the other.
 @jax.custom_batching.sequential_vmap
 def _kernel_on_sm90(lhs, values, metadata):
     from pallas_kernels import sparse_matmul_sm90, tuning
