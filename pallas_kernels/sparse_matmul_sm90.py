@@ -327,7 +327,7 @@ def _kernel(
                 piece = out_smem.at[
                     warpgroup, lax.rem(tile * pieces + index, config.out_slots)
                 ]
-                # A slot is free once the write before last has read it.
+                # A slot is free once the write `out_slots` before this has read it.
                 plgpu.wait_smem_to_gmem(config.out_slots - 1, wait_read_only=True)
                 _write_piece(
                     sums[:, offset : offset + config.out_columns],

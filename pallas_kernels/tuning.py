@@ -105,7 +105,8 @@ def why_slower(device_kind: str, shape: Shape) -> str | None:
             f"us, at {entry.shape.n} columns"
         )
     if entry is None and 2 * shape.m * shape.n * shape.k < LEAST_FLOPS:
-        return f"too small to gain without a measurement (m, n, k) = {_sizes(shape)}"
+        sizes = (shape.m, shape.n, shape.k)
+        return f"too small to gain without a measurement (m, n, k) = {sizes}"
     return None
 
 
@@ -148,7 +149,3 @@ def search(
     times = time_us(correct)
     best = min(correct, key=lambda config: times[config])
     return best, times[best]
-
-
-def _sizes(shape: Shape) -> tuple[int, int, int]:
-    return shape.m, shape.n, shape.k

@@ -169,9 +169,9 @@ class MemoryBytes:
     gradients: int
     """float32, for all parameters at once."""
     packed: int
-    """S(W) of the sparse weights, as `formats.Compressed` holds them (`Packed`, on
-    Hopper, takes three quarters of that): half the values
-    in the compute dtype, and one byte of position for each."""
+    """S(W) of the sparse weights, as `formats.Compressed` holds them: half the values
+    in the compute dtype, and one byte of position for each. `Packed`, on Hopper, takes
+    three quarters of that."""
     gathered: int
     """The largest set of weights that is held whole over fsdp at one time, in the
     compute dtype: a layer's, or the head. With remat "none" attention's of all layers,

@@ -115,6 +115,15 @@ def test_the_heuristic_is_always_valid():
         assert why_invalid(default_config(shape), shape) is None, shape
 
 
+def test_the_grid_fills_the_gpu_it_is_told_of():
+    shape = Shape(m=1024, n=2048, k=64)
+    programs = {
+        lowered(shape, config=Config(), multiprocessors=count) for count in (4, 78, 132)
+    }
+    # 4 x 8 tiles for two blocks each: 64 blocks at most, so 78 and 132 are the same.
+    assert len(programs) == 2
+
+
 # On a GPU.
 
 

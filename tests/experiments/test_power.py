@@ -1,0 +1,42 @@
+"""Clock and power: read while something runs, and absent where nothing can be read."""
+
+import time
+
+import pytest
+
+from experiments.power import Draw, PowerSampler
+from experiments.timing import time_queued
+
+FAKE = """#!/bin/sh
+while :; do echo "1410, 699.5"; echo "[N/A], 0"; sleep 0.01; done
+"""
+
+
+def test_a_span_has_the_medians_of_what_was_read_in_it(tmp_path, monkeypatch):
+    (tmp_path / "nvidia-smi").write_text(FAKE)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with PowerSampler() as power:
+        start = time.perf_counter()
+        time.sleep(1.0)
+        end = time.perf_counter()
+    assert power.between(start, end) == Draw(clock_mhz=1410, watts=699.5)
+    assert power.between(end + 10, end + 11) is None
+
+
+def test_without_the_command_nothing_is_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with PowerSampler() as power:
+        assert power.between(0, time.perf_counter()) is None
+
+
+def test_queued_calls_are_timed_one_by_one_and_their_spans_kept():
+    calls = {"fast": lambda: time.sleep(0.001), "slow": lambda: time.sleep(0.004)}
+    timings, spans = time_queued(
+        calls, baseline="fast", rounds=3, seconds=0.02, settle_seconds=0.01
+    )
+    fast, slow = timings
+    assert fast.ratio == 1.0 and 2 < slow.ratio < 6
+    assert slow.time_ms == pytest.approx(4, rel=0.5)
+    assert {name: len(found) for name, found in spans.items()} == {"fast": 3, "slow": 3}
+    assert all(start < end for found in spans.values() for start, end in found)
