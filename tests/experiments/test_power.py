@@ -2,8 +2,6 @@
 
 import time
 
-import pytest
-
 from experiments.power import Draw, PowerSampler
 from experiments.timing import time_queued
 
@@ -31,12 +29,13 @@ def test_without_the_command_nothing_is_read(tmp_path, monkeypatch):
 
 
 def test_queued_calls_are_timed_one_by_one_and_their_spans_kept():
-    calls = {"fast": lambda: time.sleep(0.001), "slow": lambda: time.sleep(0.004)}
+    calls = {"fast": lambda: time.sleep(0.001), "slow": lambda: time.sleep(0.02)}
     timings, spans = time_queued(
         calls, baseline="fast", rounds=3, seconds=0.02, settle_seconds=0.01
     )
     fast, slow = timings
-    assert fast.ratio == 1.0 and 2 < slow.ratio < 6
-    assert slow.time_ms == pytest.approx(4, rel=0.5)
+    # A busy machine sleeps longer, never shorter.
+    assert fast.ratio == 1.0 and slow.ratio > 1.5
+    assert fast.time_ms >= 1 and slow.time_ms >= 20
     assert {name: len(found) for name, found in spans.items()} == {"fast": 3, "slow": 3}
     assert all(start < end for found in spans.values() for start, end in found)

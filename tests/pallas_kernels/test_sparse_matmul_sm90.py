@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import sparse_matmul_sm90
 from pallas_kernels.sparse_matmul_sm90 import Config, Shape, default_config, why_invalid
@@ -115,13 +116,20 @@ def test_the_heuristic_is_always_valid():
         assert why_invalid(default_config(shape), shape) is None, shape
 
 
-def test_the_grid_fills_the_gpu_it_is_told_of():
-    shape = Shape(m=1024, n=2048, k=64)
-    programs = {
-        lowered(shape, config=Config(), multiprocessors=count) for count in (4, 78, 132)
-    }
-    # 4 x 8 tiles for two blocks each: 64 blocks at most, so 78 and 132 are the same.
-    assert len(programs) == 2
+def test_the_grid_fills_the_gpu_it_is_told_of(monkeypatch):
+    grids = []
+    kernel = plgpu.kernel
+
+    def remember(*arguments, grid, **options):
+        grids.append(grid)
+        return kernel(*arguments, grid=grid, **options)
+
+    monkeypatch.setattr(plgpu, "kernel", remember)
+    for count in (4, 5, 78, 132):
+        options = {"config": Config(), "multiprocessors": count}
+        lowered(Shape(m=1024, n=2048, k=64), **options)
+    # Clusters of two blocks, and no more of them than the 4 x 8 tiles.
+    assert grids == [(2,), (2,), (32,), (32,)]
 
 
 # On a GPU.
