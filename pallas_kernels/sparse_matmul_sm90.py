@@ -3,11 +3,12 @@
     C = A B,    A (m, k) 2:4 along k,    B (k, n),    C (m, n)
 
 A persistent kernel: every block walks over tiles of C. One warpgroup copies the
-operands of the next steps into shared memory (TMA), the others multiply 64 rows of A
-each and write their rows of C. The blocks of a cluster lie side by side along m and
-load B together, a part each.
+operands of the next steps into shared memory (TMA), the others multiply 64 or 128 rows
+of A each and write their rows of C. The blocks of a cluster lie side by side along m
+and load B together, a part each.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,8 @@ from jaxtyping import Array, Float, UInt32
 from pallas_kernels.wgmma_sp_sm90 import SWIZZLE_A, SWIZZLE_B, sparse_wgmma
 
 TILE_K = 64
-"""Columns of A in one step: what a word of metadata per thread covers."""
+"""Columns of A in one step: what a word of metadata per thread covers. A itself comes
+two steps at a time, so that its rows are read in whole lines of 128 bytes."""
 
 SHARED_MEMORY_BYTES = 227 << 10
 """What a block may use on Hopper."""
@@ -49,15 +51,19 @@ class Shape:
 class Config:
     """How the work is cut up; what the tuner searches."""
 
-    tile_n: int = 256
-    """Columns of B per tile."""
     warpgroups: int = 2
-    """That multiply; a tile has 64 rows of A for each."""
+    """That multiply."""
+    row_blocks: int = 2
+    """Of 64 rows of A, for each warpgroup."""
+    tile_n: int = 192
+    """Columns of B per tile."""
     stages: int = 4
-    """Steps along k whose operands are in shared memory at a time."""
+    """Steps along k whose part of B is in shared memory at a time."""
+    pairs: int = 2
+    """Pairs of steps whose part of A is."""
     cluster: int = 2
     """Blocks along m that load B together."""
-    columns_first: bool = True
+    columns_first: bool = False
     """Whether neighbouring tiles follow along n, else along m."""
     width: int = 8
     """Tiles of the other axis that are visited together, so that both operands stay in
@@ -70,15 +76,25 @@ class Config:
     @property
     def tile_m(self) -> int:
         """Rows of A per block."""
-        return _ROWS * self.warpgroups
+        return _ROWS * self.row_blocks * self.warpgroups
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Written to shared memory, and read from it by the tensor cores."""
+        words = 512 * self.tile_m // _ROWS
+        written = self.tile_m * TILE_K + words + 2 * self.tile_n * TILE_K
+        # Every 64 rows of A are multiplied by all of B.
+        read = self.tile_m * TILE_K + 2 * self.tile_n * TILE_K * (self.tile_m // _ROWS)
+        return written + read
 
     @property
     def shared_memory_bytes(self) -> int:
         """Operands of all stages, pieces of C, barriers."""
-        words = 128 * self.warpgroups
-        stage = self.tile_m * TILE_K + 4 * words + 2 * self.tile_n * TILE_K
+        words = 128 * self.row_blocks * self.warpgroups
+        pair = 2 * (self.tile_m * TILE_K + 4 * words) + 16
+        stage = 2 * self.tile_n * TILE_K + 16
         pieces = 2 * self.warpgroups * self.out_slots * self.out_columns * _ROWS
-        return self.stages * (stage + 16) + pieces
+        return self.pairs * pair + self.stages * stage + pieces
 
 
 def why_unsupported(shape: Shape) -> str | None:
@@ -100,22 +116,34 @@ def why_invalid(config: Config, shape: Shape) -> str | None:
     tuner alike."""
     if reason := why_unsupported(shape):
         return reason
-    if config.tile_n not in (64, 128, 192, 256):
-        return f"tile_n={config.tile_n} is not one of 64, 128, 192, 256"
+    if config.tile_n not in range(64, 257, 16):
+        return f"tile_n={config.tile_n} is not a multiple of 16 from 64 to 256"
+    if config.tile_n % 64 and not shape.b_k_major:
+        return f"tile_n={config.tile_n} is not a multiple of 64, required of B (k, n)"
     if config.warpgroups not in (1, 2):
-        # Three would leave 128 registers per thread, all of them sums.
+        # Three start with 128 registers per thread, and 256 columns need more.
         return f"warpgroups={config.warpgroups} is not 1 or 2"
+    if config.row_blocks not in (1, 2):
+        return f"row_blocks={config.row_blocks} is not 1 or 2"
+    if config.row_blocks * config.tile_n > 384:
+        return (
+            f"row_blocks={config.row_blocks} x tile_n={config.tile_n} is above 384: "
+            f"more sums than a thread has registers"
+        )
     if config.cluster not in (1, 2):
         # Larger ones leave blocks idle: 30 clusters of four fit 132 multiprocessors.
         return f"cluster={config.cluster} is not 1 or 2"
-    if config.out_columns not in (32, 64) or config.tile_n % config.out_columns:
-        return f"out_columns={config.out_columns} is not 32 or 64"
+    if config.out_columns % 8 or config.tile_n % max(config.out_columns, 1):
+        return (
+            f"out_columns={config.out_columns} is not a multiple of 8 that divides "
+            f"tile_n={config.tile_n}"
+        )
     if not shape.transpose_out and config.out_columns != 64:
         return (
             f"out_columns={config.out_columns} is not 64, required of C stored (m, n)"
         )
-    if min(config.stages, config.out_slots, config.width) < 1:
-        return "stages, out_slots and width must be positive"
+    if min(config.stages, config.pairs, config.out_slots, config.width) < 1:
+        return "stages, pairs, out_slots and width must be positive"
     if config.shared_memory_bytes > SHARED_MEMORY_BYTES:
         return (
             f"needs {config.shared_memory_bytes} bytes of shared memory of "
@@ -124,21 +152,41 @@ def why_invalid(config: Config, shape: Shape) -> str | None:
     return None
 
 
-def default_config(shape: Shape) -> Config:
-    """The heuristic for shapes that were not tuned.
+def default_config(shape: Shape, multiprocessors: int = 132) -> Config:
+    """The heuristic for shapes that were not tuned: what moves the fewest bytes through
+    shared memory, over all rounds that the multiprocessors need."""
 
-    The largest tile that B's columns fill; a small GEMM gets smaller ones, so that
-    every multiprocessor has work.
-    """
-    tile_n = next((size for size in (64, 128) if shape.n <= size), 256)
-    while tile_n > 64 and _tiles(shape, 128, tile_n) < 132:
-        tile_n //= 2
-    cluster = 2 if shape.m > 128 else 1
-    return Config(tile_n=tile_n, cluster=cluster)
+    def cost(config: Config) -> float:
+        tiles = math.prod(_tiles(shape, config))
+        rounds = pl.cdiv(tiles, multiprocessors // config.cluster)
+        # Without a cluster the L2 cache is read more often: 3 % was measured.
+        alone = 1.03 if config.cluster == 1 else 1
+        return rounds * config.bytes_per_step * alone
+
+    return min(_tilings(shape), key=cost)
 
 
-def _tiles(shape: Shape, tile_m: int, tile_n: int) -> int:
-    return pl.cdiv(shape.m, tile_m) * pl.cdiv(shape.n, tile_n)
+def _tilings(shape: Shape) -> list[Config]:
+    """What `default_config` chooses from; the first of equals."""
+    step = 16 if shape.b_k_major and shape.transpose_out else 64
+    sizes = [(2, n) for n in range(192, 63, -step)]
+    sizes += [(1, n) for n in range(256, 63, -step)]
+    return [
+        Config(
+            row_blocks=row_blocks,
+            tile_n=tile_n,
+            cluster=cluster,
+            out_columns=64 if tile_n % 64 == 0 else tile_n // 2,
+        )
+        for row_blocks, tile_n in sizes
+        for cluster in (2, 1)
+    ]
+
+
+def _tiles(shape: Shape, config: Config) -> tuple[int, int]:
+    """Of a whole cluster, along m and n."""
+    tiles_m = pl.cdiv(shape.m, config.tile_m * config.cluster)
+    return tiles_m, pl.cdiv(shape.n, config.tile_n)
 
 
 def sparse_matmul(
@@ -174,17 +222,17 @@ def sparse_matmul(
     out_dtype = jnp.dtype(values.dtype if out_dtype is None else out_dtype)
     if out_dtype not in (jnp.bfloat16, jnp.float16):
         raise ValueError(f"out_dtype={out_dtype} is not bfloat16 or float16")
-    config = default_config(shape) if config is None else config
+    if config is None:
+        config = default_config(shape, multiprocessors)
     if reason := why_invalid(config, shape):
         raise ValueError(f"no 2:4 GEMM of {shape} with {config}: {reason}")
-    tiles_m = pl.cdiv(shape.m, config.tile_m * config.cluster)
-    tiles_n = pl.cdiv(shape.n, config.tile_n)
-    clusters = min(multiprocessors // config.cluster, tiles_m * tiles_n)
+    tiles = _tiles(shape, config)
+    clusters = min(multiprocessors // config.cluster, math.prod(tiles))
     kernel = partial(
         _kernel,
         shape=shape,
         config=config,
-        tiles=(tiles_m, tiles_n),
+        tiles=tiles,
         clusters=clusters,
         activation=activation,
     )
@@ -236,9 +284,11 @@ def _kernel(
     clusters: int,
     activation,
 ) -> None:
-    steps = shape.k // TILE_K
+    # Where half a pair is beyond k, both operands are filled with zeros.
+    pairs = pl.cdiv(shape.k, 2 * TILE_K)
     tile_n, stages = config.tile_n, config.stages
     warpgroup = lax.axis_index("warpgroup")
+    own_rows = _ROWS * config.row_blocks
     first = lax.axis_index("grid")
     own_tiles = (tiles[0] * tiles[1] - first + clusters - 1) // clusters
     collective = "cluster" if config.cluster > 1 else None
@@ -251,89 +301,116 @@ def _kernel(
         row = row * config.cluster + lax.axis_index("cluster")
         return row * config.tile_m, column * tile_n
 
-    def slot_of(tile, step):
-        return lax.rem(tile * steps + step, stages)
+    def slot_of_a(tile, pair):
+        return lax.rem(tile * pairs + pair, config.pairs)
 
-    def load(values_smem, metadata_smem, b_smem, out_smem, full, empty) -> None:
+    def slot_of_b(tile, pair, half):
+        return lax.rem(2 * (tile * pairs + pair) + half, stages)
+
+    def load(a_smem, b_smem, out_smem, a_slots, b_slots) -> None:
         """The memory warpgroup: fills slots as they become empty."""
         plgpu.set_max_registers(40, action="decrease")
+        values_smem, metadata_smem = a_smem
 
         def load_tile(tile, carry):
             row, column = origin(tile)
             rows = pl.ds(row, config.tile_m)
-            blocks = pl.ds(row // _ROWS, config.warpgroups)
+            blocks = pl.ds(row // _ROWS, config.tile_m // _ROWS)
             columns = pl.ds(column, tile_n)
 
-            def load_step(step, carry):
-                slot = slot_of(tile, step)
-                along_k = pl.ds(step * TILE_K, TILE_K)
-                kept = pl.ds(step * (TILE_K // 2), TILE_K // 2)
-                b_tile = (columns, along_k) if shape.b_k_major else (along_k, columns)
+            def load_pair(pair, carry):
+                full, empty = a_slots
+                slot = slot_of_a(tile, pair)
+                kept = pl.ds(pair * TILE_K, TILE_K)
+                words = pl.ds(2 * pair, 2)
                 copy = partial(plgpu.copy_gmem_to_smem, barrier=full.at[slot])
                 plgpu.barrier_wait(empty.at[slot])
-                copy(
-                    b_gmem.at[b_tile],
-                    b_smem.at[slot],
-                    collective_axes=collective,
-                )
                 copy(values_gmem.at[rows, kept], values_smem.at[slot])
-                copy(metadata_gmem.at[blocks, pl.ds(step, 1)], metadata_smem.at[slot])
+                copy(metadata_gmem.at[blocks, words], metadata_smem.at[slot])
+                for half in range(2):
+                    load_b(columns, slot_of_b(tile, pair, half), 2 * pair + half)
                 return carry
 
-            return lax.fori_loop(0, steps, load_step, carry)
+            return lax.fori_loop(0, pairs, load_pair, carry)
+
+        def load_b(columns, slot, step):
+            full, empty = b_slots
+            along_k = pl.ds(step * TILE_K, TILE_K)
+            b_tile = (columns, along_k) if shape.b_k_major else (along_k, columns)
+            plgpu.barrier_wait(empty.at[slot])
+            plgpu.copy_gmem_to_smem(
+                b_gmem.at[b_tile],
+                b_smem.at[slot],
+                full.at[slot],
+                collective_axes=collective,
+            )
 
         lax.fori_loop(0, own_tiles, load_tile, None)
 
         # A block must not end while others of its cluster still signal to it.
         def drain(step, carry):
-            plgpu.barrier_wait(empty.at[slot_of(own_tiles, step)])
+            _, empty = b_slots
+            plgpu.barrier_wait(empty.at[slot_of_b(own_tiles, 0, step)])
             return carry
 
         lax.fori_loop(0, stages, drain, None)
 
-    def multiply(values_smem, metadata_smem, b_smem, out_smem, full, empty) -> None:
-        """A compute warpgroup: 64 rows of every tile."""
+    def multiply(a_smem, b_smem, out_smem, a_slots, b_slots) -> None:
+        """A compute warpgroup: its rows of every tile."""
         plgpu.set_max_registers(232, action="increase")
-        for slot in range(stages):
-            plgpu.barrier_arrive(empty.at[slot])
-        pieces = tile_n // config.out_columns
+        values_smem, metadata_smem = a_smem
+        for (_, empty), count in ((a_slots, config.pairs), (b_slots, stages)):
+            for slot in range(count):
+                plgpu.barrier_arrive(empty.at[slot])
+        multiply_add = [_multiply_add(shape, config, half) for half in range(2)]
+        pieces = config.row_blocks * (tile_n // config.out_columns)
 
         def multiply_tile(tile, carry):
             row, column = origin(tile)
-            row = row + warpgroup * _ROWS
+            row = row + warpgroup * own_rows
 
-            def multiply_step(step, sums):
-                slot = slot_of(tile, step)
-                plgpu.barrier_wait(full.at[slot])
-                words = plgpu.load(
-                    metadata_smem.at[slot, warpgroup, 0], layout=_WORDS_LAYOUT
-                )
-                own_rows = pl.ds(warpgroup * _ROWS, _ROWS)
-                sums = _multiply_add(shape, tile_n)(
-                    sums, values_smem.at[slot, own_rows], words, b_smem.at[slot]
-                )
-                plgpu.barrier_arrive(empty.at[slot])
+            def multiply_pair(pair, sums):
+                slot = slot_of_a(tile, pair)
+                plgpu.barrier_wait(a_slots[0].at[slot])
+                values = values_smem.at[slot, pl.ds(warpgroup * own_rows, own_rows)]
+                for half in range(2):
+                    words = [
+                        plgpu.load(
+                            metadata_smem.at[
+                                slot, warpgroup * config.row_blocks + i, half
+                            ],
+                            layout=_WORDS_LAYOUT,
+                        )
+                        for i in range(config.row_blocks)
+                    ]
+                    b_slot = slot_of_b(tile, pair, half)
+                    plgpu.barrier_wait(b_slots[0].at[b_slot])
+                    sums = multiply_add[half](sums, values, b_smem.at[b_slot], *words)
+                    plgpu.barrier_arrive(b_slots[1].at[b_slot])
+                plgpu.barrier_arrive(a_slots[1].at[slot])
                 return sums
 
             zeros = plgpu.layout_cast(
-                jnp.zeros((_ROWS, tile_n), jnp.float32), plgpu.Layout.WGMMA
+                jnp.zeros((own_rows, tile_n), jnp.float32), plgpu.Layout.WGMMA
             )
-            sums = lax.fori_loop(0, steps, multiply_step, zeros)
+            sums = lax.fori_loop(0, pairs, multiply_pair, zeros)
             if activation is not None:
                 sums = activation(sums)
             sums = sums.astype(out_gmem.dtype)
             for index in range(pieces):
-                offset = index * config.out_columns
+                block, part = divmod(index, tile_n // config.out_columns)
+                rows = block * _ROWS
+                offset = part * config.out_columns
                 piece = out_smem.at[
                     warpgroup, lax.rem(tile * pieces + index, config.out_slots)
                 ]
                 # A slot is free once the write `out_slots` before this has read it.
                 plgpu.wait_smem_to_gmem(config.out_slots - 1, wait_read_only=True)
                 _write_piece(
-                    sums[:, offset : offset + config.out_columns],
+                    sums[rows : rows + _ROWS, offset : offset + config.out_columns],
                     piece,
                     out_gmem,
-                    (row, column + offset),
+                    (row + rows, column + offset),
                     shape.transpose_out,
                 )
             return carry
@@ -352,12 +429,14 @@ def _kernel(
             lambda: multiply(*scratch),
             lambda: load(*scratch),
         ),
-        plgpu.SMEM(
-            (stages, config.tile_m, TILE_K // 2),
-            values_gmem.dtype,
-            transforms=_VALUES_TRANSFORMS,
+        (
+            plgpu.SMEM(
+                (config.pairs, config.tile_m, TILE_K),
+                values_gmem.dtype,
+                transforms=_VALUES_TRANSFORMS,
+            ),
+            plgpu.SMEM((config.pairs, config.tile_m // _ROWS, 2, 128), jnp.uint32),
         ),
-        plgpu.SMEM((stages, config.warpgroups, 1, 128), jnp.uint32),
         plgpu.SMEM(
             (stages, *b_tile), b_gmem.dtype, transforms=_b_transforms(shape.b_k_major)
         ),
@@ -370,50 +449,58 @@ def _kernel(
             out_gmem.dtype,
             transforms=_OUT_TRANSFORMS,
         ),
-        plgpu.Barrier(num_arrivals=3, num_barriers=stages),
-        barrier(num_arrivals=config.warpgroups, num_barriers=stages),
+        # Full and empty slots.
+        (
+            plgpu.Barrier(num_arrivals=2, num_barriers=config.pairs),
+            plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.pairs),
+        ),
+        (
+            plgpu.Barrier(num_barriers=stages),
+            barrier(num_arrivals=config.warpgroups, num_barriers=stages),
+        ),
         collective_axes="warpgroup",
     )
 
 
-# Rows are not tiled by eight in global memory, where their number is any. Shared memory
-# holds the same bytes either way, and `_by_eight` gives it the shape that wgmma knows.
-_VALUES_TRANSFORMS = (
-    plgpu.TilingTransform((SWIZZLE_A // 2,)),
-    plgpu.SwizzleTransform(SWIZZLE_A),
-)
-_OUT_TRANSFORMS = (plgpu.TilingTransform((64,)), plgpu.SwizzleTransform(128))
+# What is 128 bytes wide in shared memory is not tiled: its rows may be any number, and of
+# a matrix that is one tile wide Pallas would drop the tile's index, so that tiles beyond
+# the matrix would wrap around into it. The bytes are in the same places either way, and
+# `_by_eight` gives them the shape that wgmma knows.
+_VALUES_TRANSFORMS = (plgpu.SwizzleTransform(SWIZZLE_A),)
+_OUT_TRANSFORMS = (plgpu.SwizzleTransform(128),)
 _WORDS_LAYOUT = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 
 
 def _b_transforms(b_k_major: bool) -> tuple:
-    tiling = (64,) if b_k_major else (8, 64)
-    return plgpu.TilingTransform(tiling), plgpu.SwizzleTransform(SWIZZLE_B)
+    swizzle = plgpu.SwizzleTransform(SWIZZLE_B)
+    return (swizzle,) if b_k_major else (plgpu.TilingTransform((8, 64)), swizzle)
 
 
 def _by_eight(ref):
-    """(rows, 1, columns) as (rows / 8, 1, 8, columns)."""
-    return utils.memref_transpose(utils.memref_unfold(ref, 0, (None, 8)), (0, 2, 1, 3))
+    """(rows, columns) as (rows / 8, 1, 8, columns)."""
+    return utils.memref_unfold(ref, 0, (None, 1, 8))
 
 
-def _multiply_add(shape: Shape, tile_n: int):
-    """sums (64, tile_n) + A's 64 rows @ B's tile, as a function of Pallas values."""
+def _multiply_add(shape: Shape, config: Config, half: int):
+    """sums + A's rows of a warpgroup @ B's tile, as a function of Pallas values."""
 
     @plgpu.inline_mgpu(
         arg_types=(
             plgpu.Layout.WGMMA,
             plgpu.RefType(_VALUES_TRANSFORMS),
-            _WORDS_LAYOUT,
             plgpu.RefType(_b_transforms(shape.b_k_major)),
+            *[_WORDS_LAYOUT] * config.row_blocks,
         ),
         return_type=plgpu.ShapeDtypeStruct(
-            (_ROWS, tile_n), jnp.float32, layout=plgpu.Layout.WGMMA
+            (_ROWS * config.row_blocks, config.tile_n),
+            jnp.float32,
+            layout=plgpu.Layout.WGMMA,
         ),
     )
-    def run(_, sums, values, words, b):
+    def run(_, sums, values, b, *words):
         b = _by_eight(b) if shape.b_k_major else b
         return sparse_wgmma(
-            sums, _by_eight(values), words, b, b_k_major=shape.b_k_major
+            sums, _by_eight(values), words, b, half=half, b_k_major=shape.b_k_major
         )
 
     return run

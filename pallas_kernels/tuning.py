@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -113,15 +113,16 @@ def why_slower(device_kind: str, shape: Shape) -> str | None:
 def candidates(shape: Shape) -> list[Config]:
     """What the search tries: the valid ones of a small grid, and the heuristic's.
 
-    What lost on every shape is not in it: single blocks instead of clusters, narrower
-    strips of tiles, 192 columns (`experiments/LOG.md`).
+    What lost on every shape is not in it: see `experiments/LOG.md`.
     """
     grid = [
         default_config(shape),
         Config(),
+        replace(default_config(shape), columns_first=True),
         Config(width=16),
-        Config(columns_first=False),
-        Config(tile_n=128, stages=6),
+        Config(columns_first=True),
+        Config(row_blocks=1, tile_n=256),
+        Config(tile_n=128),
     ]
     unique = dict.fromkeys(grid)
     return [config for config in unique if why_invalid(config, shape) is None]

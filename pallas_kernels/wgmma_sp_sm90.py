@@ -9,6 +9,7 @@ Source: PTX ISA, "Asynchronous warpgroup level matrix instructions".
 """
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from jaxlib.mlir.dialects import llvm, nvvm, vector
 # The package has a function of the same name.
 _wgmma = importlib.import_module("jax.experimental.mosaic.gpu.wgmma")
 
-SWIZZLE_A = 64
-"""Bytes of a row of A's values in shared memory: 64 columns of A, half of them kept."""
+SWIZZLE_A = 128
+"""Bytes of a row of A's values in shared memory: 128 columns of A, half of them
+kept."""
 
 SWIZZLE_B = 128
 """Bytes of a row of B in shared memory: 64 columns."""
@@ -31,28 +33,30 @@ _PTX_TYPES = {"bf16": "bf16", "f16": "f16"}
 def sparse_wgmma(
     accumulator: fragmented_array.FragmentedArray,
     values: ir.Value,
-    metadata: fragmented_array.FragmentedArray,
+    metadata: Sequence[fragmented_array.FragmentedArray],
     b: ir.Value,
     *,
+    half: int,
     b_k_major: bool,
 ) -> fragmented_array.FragmentedArray:
     """`accumulator + A B` over 64 columns of A; waits for the result.
 
     Args:
-      accumulator: (64, n) float32 in the WGMMA layout.
-      values: A's kept values in shared memory, bfloat16 or float16, tiled
-        (8, 1, 8, 32) with `SWIZZLE_A`.
-      metadata: uint32 (128,), one word for each thread: see `packing`.
+      accumulator: (m, n) float32 in the WGMMA layout, m a multiple of 64.
+      values: A's kept values of 128 columns in shared memory, bfloat16 or float16,
+        tiled (m / 8, 1, 8, 64) with `SWIZZLE_A`.
+      metadata: of each 64 rows uint32 (128,), one word for each thread: see `packing`.
       b: in shared memory with `SWIZZLE_B`. K-major: n rows of 64, tiled
         (n / 8, 1, 8, 64); else 64 rows of n, tiled (8, n / 64, 8, 64).
+      half: of the 128 columns of A, 0 or 1.
       b_k_major: whether k is the contiguous axis of b.
     """
     n = accumulator.shape[1]
     # Also keeps the compiler from moving accesses of the registers past this point.
     registers = _wgmma.WGMMAAccumulator.from_registers(accumulator)._value
-    parts = list(registers.registers.flat)
-    (a_start, (_, (a_stride,))), _, _ = mma_utils.create_descriptor(
-        values, swizzle=SWIZZLE_A, group_size=(64, 32), logical_k_major=False
+    blocks = list(registers.registers.reshape(len(metadata), -1))
+    (a_start, (_, (a_stride,))), (a_block_stride, _), _ = mma_utils.create_descriptor(
+        values, swizzle=SWIZZLE_A, group_size=(64, 64), logical_k_major=False
     )
     if b_k_major:
         b = utils.memref_transpose(b, (1, 0, 3, 2))
@@ -63,25 +67,29 @@ def sparse_wgmma(
         logical_k_major=True,
         mma_bytewidth_k=64,
     )
-    (word,) = metadata.registers.flat
-    word = vector.extract(word, dynamic_position=[], static_position=[0])
     element = ir.MemRefType(values.type).element_type
     for step in range(2):  # an instruction takes 32 columns of A
-        parts = _instruction(
-            parts,
-            _advance(a_start, step * a_stride),
-            _advance(b_start, step * b_strides[-1]),
-            word,
-            n=n,
-            ptx_type=_PTX_TYPES[str(element)],
-            # Which threads of each four hold the metadata of these columns.
-            selector=step,
-            b_k_major=b_k_major,
-        )
+        for block, word in enumerate(metadata):
+            blocks[block] = _instruction(
+                list(blocks[block]),
+                _advance(
+                    a_start, block * a_block_stride + (2 * half + step) * a_stride
+                ),
+                _advance(b_start, step * b_strides[-1]),
+                vector.extract(
+                    word.registers.item(), dynamic_position=[], static_position=[0]
+                ),
+                n=n,
+                ptx_type=_PTX_TYPES[str(element)],
+                # Which threads of each four hold the metadata of these columns.
+                selector=step,
+                b_k_major=b_k_major,
+            )
     nvvm.wgmma_commit_group_sync_aligned()
     # The running instruction reads the metadata register: it must not be left in
     # flight while the next word is loaded.
     nvvm.wgmma_wait_group_sync_aligned(0)
+    parts = [part for block in blocks for part in block]
     return fragmented_array.FragmentedArray(
         _registers=np.array(parts, dtype=object).reshape(registers.registers.shape),
         _layout=registers.layout,

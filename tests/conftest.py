@@ -31,6 +31,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    if hasattr(config, "workerinput"):  # of pytest-xdist: sees a part of the tests
+        return
     counts = {
         outcome: len(terminalreporter.getreports(outcome))
         for outcome in ("passed", "failed", "error")

@@ -67,8 +67,10 @@ def test_lowers_for_hopper(b_k_major, transpose_out, dtype):
 @pytest.mark.parametrize(
     "config",
     [
-        Config(cluster=1, columns_first=False),
-        Config(tile_n=64, stages=2, warpgroups=1),
+        Config(cluster=1, columns_first=True),
+        Config(row_blocks=1, tile_n=256, pairs=3),
+        Config(tile_n=64, stages=2, pairs=1, warpgroups=1),
+        Config(tile_n=176, out_columns=88),
         Config(out_columns=32, out_slots=4, width=4),
     ],
 )
@@ -84,13 +86,18 @@ def test_every_knob_lowers(config):
         ({}, {"m": 100}, "m=100, .* not a multiple of 64"),
         ({}, {"n": 100, "transpose_out": False}, "n=100, .* not a multiple of 64"),
         ({}, {"n": 100, "b_k_major": False}, "n=100 .* B stored"),
-        ({"tile_n": 100}, {}, "tile_n=100 is not one of"),
+        ({"tile_n": 100}, {}, "tile_n=100 is not a multiple of 16"),
+        ({"tile_n": 96}, {"b_k_major": False}, "tile_n=96 .* required of B"),
         ({"warpgroups": 3}, {}, "warpgroups=3 is not 1 or 2"),
+        ({"row_blocks": 3}, {}, "row_blocks=3 is not 1 or 2"),
+        ({"tile_n": 256}, {}, "row_blocks=2 x tile_n=256 is above 384"),
         ({"cluster": 4}, {}, "cluster=4 is not 1 or 2"),
-        ({"out_columns": 16}, {}, "out_columns=16"),
+        ({"out_columns": 36}, {}, "out_columns=36 is not a multiple of 8"),
+        ({"out_columns": 128}, {}, "divides tile_n=192"),
         ({"out_columns": 32}, {"transpose_out": False}, "out_columns=32 is not 64"),
         ({"stages": 0}, {}, "must be positive"),
-        ({"stages": 5}, {}, r"needs \d+ bytes of shared memory of 232448"),
+        ({"pairs": 0}, {}, "must be positive"),
+        ({"stages": 6}, {}, r"needs \d+ bytes of shared memory of 232448"),
     ],
 )
 def test_what_cannot_run_is_told(config, shape, message):
@@ -128,8 +135,8 @@ def test_the_grid_fills_the_gpu_it_is_told_of(monkeypatch):
     for count in (4, 5, 78, 132):
         options = {"config": Config(), "multiprocessors": count}
         lowered(Shape(m=1024, n=2048, k=64), **options)
-    # Clusters of two blocks, and no more of them than the 4 x 8 tiles.
-    assert grids == [(2,), (2,), (32,), (32,)]
+    # Clusters of two blocks, and no more of them than the 2 x 11 tiles.
+    assert grids == [(2,), (2,), (22,), (22,)]
 
 
 # On a GPU.
@@ -185,20 +192,37 @@ def test_every_order_on_a_gpu(b_k_major, transpose_out):
         cases += [(replace(shape, n=n), {}) for n in (1, 7, 63, 65, 1999)]
     if not transpose_out:
         cases += [(replace(shape, m=m), {}) for m in (1, 7, 63, 65, 1999)]
+    # One tile wide, so that other tiles of a cluster lie beyond the matrix.
+    cases += [(replace(shape, **{size: 64}), {}) for size in ("m", "n", "k")]
     check(cases)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile_n", [64, 128, 192, 256])
+@pytest.mark.parametrize("k", [64, 192])
+def test_what_is_beyond_k_is_not_read_on_a_gpu(k):
+    shape = Shape(m=128, n=300, k=k)
+    a, b = arguments(shape)
+    # Zero times infinity would be NaN.
+    b = b.at[:, k - 2].set(jnp.inf)
+    exact, _ = exact_product(shape, a, b)
+    got = np.asarray(product(shape, a, b), np.float32)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(np.asarray(exact)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile_n", [64, 80, 128, 144, 176, 192, 240, 256])
 def test_every_knob_on_a_gpu(tile_n):
     shape = Shape(m=1088, n=1999, k=640)
+    most = 1 if tile_n > 192 else 2
+    base = Config(tile_n=tile_n, row_blocks=most, out_columns=tile_n // 2)
     configs = [
-        Config(tile_n=tile_n, cluster=cluster, warpgroups=warpgroups, out_columns=32)
+        replace(base, cluster=cluster, warpgroups=warpgroups, out_columns=16)
         for cluster in (1, 2)
         for warpgroups in (1, 2)
     ]
-    configs.append(Config(tile_n=tile_n, stages=2, out_slots=1))
-    configs.append(Config(tile_n=tile_n, columns_first=False, width=3))
+    configs += [replace(base, row_blocks=blocks) for blocks in range(1, most)]
+    configs.append(replace(base, stages=2, pairs=1, out_slots=1))
+    configs.append(replace(base, stages=3, columns_first=True, width=3))
     check([(shape, {"config": config}) for config in configs])
 
 

@@ -1,0 +1,251 @@
+"""Times a whole training step with 2:4 weights against the dense one.
+
+    uv run --extra cuda experiments/bench_step.py
+    uv run --extra cuda experiments/bench_step.py --preset llama-7b --layers 16
+    uv run --extra cuda experiments/bench_step.py --profile
+
+Everything is in it: embedding, attention (cuDNN), FFN, loss head, backward, gradient
+clip, AdamW, and for the sparse step the packing of the weights. Both steps run on one
+state in turn, on real text. Before anything is timed, the loss and the gradient norm of
+a sparse step are compared with those of the masked dense path (`xla`). With `--profile`
+the time of a step is split by kind of GPU kernel.
+
+One H200, `llama-1b`: about two minutes, most of it compilation.
+"""
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import jax
+import tyro
+
+from experiments.provenance import commit
+from experiments.timing import Timing, time_interleaved
+from sparsejax import metrics
+from sparsejax.config import MeshConfig, PresetName, RecipeName, TrainConfig
+from sparsejax.ops.ffn_spec import DENSE
+from sparsejax.presets import PRESETS
+from sparsejax.recipe import sparsity_of
+from sparsejax.train import Run, TrainState, train_step
+
+DENSE_STEP = "dense"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What is timed, and where the rows go."""
+
+    preset: PresetName = "llama-1b"
+    recipe: RecipeName = "weights"
+    """Its sparse phase."""
+    layers: int | None = None
+    """None: the preset's."""
+    batch_size: int = 8
+    micro_batches: int = 2
+    remat: Literal["none", "full", "dots"] = "none"
+    """Recomputing is work that the dense step need not do: only where memory ends."""
+    text: str | None = None
+    """Glob; None: the Python standard library's source."""
+    rounds: int = 5
+    steps: int = 2
+    """Optimiser steps per timed round."""
+    profile: bool = False
+    """Also print where the time of each step goes."""
+    results: Path | None = Path("experiments/results/bench_step.jsonl")
+    """One JSON line per step is appended; None writes nothing."""
+
+
+class Steps:
+    """The dense step and the sparse one, compiled, on one state."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.run = Run(config, devices=jax.devices()[:1])
+        self.sparsity = sparsity_of(config.recipe, config.phases)
+        state = self.run.initial_state()
+        self.state: TrainState = self.run.switch(state, DENSE, self.sparsity)
+        self.tokens = self.run.place(next(self.run.batches())["tokens"])
+        self.compiled = {
+            name: self.run.step(sparsity).lower(self.state, self.tokens).compile()
+            for name, sparsity in ((DENSE_STEP, DENSE), (config.recipe, self.sparsity))
+        }
+
+    def call(self, name: str, times: int = 1) -> dict[str, float]:
+        """Some steps; what the last one reports, waited for."""
+        report = {}
+        for _ in range(times):
+            self.state, report = self.compiled[name](self.state, self.tokens)
+        jax.block_until_ready(self.state.params)
+        return {name: float(value) for name, value in report.items()}
+
+    def masked(self) -> dict[str, float]:
+        """What a sparse step on this state reports, computed by dense GEMMs over
+        masked operands."""
+        run = Run(replace(self.run.config, backend="xla"), devices=jax.devices()[:1])
+        graph = run.graph(self.sparsity)
+
+        @jax.jit
+        def report(state: TrainState, tokens: jax.Array):
+            return train_step(graph, run.optimizer, state, tokens)[1]
+
+        values = report(self.state, self.tokens)
+        return {name: float(value) for name, value in values.items()}
+
+
+def main(config: Config) -> list[dict]:
+    """Checks, times, prints and records both steps; returns the rows."""
+    steps = Steps(_train_config(config))
+    errors = _check(steps, config.recipe)
+    timings = time_interleaved(
+        {name: partial(steps.call, name, config.steps) for name in steps.compiled},
+        baseline=DENSE_STEP,
+        rounds=config.rounds,
+    )
+    rows = []
+    for timing in timings:
+        row = _row(config, steps, timing)
+        if timing.name != DENSE_STEP:
+            row |= {"error": errors}
+        if config.profile:
+            row["kernel_ms"] = kernel_times(partial(steps.call, timing.name))
+        rows.append(row)
+        print(_line(row), flush=True)
+    if config.results is not None:
+        config.results.parent.mkdir(parents=True, exist_ok=True)
+        with config.results.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    return rows
+
+
+def _train_config(config: Config) -> TrainConfig:
+    preset = PRESETS[config.preset]()
+    layers = preset.model.layers if config.layers is None else config.layers
+    return replace(
+        preset,
+        recipe=config.recipe,
+        model=replace(preset.model, layers=layers, remat=config.remat),
+        data=replace(preset.data, text=config.text),
+        mesh=MeshConfig(data=1),
+        batch_size=config.batch_size,
+        micro_batches=config.micro_batches,
+        eval_batches=1,
+    )
+
+
+def _check(steps: Steps, recipe: str) -> dict[str, float]:
+    """Relative differences between a sparse step and the masked dense one."""
+    steps.call(DENSE_STEP)
+    masked, sparse = steps.masked(), steps.call(recipe)
+    errors = {}
+    # bfloat16 sums in another order, averaged over a batch, as in bench_mesh.
+    for name, tolerance in (("loss", 1e-3), ("gradient_norm", 5e-3)):
+        errors[name] = abs(sparse[name] - masked[name]) / masked[name]
+        assert errors[name] < tolerance, f"{name} {sparse[name]}, not {masked[name]}"
+    return errors
+
+
+def _row(config: Config, steps: Steps, timing: Timing) -> dict:
+    train = steps.run.config
+    step_ms = timing.time_ms / config.steps
+    sequence = train.data.sequence_length
+    decisions = metrics.ffn_decisions(
+        train.model,
+        DENSE if timing.name == DENSE_STEP else steps.sparsity,
+        train.batch_size // train.micro_batches * sequence,
+        train.backend,
+    )
+    memory = steps.compiled[timing.name].memory_analysis()
+    assert memory is not None
+    model = train.model
+    return {
+        "name": timing.name,
+        "preset": config.preset,
+        "layers": model.layers,
+        "d_model": model.d_model,
+        "d_hidden": model.d_hidden,
+        "tokens_per_micro_batch": decisions[0].spec.m,
+        "micro_batches": train.micro_batches,
+        "remat": model.remat,
+        "step_ms": step_ms,
+        "speedup": 1 / timing.ratio,
+        "spread": [1 / timing.ratio_max, 1 / timing.ratio_min],
+        **metrics.speed(
+            model,
+            sequence,
+            decisions,
+            1e3 * train.tokens_per_step / step_ms,
+            metrics.dense_peak(model.dtype),
+        ),
+        "state_gib": memory.argument_size_in_bytes / 2**30,
+        "temporaries_gib": memory.temp_size_in_bytes / 2**30,
+        "gemms": [f"{d.spec.name}: {d.backend}" for d in decisions],
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "commit": commit(),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+    }
+
+
+def _line(row: dict) -> str:
+    text = (
+        f"{row['name']:<8} {row['preset']}, {row['layers']} layers: "
+        f"{row['step_ms']:.0f} ms a step, {row['speedup']:.3f} "
+        f"({row['spread'][0]:.3f}-{row['spread'][1]:.3f}) x dense; "
+        f"{row['tokens_per_second']:,.0f} tokens/s; MFU of the dense FLOPs "
+        f"{row['mfu_dense_equivalent']:.3f}, executed {row['mfu_executed']:.3f}; "
+        f"state {row['state_gib']:.1f} GiB, temporaries {row['temporaries_gib']:.1f}"
+    )
+    if "error" in row:
+        text += f"; to the masked step {row['error']}"
+    for kind, ms in row.get("kernel_ms", {}).items():
+        text += f"\n  {ms:9.2f} ms  {kind}"
+    return text
+
+
+KINDS = {
+    "2:4 GEMM or packing": ("mosaic", "sparse_matmul", "compress"),
+    "attention": ("cudnn", "sdpa", "fmha", "flash"),
+    "dense GEMM": ("gemm", "nvjet", "cublas", "cutlass", "xmma"),
+    "copy": ("memcpy", "memset"),
+}
+"""Kinds of GPU kernels, by what stands in their names; the first that fits."""
+
+
+def kernel_times(call: Callable[[], object]) -> dict[str, float]:
+    """Milliseconds that the GPU spends in each of `KINDS` during a call, and in all
+    else, under its name where it is above a hundredth."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            call()
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        data = jax.profiler.ProfileData.from_file(str(file))
+    by_name: Counter[str] = Counter()
+    for plane in data.planes:
+        if not plane.name.startswith("/device:GPU"):
+            continue
+        for line in plane.lines:
+            if line.name.startswith("Stream"):
+                for event in line.events:
+                    by_name[event.name] += event.duration_ns / 1e6
+    return group_kernels(by_name)
+
+
+def group_kernels(ms_by_name: Mapping[str, float]) -> dict[str, float]:
+    """The times of kernels summed by kind, the longest first."""
+    total = sum(ms_by_name.values())
+    kinds: Counter[str] = Counter()
+    for name, ms in ms_by_name.items():
+        own = [k for k, parts in KINDS.items() if any(p in name.lower() for p in parts)]
+        rest = name if ms > total / 100 else "other kernels"
+        kinds[own[0] if own else rest] += ms
+    return dict(kinds.most_common())
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))
