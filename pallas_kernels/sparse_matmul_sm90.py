@@ -462,9 +462,9 @@ def _kernel(
     )
 
 
-# What is 128 bytes wide in shared memory is not tiled: its rows may be any number, and of
-# a matrix that is one tile wide Pallas would drop the tile's index, so that tiles beyond
-# the matrix would wrap around into it. The bytes are in the same places either way, and
+# What is 128 bytes wide in shared memory is not tiled: its rows may be any number, and
+# of a matrix one tile wide Pallas would drop the tile's index, so that tiles beyond the
+# matrix would wrap around into it. The bytes are in the same places either way, and
 # `_by_eight` gives them the shape that wgmma knows.
 _VALUES_TRANSFORMS = (plgpu.SwizzleTransform(SWIZZLE_A),)
 _OUT_TRANSFORMS = (plgpu.SwizzleTransform(128),)
