@@ -60,7 +60,7 @@ def announce(config: TrainConfig, *, predicted: bool = False) -> None:
     mesh = _mesh_of(config, predicted=predicted)
     micro_batch = config.batch_size // config.micro_batches
     check_shardable(model, sparsities, mesh, micro_batch=micro_batch)
-    tokens = micro_batch * config.data.sequence_length // (mesh.data * mesh.fsdp)
+    tokens = micro_batch * config.data.sequence_length // mesh.token_shards
     decisions = {
         sparsity: ffn_decisions(model, sparsity, tokens, config.backend)
         for sparsity in sparsities

@@ -198,6 +198,12 @@ class MeshConfig:
         """Of the whole mesh; 0 while `data` is left open."""
         return self.data * self.fsdp * self.tensor
 
+    @property
+    def token_shards(self) -> int:
+        """Parts that the sequences of a batch, and so their tokens, are split into; 0
+        while `data` is left open."""
+        return self.data * self.fsdp
+
     def resolve(self, devices: int) -> "MeshConfig":
         """The mesh with `data` filled in, for this many devices.
 

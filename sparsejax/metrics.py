@@ -81,7 +81,7 @@ def ffn_decisions(
         sparsity=sparsity,
         device=current_platform(),
         device_kind=current_device_kind(),
-        token_shards=mesh.data * mesh.fsdp,
+        token_shards=mesh.token_shards,
         hidden_shards=mesh.tensor,
     )
     return spec.explain(backend)

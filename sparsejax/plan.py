@@ -364,7 +364,7 @@ def communication_bytes(
     gradients = (
         _received(scattered, mesh.fsdp)
         + 2 * _received((scattered + embedding) // mesh.fsdp, mesh.data)
-        + 2 * _received(norms, mesh.data * mesh.fsdp)
+        + 2 * _received(norms, mesh.token_shards)
     )
 
     token = tokens_per_device * config.d_model

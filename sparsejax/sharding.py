@@ -158,8 +158,7 @@ def check_shardable(
       mesh: resolved; its devices need not exist.
       micro_batch: sequences per micro-batch.
     """
-    batch = mesh.data * mesh.fsdp
-    if micro_batch % batch:
+    if micro_batch % mesh.token_shards:
         raise ValueError(
             f"a micro-batch of {micro_batch} sequences (batch_size / micro_batches) is "
             f"not a multiple of mesh.data x mesh.fsdp = {mesh.data} x {mesh.fsdp}; "

@@ -107,7 +107,7 @@ def check_plan(generator: Generator, config: TrainConfig) -> None:
     micro_batch = config.batch_size // config.micro_batches
     check_shardable(config.model, sparsities, mesh, micro_batch=micro_batch)
     length = config.data.sequence_length
-    tokens = micro_batch * length // (mesh.data * mesh.fsdp)
+    tokens = micro_batch * length // mesh.token_shards
     flops = plan.flops_per_token(config.model, length)
     figures = [plan.parameter_count(config.model), flops]
     for sparsity in sparsities:

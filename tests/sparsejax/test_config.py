@@ -193,6 +193,20 @@ def test_a_mesh_takes_the_devices_that_are_there(mesh, devices, data):
 
 
 @pytest.mark.parametrize(
+    ("mesh", "token_shards"),
+    [
+        (MeshConfig(data=3), 3),
+        (MeshConfig(data=1, fsdp=5), 5),
+        (MeshConfig(data=1, tensor=7), 1),
+        (MeshConfig(data=3, fsdp=5, tensor=7), 15),
+        (MeshConfig(fsdp=5, tensor=7), 0),
+    ],
+)
+def test_tokens_are_split_over_data_and_fsdp_alone(mesh, token_shards):
+    assert mesh.token_shards == token_shards
+
+
+@pytest.mark.parametrize(
     ("mesh", "devices"),
     [
         (MeshConfig(data=2), 1),
