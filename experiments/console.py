@@ -60,9 +60,10 @@ def announce(config: TrainConfig, *, predicted: bool = False) -> None:
     mesh = _mesh_of(config, predicted=predicted)
     micro_batch = config.batch_size // config.micro_batches
     check_shardable(model, sparsities, mesh, micro_batch=micro_batch)
-    tokens = micro_batch * config.data.sequence_length // mesh.token_shards
+    tokens = micro_batch * config.data.sequence_length
+    tokens_per_device = tokens // mesh.token_shards
     decisions = {
-        sparsity: ffn_decisions(model, sparsity, tokens, config.backend)
+        sparsity: ffn_decisions(model, sparsity, tokens, config.backend, mesh=mesh)
         for sparsity in sparsities
     }
 
@@ -78,9 +79,9 @@ def announce(config: TrainConfig, *, predicted: bool = False) -> None:
     for sparsity in sparsities:
         _say_paths(sparsity, decisions[sparsity])
     if predicted:
-        STDOUT.print(_memory_table(config, mesh, tokens, sparsities))
+        STDOUT.print(_memory_table(config, mesh, tokens_per_device, sparsities))
         if mesh.devices > 1:
-            _say_communication(config, mesh, tokens, sparsities)
+            _say_communication(config, mesh, tokens_per_device, sparsities)
         _predict(config, planned)
 
 
@@ -187,7 +188,7 @@ def _say_paths(sparsity: FFNSparsity, decisions: tuple[Decision, ...]) -> None:
 def _memory_table(
     config: TrainConfig,
     mesh: MeshConfig,
-    tokens: int,
+    tokens_per_device: int,
     sparsities: tuple[FFNSparsity, ...],
 ) -> Table:
     table = Table(title="memory, GiB per device")
@@ -197,7 +198,10 @@ def _memory_table(
         table.add_column(_kind(sparsity), justify="right")
         memories.append(
             plan.memory_bytes(
-                config.model, tokens_per_device=tokens, mesh=mesh, sparsity=sparsity
+                config.model,
+                tokens_per_device=tokens_per_device,
+                mesh=mesh,
+                sparsity=sparsity,
             )
         )
     uses = [field.name for field in fields(plan.MemoryBytes)]
@@ -210,13 +214,13 @@ def _memory_table(
 def _say_communication(
     config: TrainConfig,
     mesh: MeshConfig,
-    tokens: int,
+    tokens_per_device: int,
     sparsities: tuple[FFNSparsity, ...],
 ) -> None:
     say("communication, GiB that a device receives per step:")
     for sparsity in sparsities:
         sent = plan.communication_bytes(
-            config.model, mesh, sparsity, config.micro_batches, tokens
+            config.model, mesh, sparsity, config.micro_batches, tokens_per_device
         )
         parts = (
             f"{field.name.replace('_', ' ')} {getattr(sent, field.name) / 2**30:,.2f}"

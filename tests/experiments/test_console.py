@@ -89,16 +89,18 @@ def test_a_dry_run_plans_for_devices_that_are_not_here(capsys):
         ) in shown
 
 
-def test_the_paths_of_a_mesh_are_those_of_a_device_s_tokens(capsys, monkeypatch):
-    asked = []
+def test_the_paths_of_a_mesh_are_those_of_one_device_s_gemms(capsys, monkeypatch):
+    sizes = []
 
-    def record(model, sparsity, tokens, backend):
-        asked.append(tokens)
-        return metrics.ffn_decisions(model, sparsity, tokens, backend)
+    def record(*arguments, **options):
+        decisions = metrics.ffn_decisions(*arguments, **options)
+        first = decisions[0].spec
+        sizes.append((first.m, first.k, first.n))
+        return decisions
 
     monkeypatch.setattr(console, "ffn_decisions", record)
     assert pretrain.run("--dry-run --mesh.data 4 --mesh.tensor 2".split()) == 0
-    assert asked == [32 * 128 // 4] * 2
+    assert sizes == [(32 * 128 // 4, 128, 512 // 2)] * 2
     assert "mesh: data 4 x fsdp 1 x tensor 2 = 8 devices" in capsys.readouterr().out
 
 
