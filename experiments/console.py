@@ -174,8 +174,10 @@ def _say_paths(sparsity: FFNSparsity, decisions: tuple[Decision, ...]) -> None:
     for decision in decisions:
         say(
             f"  {decision.spec.name:<18} {decision.backend}: {decision.path} "
-            f"({decision.executed_share:.0%})"
+            f"({decision.executed_share:.0%}){_measured(decision)}"
         )
+    if any(decision.measured_us is not None for decision in decisions):
+        say("  measured: each GEMM alone, at the nearest tokens timed, in proportion")
     for reason in dict.fromkeys(f"{d.backend}: {d.reason}" for d in decisions):
         say(f"  why: {reason}")
     if not sparsity.is_dense and executed == 1.0:
@@ -183,6 +185,15 @@ def _say_paths(sparsity: FFNSparsity, decisions: tuple[Decision, ...]) -> None:
             "  this device has no sparse path for these patterns: quality is that of "
             "the sparse phase, speed a little below dense"
         )
+
+
+def _measured(decision: Decision) -> str:
+    """The times behind a choice, if any; the chosen backend's name is not repeated."""
+    if decision.measured_us is None:
+        return ""
+    measured = decision.measured_us.items()
+    times = ", ".join(f"{name} {time_us:,.0f} us" for name, time_us in measured)
+    return f"; measured {times.removeprefix(f'{decision.backend} ')}"
 
 
 def _memory_table(

@@ -5,7 +5,10 @@ from dataclasses import asdict
 import jax
 import pytest
 
+import hopper
 from experiments import console, pretrain
+from pallas_kernels import tuning
+from pallas_kernels.sparse_matmul_sm90 import Shape, default_config
 from sparsejax import metrics, plan
 from sparsejax.config import MeshConfig, TrainConfig
 from sparsejax.presets import PRESETS
@@ -102,6 +105,48 @@ def test_the_paths_of_a_mesh_are_those_of_one_device_s_gemms(capsys, monkeypatch
     assert pretrain.run("--dry-run --mesh.data 4 --mesh.tensor 2".split()) == 0
     assert sizes == [(32 * 128 // 4, 128, 512 // 2)] * 2
     assert "mesh: data 4 x fsdp 1 x tensor 2 = 8 devices" in capsys.readouterr().out
+
+
+ON_TENSOR_CORES = "mosaic_sm90: 2:4 weight on the sparse tensor cores (50%)"
+MASKED = "xla: dense GEMM over the masked weight; skips nothing (100%)"
+
+
+@pytest.mark.parametrize(
+    ("sparse_us", "path"),
+    [
+        (54.5, f"{ON_TENSOR_CORES}; measured 109 us, dense 164 us"),
+        (91.0, f"{MASKED}; measured mosaic_sm90 182 us, dense 164 us"),
+        (None, ON_TENSOR_CORES),
+    ],
+    ids=["faster", "slower", "not measured"],
+)
+def test_the_times_behind_a_choice_are_said(sparse_us, path, capsys, monkeypatch):
+    shape = Shape(m=8448, n=2048, k=2048)
+    known = {}
+    if sparse_us is not None:
+        known[shape] = tuning.Entry(
+            shape=shape,
+            config=default_config(shape),
+            sparse_us=sparse_us,
+            dense_us=82.1,
+            jax="0",
+            date="2000-01-01",
+            commit="0",
+        )
+    monkeypatch.setattr(tuning, "entries", lambda kind: known)
+    hopper.pretend(monkeypatch)
+    monkeypatch.setattr(metrics, "current_device_kind", lambda: "NVIDIA H200")
+    # Twice the tokens that were timed, in one micro-batch.
+    one_sequence = "--batch-size 1 --micro-batches 1 --mesh.data 1 --dry-run"
+    llama = "--preset llama-1b --recipe weights"
+    assert pretrain.run(f"{llama} {one_sequence}".split()) == 0
+    shown = capsys.readouterr().out
+    paths = [line for line in shown.splitlines() if "1  Y1 = X W1" in line]
+    assert paths == [
+        "  1  Y1 = X W1       xla: dense GEMM by XLA (100%)",
+        f"  1  Y1 = X W1       {path}",
+    ]
+    assert ("measured: each GEMM alone" in shown) == (sparse_us is not None)
 
 
 def test_a_mesh_left_open_is_planned_on_at_least_one_replica(capsys):
