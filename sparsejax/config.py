@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from sparsejax.ops.backend import Backend
 from sparsejax.ops.ffn_spec import RouterChoice, TokenSparsity
@@ -221,7 +221,9 @@ class MeshConfig:
         return replace(self, data=data)
 
 
-RecipeName = Literal["default", "paper", "weights", "dense"]
+RecipeName = Literal["default", "paper", "activations", "weights", "dense"]
+SPARSE_ACTIVATIONS = ("default", "paper", "activations")
+"""Recipes whose sparse phase has sparse activations."""
 PresetName = Literal["tiny", "gpt-124m", "llama-1b", "llama-7b"]
 
 
@@ -244,7 +246,16 @@ class RecipeConfig:
     skip_blocks: bool = False
     """GEMMs 1 and 3 compute only the neurons of a token's experts ("paper")."""
     token_sparsity: TokenSparsity | None = None
-    """GEMMs 5 and 6 2:4 along tokens in the sparse phase ("default" and "paper")."""
+    """GEMMs 5 and 6 2:4 along tokens in the sparse phase (where activations are
+    sparse)."""
+    dense_features: Annotated[float, Interval(least=0, below=1)] = 0.05
+    """With token_sparsity: share of the features, those with most non-zeros, that stay
+    dense in GEMMs 5 and 6."""
+    permute_tokens: bool = True
+    """With token_sparsity: groups of four follow a fixed random order of the tokens."""
+    mask_reuse: bool = True
+    """The backward applies the forward's mask of the activations before anything else.
+    Without it: an ablation."""
     recluster_every: CountOrZero = 0
     """Steps between warm-started new clusterings in the sparse phase; 0: never."""
     fold: bool = True
@@ -262,6 +273,14 @@ class RecipeConfig:
                 f"phases.experts_per_token={self.experts_per_token} exceeds experts="
                 f"{self.experts}; a token has at most all of them"
             )
+        for name in ("dense_features", "permute_tokens"):
+            value, unset = getattr(self, name), getattr(RecipeConfig, name)
+            if value != unset and self.token_sparsity is None:
+                raise ValueError(
+                    f"phases.{name}={value!r} has no meaning without "
+                    f"phases.token_sparsity; leave it out or set that to one of "
+                    f"{', '.join(map(repr, get_args(TokenSparsity)))}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,7 +291,8 @@ class TrainConfig:
     """Sizes and settings to start from; every other flag overrides one of them."""
     recipe: RecipeName = "default"
     """default: 2:4 weights and activations in the middle of the run. paper: 2:4 weights
-    and V:2:M activations (arXiv 2602.06183). weights: 2:4 weights only. dense: none."""
+    and V:2:M activations (arXiv 2602.06183). activations: 2:4 activations only (arXiv
+    2503.16672). weights: 2:4 weights only. dense: none."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -313,7 +333,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_intervals(self)
         self._refuse_unread_settings()
-        if self.model.activation == "swiglu" and self.recipe in ("default", "paper"):
+        if self.model.activation == "swiglu" and self.recipe in SPARSE_ACTIVATIONS:
             raise ValueError(
                 f"recipe={self.recipe!r} makes activations sparse, which "
                 f"model.activation='swiglu' cannot be (silu is nowhere zero); use "
@@ -334,17 +354,22 @@ class TrainConfig:
 
     def _refuse_unread_settings(self) -> None:
         """A setting that the recipe does not read would be silently ignored."""
-        read_by = {
-            name: ("paper",)
-            for name in (
-                "experts",
-                "block_rows",
-                "experts_per_token",
-                "router",
-                "skip_blocks",
-                "recluster_every",
-            )
-        } | {"token_sparsity": ("default", "paper")}
+        of_paper = (
+            "experts",
+            "block_rows",
+            "experts_per_token",
+            "router",
+            "skip_blocks",
+            "recluster_every",
+        )
+        of_activations = (
+            "token_sparsity",
+            "dense_features",
+            "permute_tokens",
+            "mask_reuse",
+        )
+        read_by = dict.fromkeys(of_paper, ("paper",))
+        read_by |= dict.fromkeys(of_activations, SPARSE_ACTIVATIONS)
         for name, recipes in read_by.items():
             value, unset = getattr(self.phases, name), getattr(RecipeConfig(), name)
             if value != unset and self.recipe not in recipes:

@@ -8,7 +8,7 @@ A switch happens between two optimiser steps, in this order:
     relabelled, W1, W2 and their optimiser moments alike.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -37,26 +37,31 @@ def sparsity_of(recipe: RecipeName, settings: RecipeConfig) -> FFNSparsity:
 
     default: 2:4 weights in GEMMs 1 and 3, 2:4 activations in 2 and 4, the mixture that
     cost least in all our runs (experiments/LOG.md). paper: 2:4 weights and V:2:M
-    activations, GEMMs 5 and 6 per expert (arXiv 2602.06183). weights: 2:4 weights.
+    activations, GEMMs 5 and 6 per expert (arXiv 2602.06183). activations: 2:4
+    activations (arXiv 2503.16672). weights: 2:4 weights.
     """
     if recipe == "dense":
         return DENSE
     if recipe == "weights":
         return FFNSparsity(weights=NM(2, 4))
-    if recipe == "default":
-        return FFNSparsity(
+    if recipe == "paper":
+        sparsity = FFNSparsity(
             weights=NM(2, 4),
-            activations=NM(2, 4),
-            token_sparsity=settings.token_sparsity,
+            activations=VNM(settings.block_rows, 2, 4 * settings.experts),
+            router=settings.router,
+            experts_per_token=settings.experts_per_token,
+            skip_blocks=settings.skip_blocks,
+            weight_gradients="expert_columns",
         )
-    return FFNSparsity(
-        weights=NM(2, 4),
-        activations=VNM(settings.block_rows, 2, 4 * settings.experts),
-        router=settings.router,
-        experts_per_token=settings.experts_per_token,
-        skip_blocks=settings.skip_blocks,
-        weight_gradients="expert_columns",
+    else:
+        weights = NM(2, 4) if recipe == "default" else None
+        sparsity = FFNSparsity(weights=weights, activations=NM(2, 4))
+    return replace(
+        sparsity,
+        mask_reuse=settings.mask_reuse,
         token_sparsity=settings.token_sparsity,
+        dense_features=settings.dense_features,
+        permute_tokens=settings.permute_tokens,
     )
 
 

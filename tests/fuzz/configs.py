@@ -13,7 +13,7 @@ from rich.console import Console
 
 from experiments import console
 from sparsejax import config_file, plan
-from sparsejax.config import RecipeName, TrainConfig
+from sparsejax.config import SPARSE_ACTIVATIONS, RecipeName, TrainConfig
 from sparsejax.config_file import from_json, read_config, to_json
 from sparsejax.ops.backend import Backend
 from sparsejax.ops.ffn_spec import RouterChoice, TokenSparsity
@@ -70,9 +70,13 @@ def starting_point(generator: Generator) -> TrainConfig:
             "skip_blocks": bool(generator.integers(2)),
             "block_rows": one_of(generator, (8, 16, 30, 128)),
         }
-    if recipe in ("default", "paper"):
+    if recipe in SPARSE_ACTIVATIONS:
         kinds = (None, *get_args(TokenSparsity))
-        settings["phases"]["token_sparsity"] = one_of(generator, kinds)
+        settings["phases"]["token_sparsity"] = kind = one_of(generator, kinds)
+        settings["phases"]["mask_reuse"] = bool(generator.integers(2))
+        if kind is not None:
+            settings["phases"]["dense_features"] = one_of(generator, (0.0, 0.05, 0.5))
+            settings["phases"]["permute_tokens"] = bool(generator.integers(2))
     if recipe == "weights" and generator.random() < 0.5:
         settings["model"]["activation"] = "swiglu"
     if generator.random() < 0.5:

@@ -48,6 +48,12 @@ from sparsejax.recipe import phases
             lambda: TrainConfig(recipe="paper", model=ModelConfig(activation="swiglu")),
             "recipe='paper' makes activations sparse",
         ),
+        (
+            lambda: TrainConfig(
+                recipe="activations", model=ModelConfig(activation="swiglu")
+            ),
+            "recipe='activations' makes activations sparse",
+        ),
         *(
             (
                 lambda name=name, value=value: TrainConfig(
@@ -68,7 +74,19 @@ from sparsejax.recipe import phases
             lambda: TrainConfig(
                 recipe="weights", phases=RecipeConfig(token_sparsity="mvue")
             ),
-            "token_sparsity='mvue' has no meaning .* use --recipe default or paper",
+            "token_sparsity='mvue' has no meaning .* --recipe default or paper or act",
+        ),
+        (
+            lambda: TrainConfig(recipe="dense", phases=RecipeConfig(mask_reuse=False)),
+            "mask_reuse=False has no meaning in recipe 'dense'; leave it out or use",
+        ),
+        *(
+            (
+                lambda name=name, value=value: RecipeConfig(**{name: value}),
+                f"phases.{name}={value!r} has no meaning without phases.token_sparsity"
+                "; leave it out or set that to one of 'magnitude', 'mvue', ",
+            )
+            for name, value in {"dense_features": 0.0, "permute_tokens": False}.items()
         ),
         (
             lambda: TrainConfig(batch_size=10, micro_batches=4),
@@ -121,6 +139,7 @@ OUT_OF_RANGE = {
         "experts": (0, -1, 16_385),
         "block_rows": COUNT,
         "experts_per_token": COUNT,
+        "dense_features": (-0.1, 1.0, NAN, INFINITY),
         "recluster_every": NATURAL,
     },
     MeshConfig: {"data": NATURAL, "fsdp": COUNT, "tensor": COUNT},
@@ -226,6 +245,7 @@ def test_a_mesh_of_other_devices_is_refused(mesh, devices):
     [
         ("weights", {"d_model": 6, "heads": 1, "kv_heads": 1}, {}, "d_model=6 is not"),
         ("default", {"d_hidden": 6}, {}, "d_hidden=6 is not a multiple of m=4"),
+        ("activations", {"d_hidden": 6}, {}, "d_hidden=6 is not a multiple of m=4"),
         ("paper", {"d_hidden": 8}, {}, "d_hidden=8 is not a multiple of m=16"),
         (
             "paper",

@@ -34,7 +34,14 @@ def test_json_brings_every_setting_back(name):
     config = replace(
         config,
         recipe="paper",
-        phases=RecipeConfig(experts=8, router="token_hash", token_sparsity="mvue"),
+        phases=RecipeConfig(
+            experts=8,
+            router="token_hash",
+            token_sparsity="mvue",
+            dense_features=0.25,
+            permute_tokens=False,
+            mask_reuse=False,
+        ),
         data=replace(config.data, text="a/**/*.txt", seed=3),
         backend="reference",
     )

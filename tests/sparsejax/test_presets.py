@@ -1,7 +1,10 @@
 """Presets: what they are called, that they fit every recipe, their sizes."""
 
+from typing import get_args
+
 import pytest
 
+from sparsejax.config import RecipeName
 from sparsejax.ops.ffn_spec import check_divisible
 from sparsejax.plan import parameter_count
 from sparsejax.presets import PRESETS
@@ -13,7 +16,7 @@ def test_presets_name_themselves_and_fit_every_recipe(name):
     config = PRESETS[name]()
     assert config.preset == name
     assert config.tokens_per_step == config.batch_size * config.data.sequence_length
-    for recipe in ("default", "paper", "weights", "dense"):
+    for recipe in get_args(RecipeName):
         sparsity = sparsity_of(recipe, config.phases)
         check_divisible(config.model.d_model, config.model.d_hidden, sparsity)
 

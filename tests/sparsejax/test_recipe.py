@@ -58,6 +58,21 @@ def test_recipes_are_the_documented_sparsities():
     assert (paper.router, paper.experts_per_token) == ("true_mass", 2)
     assert paper.weight_gradients == "expert_columns"
     assert sparsity_of("weights", settings) == TWO_FOUR
+    activations = sparsity_of("activations", settings)
+    assert activations == FFNSparsity(activations=NM(2, 4))
+
+
+@pytest.mark.parametrize("recipe", ["default", "paper", "activations"])
+def test_recipes_with_sparse_activations_take_the_settings_of_the_backward(recipe):
+    chosen = {
+        "token_sparsity": "mvue",
+        "dense_features": 0.25,
+        "permute_tokens": False,
+        "mask_reuse": False,
+    }
+    plain = sparsity_of(recipe, RecipeConfig())
+    assert sparsity_of(recipe, RecipeConfig(**chosen)) == replace(plain, **chosen)
+    assert all(getattr(plain, name) != value for name, value in chosen.items())
 
 
 def test_fold_makes_leaving_two_four_weights_lossless():
