@@ -1,0 +1,248 @@
+"""What one thread does with groups of four: load them, rank them, keep two, store.
+
+For kernels that pack 2:4 matrices in the order of `wgmma.mma_async.sp`. A warpgroup has
+a tile of 64 rows by 64 entries along k. Everything here builds MLIR, in the body of an
+`inline_mgpu` function.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+TILE = 64
+"""Rows of a tile, and its entries along k."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Which two of a group stay, in order."""
+
+    ranks: Sequence[ir.Value]
+    """0 is the largest."""
+    flags: Sequence[ir.Value]
+
+    def first(self, of: Sequence[ir.Value]) -> ir.Value:
+        """Of four values, that of the first kept entry."""
+        return arith.select(
+            self.flags[0], of[0], arith.select(self.flags[1], of[1], of[2])
+        )
+
+    def second(self, of: Sequence[ir.Value]) -> ir.Value:
+        """Likewise of the second."""
+        return arith.select(
+            self.flags[3], of[3], arith.select(self.flags[2], of[2], of[1])
+        )
+
+    def rest(self) -> "Kept":
+        """The other two."""
+        one = constant(1, 1)
+        return Kept(self.ranks, [arith.xori(flag, one) for flag in self.flags])
+
+    def positions(self) -> ir.Value:
+        """Both indices, two bits each: the group's metadata."""
+        indices = [constant(i) for i in range(4)]
+        return arith.ori(self.first(indices), shifted(self.second(indices), 2))
+
+
+def keep_two(keys: Sequence[ir.Value]) -> Kept:
+    """The two largest of four int32 keys; of equal ones the first."""
+    ranks = [constant(0)] * 4
+    for i in range(4):
+        for j in range(i + 1, 4):
+            later_wins = arith.extui(
+                i32(), arith.cmpi(arith.CmpIPredicate.sgt, keys[j], keys[i])
+            )
+            ranks[i] = arith.addi(ranks[i], later_wins)
+            ranks[j] = arith.addi(ranks[j], arith.subi(constant(1), later_wins))
+    two = constant(2)
+    flags = [arith.cmpi(arith.CmpIPredicate.ult, rank, two) for rank in ranks]
+    return Kept(ranks, flags)
+
+
+def magnitude_key(bits: ir.Value) -> ir.Value:
+    """In the order of |x|, from the bits of a float32 x; every NaN is the same, and
+    largest."""
+    magnitude = arith.andi(bits, constant(0x7FFFFFFF))
+    return arith.select(is_nan(bits), constant(0x7FFFFFFF), magnitude)
+
+
+def value_key(bits: ir.Value) -> ir.Value:
+    """In the order of x; -0 equals 0, and every NaN is the same, and largest."""
+    magnitude = arith.andi(bits, constant(0x7FFFFFFF))
+    negative = arith.cmpi(arith.CmpIPredicate.slt, bits, constant(0))
+    signed = arith.select(negative, arith.subi(constant(0), magnitude), magnitude)
+    return arith.select(is_nan(bits), constant(0x7FFFFFFF), signed)
+
+
+def is_nan(bits: ir.Value) -> ir.Value:
+    """Whether these are the bits of a float32 NaN."""
+    magnitude = arith.andi(bits, constant(0x7FFFFFFF))
+    return arith.cmpi(arith.CmpIPredicate.sgt, magnitude, constant(0x7F800000))
+
+
+def i32() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
+
+
+def constant(value: int, bits: int = 32) -> ir.Value:
+    return utils.c(value, ir.IntegerType.get_signless(bits))
+
+
+def shifted(value: ir.Value, by: int) -> ir.Value:
+    """value << by."""
+    return arith.shli(value, constant(by)) if by else value
+
+
+def to_float32(value: ir.Value) -> ir.Value:
+    """From any float type."""
+    f32 = ir.F32Type.get()
+    return value if value.type == f32 else arith.extf(f32, value)
+
+
+def bits_of(value: ir.Value) -> ir.Value:
+    """Of a float32, as int32."""
+    return arith.bitcast(i32(), value)
+
+
+def raw_bits(value: ir.Value) -> ir.Value:
+    """Of a 16-bit float, as the lower half of an int32."""
+    i16 = ir.IntegerType.get_signless(16)
+    return arith.extui(i32(), arith.bitcast(i16, value))
+
+
+def lower_half(value: ir.Value) -> ir.Value:
+    """Of an int32, as int16."""
+    return arith.trunci(ir.IntegerType.get_signless(16), value)
+
+
+def barrier() -> None:
+    """All threads of the warpgroup have come here, and see what the others wrote."""
+    utils.warpgroup_barrier()
+
+
+def rounded_bits(value: ir.Value, dtype: ir.Type) -> ir.Value:
+    """A float32 rounded to a 16-bit dtype, as the lower half of an int32."""
+    return raw_bits(arith.truncf(dtype, value))
+
+
+def thread() -> ir.Value:
+    """Of the warpgroup."""
+    return arith.remui(utils.thread_idx(), constant(128))
+
+
+def metadata_row(thread: ir.Value) -> ir.Value:
+    """The lower of the two rows of a tile, 8 apart, whose metadata a thread holds."""
+    warp = arith.divui(thread, constant(32))
+    row_of_eight = arith.andi(arith.divui(thread, constant(4)), constant(7))
+    return arith.addi(arith.muli(warp, constant(16)), row_of_eight)
+
+
+def metadata_columns(thread: ir.Value) -> ir.Value:
+    """The first of the 16 columns of a tile whose metadata a thread holds."""
+    return arith.muli(arith.andi(thread, constant(3)), constant(16))
+
+
+def positions_in(word: ir.Value, group: int, half: int) -> tuple[ir.Value, ir.Value]:
+    """Both positions of one of a thread's groups, in its lower (0) or upper row."""
+    return pair_of(arith.shrui(word, constant(4 * group + 16 * half)))
+
+
+def pair_of(positions: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Both, from the lower four bits."""
+    first = arith.andi(positions, constant(3))
+    return first, arith.andi(arith.shrui(positions, constant(2)), constant(3))
+
+
+def at(position: ir.Value, of: Sequence[ir.Value]) -> ir.Value:
+    """of[position], of four values."""
+    value = of[3]
+    for i in range(3):
+        value = arith.select(equal(position, i), of[i], value)
+    return value
+
+
+def equal(value: ir.Value, number: int) -> ir.Value:
+    return arith.cmpi(arith.CmpIPredicate.eq, value, constant(number))
+
+
+def below(value: ir.Value, bound: ir.Value | int) -> ir.Value:
+    """value < bound, neither negative."""
+    bound = constant(bound) if isinstance(bound, int) else bound
+    return arith.cmpi(arith.CmpIPredicate.slt, value, bound)
+
+
+def when(condition: ir.Value) -> AbstractContextManager[None]:
+    """What is done inside is done by the threads where it holds."""
+    return utils.when(condition)
+
+
+def sum_over_rows(value: ir.Value) -> ir.Value:
+    """Over the eight threads of a warp that hold the same columns of other rows."""
+    for distance in (4, 8, 16):
+        value = arith.addi(value, utils.shfl_bfly(value, distance))
+    return value
+
+
+def square_root(value: ir.Value) -> ir.Value:
+    """Of a float32, rounded to nearest."""
+    return llvm.inline_asm(
+        ir.F32Type.get(), [value], "sqrt.rn.f32 $0, $1;", "=f,f", asm_dialect=0
+    )
+
+
+def metadata_index(row: ir.Value, quarter: ir.Value) -> ir.Value:
+    """Of the word with the positions of a row's columns 16 quarter to 16 quarter + 15;
+    they are in its upper half where row % 16 is 8 or more."""
+    warp, row_of_eight = arith.divui(row, constant(16)), arith.andi(row, constant(7))
+    first = arith.addi(
+        arith.muli(warp, constant(32)), arith.muli(row_of_eight, constant(4))
+    )
+    return arith.addi(first, quarter)
+
+
+def element_type(ref: ir.Value) -> ir.Type:
+    return ir.MemRefType(ref.type).element_type
+
+
+def load(
+    ref: ir.Value, row: ir.Value | None, column: ir.Value, count: int
+) -> list[ir.Value]:
+    """Neighbouring entries of a row (or of a vector), one access."""
+    element = element_type(ref)
+    loaded = llvm.load(
+        ir.VectorType.get((count,), element),
+        _address(ref, row, column),
+        alignment=count * utils.bitwidth(element) // 8,
+    )
+    return [
+        vector.extract(loaded, dynamic_position=[], static_position=[i])
+        for i in range(count)
+    ]
+
+
+def store(
+    ref: ir.Value, row: ir.Value | None, column: ir.Value, words: Sequence[ir.Value]
+) -> None:
+    """Integers of one width from `column` of a row (or of a vector) on, one access."""
+    kind = words[0].type
+    stored = llvm.mlir_undef(ir.VectorType.get((len(words),), kind))
+    for i, word in enumerate(words):
+        stored = vector.insert(word, stored, dynamic_position=[], static_position=[i])
+    alignment = len(words) * utils.bitwidth(kind) // 8
+    llvm.store(stored, _address(ref, row, column), alignment=alignment)
+
+
+def _address(ref: ir.Value, row: ir.Value | None, column: ir.Value) -> ir.Value:
+    strides, _ = ir.MemRefType(ref.type).get_strides_and_offset()
+    i64, i8 = ir.IntegerType.get_signless(64), ir.IntegerType.get_signless(8)
+    offset = arith.extui(i64, column)
+    if row is not None:
+        start = arith.muli(arith.extui(i64, row), constant(strides[0], 64))
+        offset = arith.addi(start, offset)
+    element_bytes = utils.bitwidth(element_type(ref)) // 8
+    offset = arith.muli(offset, constant(element_bytes, 64))
+    return utils.getelementptr(utils.memref_ptr(ref), [offset], i8)

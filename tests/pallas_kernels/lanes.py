@@ -1,0 +1,198 @@
+"""Runs the body of a kernel on CPU: every value is an array with an entry per thread.
+
+Kernels that are written in MLIR through `group_of_four` cannot be interpreted; here the
+operations they build are NumPy's instead, on all 128 threads of a warpgroup at once. A
+barrier has nothing to wait for. Accesses are checked for bounds and alignment.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from jaxlib.mlir.dialects import arith as real_arith
+
+from pallas_kernels import activations_sm90, compress_sm90, group_of_four
+
+THREADS = 128
+INTEGERS = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+
+
+class Lanes(np.ndarray):
+    """An entry per thread."""
+
+    @property
+    def type(self):
+        return self.dtype.type
+
+
+class Memory:
+    """A buffer in global or shared memory, or a part of one."""
+
+    def __init__(self, array: np.ndarray, whole: np.ndarray | None = None) -> None:
+        whole = array if whole is None else whole
+        assert whole.flags.c_contiguous and array.strides[-1] == array.dtype.itemsize
+        self.array = array
+        self.bytes = whole.reshape(-1).view(np.uint8)
+        self.start = array.ctypes.data - whole.ctypes.data
+
+    @property
+    def type(self):
+        return self
+
+    @property
+    def shape(self):
+        return self.array.shape
+
+    @property
+    def element_type(self):
+        return self.array.dtype.type
+
+
+def lanes(array) -> Lanes:
+    return np.broadcast_to(np.asarray(array), (THREADS,)).view(Lanes)
+
+
+def _signed(value) -> np.ndarray:
+    return np.asarray(value).view({4: np.int32, 8: np.int64}[value.dtype.itemsize])
+
+
+def _compare(predicate, left, right) -> Lanes:
+    kind = real_arith.CmpIPredicate
+    signed = {kind.sgt: np.greater, kind.slt: np.less}
+    plain = {kind.eq: np.equal, kind.ne: np.not_equal, kind.ult: np.less}
+    assert left.type == right.type, (left.type, right.type)
+    if predicate in signed:
+        return lanes(signed[predicate](_signed(left), _signed(right)))
+    return lanes(plain[predicate](np.asarray(left), np.asarray(right)))
+
+
+def _of_one_type(operation):
+    def apply(left, right):
+        assert left.type == right.type, (left.type, right.type)
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+            return lanes(operation(np.asarray(left), np.asarray(right)))
+
+    return apply
+
+
+def _convert(type_, value) -> Lanes:
+    return lanes(np.asarray(value).astype(type_))
+
+
+def _round(type_, value) -> Lanes:
+    with np.errstate(over="ignore", under="ignore"):
+        return _convert(type_, value)
+
+
+def _select(condition, yes, no) -> Lanes:
+    assert condition.type == np.bool_ and yes.type == no.type
+    return lanes(np.where(np.asarray(condition), np.asarray(yes), np.asarray(no)))
+
+
+ARITH = SimpleNamespace(
+    CmpIPredicate=real_arith.CmpIPredicate,
+    addi=_of_one_type(np.add),
+    subi=_of_one_type(np.subtract),
+    muli=_of_one_type(np.multiply),
+    andi=_of_one_type(np.bitwise_and),
+    ori=_of_one_type(np.bitwise_or),
+    xori=_of_one_type(np.bitwise_xor),
+    shli=_of_one_type(np.left_shift),
+    shrui=_of_one_type(np.right_shift),
+    divui=_of_one_type(np.floor_divide),
+    remui=_of_one_type(np.remainder),
+    addf=_of_one_type(np.add),
+    subf=_of_one_type(np.subtract),
+    mulf=_of_one_type(np.multiply),
+    cmpi=_compare,
+    select=_select,
+    extui=_convert,
+    trunci=_convert,
+    extf=_convert,
+    truncf=_round,
+    bitcast=lambda type_, value: lanes(np.asarray(value).view(type_)),
+)
+
+IR = SimpleNamespace(
+    F32Type=SimpleNamespace(get=lambda: np.float32),
+    IntegerType=SimpleNamespace(get_signless=INTEGERS.__getitem__),
+    MemRefType=lambda memory: memory,
+)
+
+
+class _Threads:
+    """Which of them are active."""
+
+    def __init__(self) -> None:
+        self.active = np.ones(THREADS, bool)
+
+    @contextlib.contextmanager
+    def when(self, condition) -> Iterator[None]:
+        before = self.active
+        self.active = before & np.asarray(condition)
+        yield
+        self.active = before
+
+    def bytes_of(
+        self, memory: Memory, row, column, count: int, size: int
+    ) -> np.ndarray:
+        """(threads, count * size) addresses of an access that all can make at once."""
+        start = memory.start + np.asarray(column).astype(np.int64) * (
+            memory.array.dtype.itemsize
+        )
+        if row is not None:
+            start += np.asarray(row).astype(np.int64) * memory.array.strides[0]
+        assert (start[self.active] % (count * size) == 0).all(), "misaligned"
+        addresses = start[:, None] + np.arange(count * size)
+        inside = (addresses >= 0) & (addresses < memory.bytes.size)
+        assert inside[self.active].all(), "out of bounds"
+        return addresses
+
+    def load(self, memory: Memory, row, column, count: int) -> list[Lanes]:
+        size = memory.array.dtype.itemsize
+        addresses = self.bytes_of(memory, row, column, count, size)
+        found = np.zeros(addresses.shape, np.uint8)
+        found[self.active] = memory.bytes[addresses[self.active]]
+        dtype = memory.array.dtype
+        # MLIR's integers have no sign.
+        loaded = found.view(INTEGERS[8 * size] if dtype.kind == "i" else dtype)
+        return [lanes(loaded[:, i]) for i in range(count)]
+
+    def store(self, memory: Memory, row, column, words) -> None:
+        size = words[0].dtype.itemsize
+        addresses = self.bytes_of(memory, row, column, len(words), size)
+        stored = np.stack([np.asarray(word) for word in words], axis=1).view(np.uint8)
+        memory.bytes[addresses[self.active]] = stored[self.active]
+
+
+def _shuffle(value, distance: int) -> Lanes:
+    return lanes(np.asarray(value)[np.arange(THREADS) ^ distance])
+
+
+@contextlib.contextmanager
+def emulated() -> Iterator[None]:
+    """Inside, kernels' bodies take and return arrays; operands are `Memory`."""
+    threads = _Threads()
+    utils = SimpleNamespace(
+        c=lambda value, type_: lanes(
+            np.array(value & ((1 << 64) - 1), np.uint64).astype(type_)
+        ),
+        thread_idx=lambda: lanes(np.arange(THREADS, dtype=np.uint32)),
+        shfl_bfly=_shuffle,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (group_of_four, activations_sm90, compress_sm90):
+            patch.setattr(module, "arith", ARITH)
+            patch.setattr(module, "ir", IR)
+            patch.setattr(module, "utils", utils, raising=False)
+        for name in ("load", "store", "when"):
+            patch.setattr(group_of_four, name, getattr(threads, name))
+        patch.setattr(group_of_four, "barrier", lambda: None)
+        patch.setattr(
+            group_of_four,
+            "square_root",
+            lambda value: lanes(np.sqrt(np.asarray(value))),
+        )
+        yield
