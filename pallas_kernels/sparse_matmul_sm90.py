@@ -30,7 +30,10 @@ two steps at a time, so that its rows are read in whole lines of 128 bytes."""
 SHARED_MEMORY_BYTES = 227 << 10
 """What a block may use on Hopper."""
 
-_ROWS = 64  # of A, per warpgroup
+LINE_BYTES = 128
+"""Of a row of C in shared memory."""
+
+_ROWS = 64  # of A, which one instruction multiplies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,13 @@ class Shape:
     """Whether B is stored (n, k), else (k, n)."""
     transpose_out: bool = True
     """Whether C is stored (n, m), else (m, n)."""
+    float32_out: bool = False
+    """Whether C is float32, else of 16 bits."""
+
+    @property
+    def out_bytes(self) -> int:
+        """Of a number of C."""
+        return 4 if self.float32_out else 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +97,13 @@ class Config:
         read = self.tile_m * TILE_K + 2 * self.tile_n * TILE_K * (self.tile_m // _ROWS)
         return written + read
 
-    @property
-    def shared_memory_bytes(self) -> int:
-        """Operands of all stages, pieces of C, barriers."""
+    def shared_memory_bytes(self, out_bytes: int) -> int:
+        """Operands of all stages, pieces of C with numbers of `out_bytes`, barriers."""
         words = 128 * self.row_blocks * self.warpgroups
         pair = 2 * (self.tile_m * TILE_K + 4 * words) + 16
         stage = 2 * self.tile_n * TILE_K + 16
-        pieces = 2 * self.warpgroups * self.out_slots * self.out_columns * _ROWS
+        piece = out_bytes * self.out_columns * _ROWS
+        pieces = self.warpgroups * self.out_slots * piece
         return self.pairs * pair + self.stages * stage + pieces
 
 
@@ -138,17 +148,17 @@ def why_invalid(config: Config, shape: Shape) -> str | None:
             f"out_columns={config.out_columns} is not a multiple of 8 that divides "
             f"tile_n={config.tile_n}"
         )
-    if not shape.transpose_out and config.out_columns != 64:
+    width = config.out_columns * shape.out_bytes
+    if not shape.transpose_out and width % LINE_BYTES:
         return (
-            f"out_columns={config.out_columns} is not 64, required of C stored (m, n)"
+            f"out_columns={config.out_columns} of {shape.out_bytes} bytes are not "
+            f"{LINE_BYTES}, required of C stored (m, n)"
         )
     if min(config.stages, config.pairs, config.out_slots, config.width) < 1:
         return "stages, pairs, out_slots and width must be positive"
-    if config.shared_memory_bytes > SHARED_MEMORY_BYTES:
-        return (
-            f"needs {config.shared_memory_bytes} bytes of shared memory of "
-            f"{SHARED_MEMORY_BYTES}"
-        )
+    needed = config.shared_memory_bytes(shape.out_bytes)
+    if needed > SHARED_MEMORY_BYTES:
+        return f"needs {needed} bytes of shared memory of {SHARED_MEMORY_BYTES}"
     return None
 
 
@@ -168,7 +178,9 @@ def default_config(shape: Shape, multiprocessors: int = 132) -> Config:
 
 def _tilings(shape: Shape) -> list[Config]:
     """What `default_config` chooses from; the first of equals."""
-    step = 16 if shape.b_k_major and shape.transpose_out else 64
+    fine = shape.b_k_major and shape.transpose_out and not shape.float32_out
+    step = 16 if fine else 64
+    piece = LINE_BYTES // shape.out_bytes
     sizes = [(2, n) for n in range(192, 63, -step)]
     sizes += [(1, n) for n in range(256, 63, -step)]
     return [
@@ -176,7 +188,7 @@ def _tilings(shape: Shape) -> list[Config]:
             row_blocks=row_blocks,
             tile_n=tile_n,
             cluster=cluster,
-            out_columns=64 if tile_n % 64 == 0 else tile_n // 2,
+            out_columns=piece if tile_n % piece == 0 else tile_n // 2,
         )
         for row_blocks, tile_n in sizes
         for cluster in (2, 1)
@@ -212,16 +224,16 @@ def sparse_matmul(
       b: (n, k) if `b_k_major`, else (k, n); the dtype of `values`.
       transpose_out: return C^T (n, m) instead of C (m, n).
       activation: applied element-wise to the float32 sums, for example relu squared.
-      out_dtype: bfloat16 or float16; None for the dtype of the operands.
+      out_dtype: bfloat16, float16 or float32; None for the dtype of the operands.
       config: None for `default_config`.
       multiprocessors: of the GPU that will run it.
     Raises:
       ValueError: shapes do not fit, or the config cannot run them; says why.
     """
-    shape = _shape_of(values, metadata, b, b_k_major, transpose_out)
     out_dtype = jnp.dtype(values.dtype if out_dtype is None else out_dtype)
-    if out_dtype not in (jnp.bfloat16, jnp.float16):
-        raise ValueError(f"out_dtype={out_dtype} is not bfloat16 or float16")
+    if out_dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise ValueError(f"out_dtype={out_dtype} is not bfloat16, float16 or float32")
+    shape = _shape_of(values, metadata, b, b_k_major, transpose_out, out_dtype)
     if config is None:
         config = default_config(shape, multiprocessors)
     if reason := why_invalid(config, shape):
@@ -252,7 +264,9 @@ def sparse_matmul(
     )(values, metadata, b)
 
 
-def _shape_of(values, metadata, b, b_k_major: bool, transpose_out: bool) -> Shape:
+def _shape_of(
+    values, metadata, b, b_k_major: bool, transpose_out: bool, out_dtype: jnp.dtype
+) -> Shape:
     m, k = values.shape[0], 2 * values.shape[1]
     n, k_of_b = b.shape if b_k_major else b.shape[::-1]
     blocks = (pl.cdiv(m, 64), pl.cdiv(k, 64), 128)
@@ -269,6 +283,7 @@ def _shape_of(values, metadata, b, b_k_major: bool, transpose_out: bool) -> Shap
         dtype=str(values.dtype),
         b_k_major=b_k_major,
         transpose_out=transpose_out,
+        float32_out=out_dtype == jnp.float32,
     )
 
 
@@ -422,7 +437,12 @@ def _kernel(
     if config.cluster > 1:
         barrier = partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
     b_tile = (tile_n, TILE_K) if shape.b_k_major else (TILE_K, tile_n)
-    out_tile = (_ROWS, config.out_columns)
+    # A piece of C: columns of 128 bytes side by side.
+    rows, columns = config.out_columns, _ROWS
+    if not shape.transpose_out:
+        rows, columns = columns, rows
+    line = LINE_BYTES // shape.out_bytes
+    out_tile = (columns // line, rows, line)
     pl.run_scoped(
         lambda *scratch: lax.cond(
             warpgroup < config.warpgroups,
@@ -441,11 +461,7 @@ def _kernel(
             (stages, *b_tile), b_gmem.dtype, transforms=_b_transforms(shape.b_k_major)
         ),
         plgpu.SMEM(
-            (
-                config.warpgroups,
-                config.out_slots,
-                *(out_tile[::-1] if shape.transpose_out else out_tile),
-            ),
+            (config.warpgroups, config.out_slots, *out_tile),
             out_gmem.dtype,
             transforms=_OUT_TRANSFORMS,
         ),
@@ -467,7 +483,7 @@ def _kernel(
 # matrix would wrap around into it. The bytes are in the same places either way, and
 # `_by_eight` gives them the shape that wgmma knows.
 _VALUES_TRANSFORMS = (plgpu.SwizzleTransform(SWIZZLE_A),)
-_OUT_TRANSFORMS = (plgpu.SwizzleTransform(128),)
+_OUT_TRANSFORMS = (plgpu.SwizzleTransform(LINE_BYTES),)
 _WORDS_LAYOUT = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 
 
@@ -512,15 +528,18 @@ def _write_piece(piece, smem, out_gmem, origin, transpose: bool) -> None:
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(_OUT_TRANSFORMS)))
     def store(_, piece, ref):
-        ref = _by_eight(ref)
+        # (lines, rows, line) as (rows / 8, lines, 8, line)
+        ref = utils.memref_unfold(ref, 1, (None, 8))
+        ref = utils.memref_transpose(ref, (1, 0, 2, 3))
         if transpose:
             ref = utils.memref_transpose(ref, (1, 0, 3, 2))
-        piece.store_tiled(ref, swizzle=128)
+        piece.store_tiled(ref, swizzle=LINE_BYTES)
 
-    rows, columns = (
-        pl.ds(start, size) for start, size in zip(origin, piece.shape, strict=True)
-    )
     store(plgpu.layout_cast(piece, layout), smem)
     plgpu.commit_smem()
-    target = (columns, rows) if transpose else (rows, columns)
-    plgpu.copy_smem_to_gmem(smem, out_gmem.at[target])
+    row, column = origin[::-1] if transpose else origin
+    lines, rows, line = smem.shape
+    for index in range(lines):
+        target = pl.ds(row, rows), pl.ds(column + index * line, line)
+        last = index == lines - 1
+        plgpu.copy_smem_to_gmem(smem.at[index], out_gmem.at[target], commit_group=last)

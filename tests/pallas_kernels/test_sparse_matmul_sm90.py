@@ -51,8 +51,11 @@ def lowered(shape: Shape, **options):
 
 
 @pytest.mark.parametrize(("b_k_major", "transpose_out"), ORDERS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_lowers_for_hopper(b_k_major, transpose_out, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"),
+    [("bfloat16", None), ("float16", None), ("bfloat16", jnp.float32)],
+)
+def test_lowers_for_hopper(b_k_major, transpose_out, dtype, out_dtype):
     shape = Shape(
         m=192 if transpose_out else 77,
         n=77 if transpose_out and b_k_major else 192,
@@ -61,7 +64,8 @@ def test_lowers_for_hopper(b_k_major, transpose_out, dtype):
         b_k_major=b_k_major,
         transpose_out=transpose_out,
     )
-    assert "mosaic_gpu" in lowered(shape, activation=relu_squared)
+    text = lowered(shape, activation=relu_squared, out_dtype=out_dtype)
+    assert "mosaic_gpu" in text
 
 
 @pytest.mark.parametrize(
@@ -94,7 +98,7 @@ def test_every_knob_lowers(config):
         ({"cluster": 4}, {}, "cluster=4 is not 1 or 2"),
         ({"out_columns": 36}, {}, "out_columns=36 is not a multiple of 8"),
         ({"out_columns": 128}, {}, "divides tile_n=192"),
-        ({"out_columns": 32}, {"transpose_out": False}, "out_columns=32 is not 64"),
+        ({"out_columns": 32}, {"transpose_out": False}, "of 2 bytes are not 128"),
         ({"stages": 0}, {}, "must be positive"),
         ({"pairs": 0}, {}, "must be positive"),
         ({"stages": 6}, {}, r"needs \d+ bytes of shared memory of 232448"),
@@ -111,16 +115,25 @@ def test_operands_that_do_not_fit_are_refused():
     a, b = arguments(Shape(m=64, n=8, k=64))
     with pytest.raises(ValueError, match=r"need metadata \(1, 1, 128\).*with k=8"):
         product(Shape(m=64, n=64, k=8, b_k_major=False), a, b)
-    with pytest.raises(ValueError, match="out_dtype=float32 is not"):
-        product(Shape(m=64, n=8, k=64), a, b, out_dtype=jnp.float32)
+    with pytest.raises(ValueError, match="out_dtype=int32 is not"):
+        product(Shape(m=64, n=8, k=64), a, b, out_dtype=jnp.int32)
 
 
 def test_the_heuristic_is_always_valid():
     generator = np.random.default_rng(0)
-    for _ in range(500):
+    for _ in range(200):
         m, n, k = (64 * int(i) for i in generator.integers(1, 300, 3))
         shape = Shape(m=m, n=int(generator.integers(1, n + 1)), k=k)
-        assert why_invalid(default_config(shape), shape) is None, shape
+        for order in ORDERS:
+            b_k_major, transpose_out = order
+            ordered = replace(
+                shape,
+                n=shape.n if all(order) else n,
+                b_k_major=b_k_major,
+                transpose_out=transpose_out,
+                float32_out=bool(m % 128),
+            )
+            assert why_invalid(default_config(ordered), ordered) is None, ordered
 
 
 def test_the_grid_fills_the_gpu_it_is_told_of(monkeypatch):
@@ -188,6 +201,7 @@ def test_every_order_on_a_gpu(b_k_major, transpose_out):
         transpose_out=transpose_out,
     )
     cases = [(shape, {}), (replace(shape, dtype="float16"), {})]
+    cases.append((shape, {"out_dtype": jnp.float32}))
     if transpose_out and b_k_major:
         cases += [(replace(shape, n=n), {}) for n in (1, 7, 63, 65, 1999)]
     if not transpose_out:
