@@ -1,4 +1,4 @@
-"""Settings of every test: strict ranks, no accidental GPU."""
+"""Settings of every test: strict ranks, no accidental GPU; the text of small runs."""
 
 import os
 
@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from tests import gpu_record
+from tests.micro_run import write_text
 
 EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 if EIGHT_DEVICES not in os.environ.get("XLA_FLAGS", ""):
@@ -23,6 +24,12 @@ def compiled_programs_are_freed():
     the end of a long run, compiling would crash it."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    """A glob of the files that the runs of a module read."""
+    return write_text(tmp_path_factory.mktemp("text"))
 
 
 def pytest_collection_modifyitems(items):

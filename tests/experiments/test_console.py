@@ -13,21 +13,9 @@ from sparsejax import metrics, plan
 from sparsejax.config import MeshConfig, TrainConfig
 from sparsejax.presets import PRESETS
 from sparsejax.recipe import phases
-from tests.micro_run import micro_config, write_text
-from tests.whole_runs import quick_runs
-from tests.wide_console import widen
+from tests.micro_run import micro_config
 
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> str:
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick(tmp_path_factory):
-    with quick_runs(tmp_path_factory) as patch:
-        widen(patch)
-        yield
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 # The plan.

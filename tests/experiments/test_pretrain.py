@@ -26,25 +26,12 @@ from tests.micro_run import (
     read_records,
     with_phases,
     without_speed,
-    write_text,
 )
-from tests.whole_runs import quick_runs
-from tests.wide_console import widen
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 SCRIPT = Path(pretrain.__file__)
 ONE_HEAD = ["--model.heads", "1", "--model.kv-heads", "1"]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> str:
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick(tmp_path_factory):
-    with quick_runs(tmp_path_factory) as patch:
-        widen(patch)
-        yield
 
 
 # The command line.

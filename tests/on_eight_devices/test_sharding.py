@@ -12,14 +12,9 @@ from sparsejax import train
 from sparsejax.config import MeshConfig, TrainConfig
 from sparsejax.layers import sparse_ffns
 from sparsejax.sharding import make_mesh, place_rows
-from tests.micro_run import micro_config, with_phases, write_text
+from tests.micro_run import micro_config, with_phases
 
 MESHES = {"data": (8, 1, 1), "fsdp": (1, 8, 1), "tensor": (1, 1, 8), "all": (2, 2, 2)}
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> str:
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 def config_for(text: str, variant: str) -> TrainConfig:

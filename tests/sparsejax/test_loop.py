@@ -24,34 +24,10 @@ from tests.micro_run import (
     read_records,
     with_phases,
     without_speed,
-    write_text,
 )
-from tests.whole_runs import (
-    VARIANTS,
-    Killed,
-    kill_at,
-    quick_runs,
-    shared_run,
-    undisturbed,
-)
+from tests.whole_runs import VARIANTS, Killed, kill_at
 
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> str:
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick(tmp_path_factory):
-    """Runs in processes of their own are in test_pretrain."""
-    with quick_runs(tmp_path_factory) as patch:
-        patch.setattr(loop, "Run", shared_run)
-        yield
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(text, tmp_path_factory):
-    return undisturbed(text, tmp_path_factory)
+pytestmark = pytest.mark.usefixtures("quick_loop")
 
 
 def test_records_of_a_run_are_complete(uninterrupted):

@@ -1,0 +1,14 @@
+"""Runs of the scripts in the process of a test."""
+
+import pytest
+
+from tests.whole_runs import quick_runs
+from tests.wide_console import widen
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """Runs that share what they compile, and print as on a wide terminal."""
+    with quick_runs(tmp_path_factory) as patch:
+        widen(patch)
+        yield
