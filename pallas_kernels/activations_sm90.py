@@ -4,7 +4,7 @@ Three kernels that read and write each number once, between the GEMMs:
 
     keep_features    A = relu(Y1)^2, of four features the two with the largest Y1
     backward         dY1 = dA 2 sqrt(A), where A has its entries
-    keep_tokens      X^T, of four tokens the two with the largest |X|
+    keep_tokens      X[order]^T, of four tokens the two with the largest |X|
 
 A 2:4 matrix is its kept values and words of positions, in the order of `packing`. A
 warpgroup has 64 tokens by 64 features.
@@ -98,47 +98,49 @@ def backward(
 def keep_tokens(
     values: Float[Array, "tokens half_features"],
     metadata: UInt32[Array, "token_blocks feature_blocks 128"],
+    order: Int[Array, " ordered"],
     slots: Int[Array, " features"] | None = None,
     *,
     rest_rows: int = 0,
 ) -> tuple[Array, ...]:
     """The transpose of a matrix that is 2:4 along its features, 2:4 along the tokens.
 
-    Of four consecutive tokens the two of largest magnitude stay (ties: the lower
-    index, NaN: largest). For features that are to lose nothing, the other two go into
-    a second 2:4 matrix: the sum of both is exact.
+    Of four tokens that follow each other in `order` the two of largest magnitude stay
+    (ties: the earlier, NaN: largest). For features that are to lose nothing, the other
+    two go into a second 2:4 matrix: the sum of both is exact.
 
     Args:
       values, metadata: of X (tokens, features).
+      order: int32, tokens, or -1 for a row of zeros; a multiple of 64 of them.
       slots: int32, the row of the second matrix that holds what a feature loses, or
         -1; each row exactly once.
       rest_rows: of the second matrix, a multiple of 64.
     Returns:
-      values (features, tokens / 2) and metadata of X^T; and of the rest where there are
-      slots, (rest_rows, tokens / 2).
+      values (features, ordered / 2) and metadata of X[order]^T; and of the rest where
+      there are slots, (rest_rows, ordered / 2).
     Raises:
-      ValueError: tokens or features are not a multiple of 64, or the dtype not of 16
-        bits.
+      ValueError: a size is not a multiple of 64, or the dtype not of 16 bits.
     """
-    tokens, features = values.shape[0], 2 * values.shape[1]
+    features, ordered = 2 * values.shape[1], order.size
     _check(features, values.dtype)
-    if tokens % TILE or rest_rows % TILE or bool(rest_rows) != (slots is not None):
+    if ordered % TILE or rest_rows % TILE or bool(rest_rows) != (slots is not None):
         raise ValueError(
-            f"tokens={tokens} and rest_rows={rest_rows} must be multiples of {TILE}, "
-            f"and slots are given where there are rest_rows"
+            f"{ordered} tokens in order and rest_rows={rest_rows} must be multiples of "
+            f"{TILE}, and slots are given where there are rest_rows"
         )
     sizes = [features] + [rest_rows] * (slots is not None)
     out = []
     for rows in sizes:
-        halves = (rows // TILE, tokens // TILE, 256)
-        out.append(jax.ShapeDtypeStruct((rows, tokens // 2), values.dtype))
+        halves = (rows // TILE, ordered // TILE, 256)
+        out.append(jax.ShapeDtypeStruct((rows, ordered // 2), values.dtype))
         out.append(jax.ShapeDtypeStruct(halves, jnp.uint16))
     packed = _call(
         partial(_keep_tokens, with_rest=slots is not None),
-        (tokens // TILE, features // TILE),
+        (ordered // TILE, features // TILE),
         tuple(out),
         values,
         metadata,
+        order.astype(jnp.int32),
         *(() if slots is None else (slots.astype(jnp.int32),)),
         scratch=(plgpu.SMEM((TILE, TILE), values.dtype),),
     )
@@ -259,13 +261,13 @@ def _backward(token_block, feature_block, da, values, metadata, dy, *, tokens: i
 
 
 def _keep_tokens(
-    token_block, feature_block, values, metadata, *refs, with_rest: bool
+    token_block, feature_block, values, metadata, order, *refs, with_rest: bool
 ) -> None:
     """All 128 threads put the tile into shared memory, dense; then each packs 32
     tokens of one feature."""
     *refs, tile = refs
     thread = four.thread()
-    _decompress(token_block, feature_block, values, metadata, tile)
+    _decompress(token_block, feature_block, values, metadata, order, tile)
     four.barrier()
     column = arith.remui(thread, constant(TILE))
     side = arith.divui(thread, constant(TILE))
@@ -296,17 +298,28 @@ def _keep_tokens(
                 _store_quarter(*rest, slot, place, others)
 
 
-def _decompress(token_block, feature_block, values, metadata, tile) -> None:
+def _decompress(token_block, feature_block, values, metadata, order, tile) -> None:
+    """One thread: 16 features of the tokens in rows r and r + 8 of the tile."""
     thread, first_column = _thread_and_column(feature_block)
-    index = _word_index(token_block, feature_block, metadata)
-    (word,) = four.load(metadata, None, index, 1)
     start = arith.muli(token_block, constant(TILE))
     for half in range(2):
         row = arith.addi(four.metadata_row(thread), constant(8 * half))
-        kept = four.load(values, arith.addi(start, row), _half(first_column), 8)
+        (token,) = four.load(order, None, arith.addi(start, row), 1)
+        exists = four.below(constant(-1), token)
+        token = arith.select(exists, token, constant(0))
+        block = arith.divui(token, constant(TILE))
+        row_of_block = arith.remui(token, constant(TILE))
+        quarter = arith.andi(thread, constant(3))
+        index = arith.addi(
+            _tile_start(block, feature_block, metadata, words=128),
+            four.metadata_index(row_of_block, quarter),
+        )
+        (word,) = four.load(metadata, None, index, 1)
+        word = arith.shrui(word, arith.muli(_upper(row_of_block), constant(16)))
+        kept = four.load(values, token, _half(first_column), 8)
         words = []
         for group in range(4):
-            positions = four.positions_in(word, group, half)
+            positions = four.positions_in(word, group, 0)
             pair = [four.raw_bits(value) for value in kept[2 * group : 2 * group + 2]]
             entries = []
             for i in range(4):
@@ -315,7 +328,7 @@ def _decompress(token_block, feature_block, values, metadata, tile) -> None:
                     pair[0],
                     arith.select(four.equal(positions[1], i), pair[1], constant(0)),
                 )
-                entries.append(entry)
+                entries.append(arith.select(exists, entry, constant(0)))
             words += [
                 arith.ori(low, four.shifted(high, 16))
                 for low, high in (entries[:2], entries[2:])
@@ -339,17 +352,17 @@ def _store_quarter(values, metadata, row, place, groups) -> None:
     )
     four.store(values, row, start, pairs)
     # Rows r and r + 8 of a tile share a word; each writes its half.
-    _, token_blocks, _ = ir.MemRefType(metadata.type).shape
     row_of_tile = arith.remui(row, constant(TILE))
-    tile = arith.addi(
-        arith.muli(arith.divui(row, constant(TILE)), constant(token_blocks)),
-        token_block,
-    )
-    upper = arith.andi(arith.shrui(row_of_tile, constant(3)), constant(1))
     word = four.metadata_index(row_of_tile, quarter)
-    half = arith.addi(arith.muli(word, constant(2)), upper)
-    index = arith.addi(arith.muli(tile, constant(256)), half)
+    half = arith.addi(arith.muli(word, constant(2)), _upper(row_of_tile))
+    tile = arith.divui(row, constant(TILE))
+    index = arith.addi(_tile_start(tile, token_block, metadata, words=256), half)
     four.store(metadata, None, index, [four.lower_half(positions)])
+
+
+def _upper(row: ir.Value) -> ir.Value:
+    """1 where a row has the upper half of its words."""
+    return arith.andi(arith.shrui(row, constant(3)), constant(1))
 
 
 def _thread_and_column(feature_block: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -386,6 +399,14 @@ def _word_index(
     token_block: ir.Value, feature_block: ir.Value, metadata: ir.Value
 ) -> ir.Value:
     """Of a thread's word, all words being in a row."""
-    _, feature_blocks, _ = ir.MemRefType(metadata.type).shape
-    tile = arith.addi(arith.muli(token_block, constant(feature_blocks)), feature_block)
-    return arith.addi(arith.muli(tile, constant(128)), four.thread())
+    start = _tile_start(token_block, feature_block, metadata, words=128)
+    return arith.addi(start, four.thread())
+
+
+def _tile_start(
+    row_block: ir.Value, k_block: ir.Value, metadata: ir.Value, *, words: int
+) -> ir.Value:
+    """Of the first of a tile's `words`."""
+    _, k_blocks, _ = ir.MemRefType(metadata.type).shape
+    tile = arith.addi(arith.muli(row_block, constant(k_blocks)), k_block)
+    return arith.muli(tile, constant(words))

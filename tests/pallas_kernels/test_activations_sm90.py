@@ -103,9 +103,11 @@ def transposed(x, mask) -> Packed:
 
 @pytest.mark.parametrize("with_rest", [False, True])
 def test_keeps_the_two_largest_of_four_tokens(kernels, with_rest):
-    tokens = 128
+    tokens = 100
     packed = kept_features(random((tokens, FEATURES)))
-    dense = decompress(unpack(packed))
+    order = np.full(128, -1, np.int32)
+    order[:tokens] = np.random.default_rng(1).permutation(tokens)
+    dense = jnp.pad(decompress(unpack(packed)), ((0, 1), (0, 0)))[order]
     mask = magnitude_mask(dense, axis=0)
     slots = None
     if with_rest:  # every second feature, in another order
@@ -114,6 +116,7 @@ def test_keeps_the_two_largest_of_four_tokens(kernels, with_rest):
     got = kernels.keep_tokens(
         packed.values,
         packed.metadata,
+        jnp.asarray(order),
         slots if slots is None else jnp.asarray(slots),
         rest_rows=64 * with_rest,
     )
@@ -139,11 +142,11 @@ def test_lowers_for_hopper(dtype):
     words = ((2, 2, 128), "uint32")
     assert "mosaic_gpu" in lowered(activations_sm90.keep_features, y_up)
     assert "mosaic_gpu" in lowered(activations_sm90.backward, y_up, kept, words)
-    whole, slots = ((128, 64), dtype), ((128,), "int32")
+    order = slots = ((128,), "int32")
     keep_tokens = activations_sm90.keep_tokens
-    assert "mosaic_gpu" in lowered(keep_tokens, whole, words)
+    assert "mosaic_gpu" in lowered(keep_tokens, kept, words, order)
     with_rest = partial(keep_tokens, rest_rows=64)
-    assert "mosaic_gpu" in lowered(with_rest, whole, words, slots)
+    assert "mosaic_gpu" in lowered(with_rest, kept, words, order, slots)
 
 
 @pytest.mark.parametrize(
@@ -159,9 +162,11 @@ def test_lowers_for_hopper(dtype):
         ),
         (
             lambda: activations_sm90.keep_tokens(
-                jnp.zeros((100, 32), jnp.bfloat16), jnp.zeros((2, 1, 128), jnp.uint32)
+                jnp.zeros((100, 32), jnp.bfloat16),
+                jnp.zeros((2, 1, 128), jnp.uint32),
+                jnp.arange(100),
             ),
-            "tokens=100 .* multiples of 64",
+            "100 tokens in order .* multiples of 64",
         ),
     ],
 )
