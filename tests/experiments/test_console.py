@@ -1,6 +1,7 @@
 """What the main job prints: its plan, its progress and its summary."""
 
 from dataclasses import asdict
+from typing import get_args
 
 import jax
 import pytest
@@ -10,7 +11,7 @@ from experiments import console, pretrain
 from pallas_kernels import tuning
 from pallas_kernels.sparse_matmul_sm90 import Shape, default_config
 from sparsejax import metrics, plan
-from sparsejax.config import MeshConfig, TrainConfig
+from sparsejax.config import MeshConfig, RecipeName, TrainConfig
 from sparsejax.presets import PRESETS
 from sparsejax.recipe import phases
 from tests.micro_run import micro_config
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 # The plan.
 
 
-@pytest.mark.parametrize("recipe", ["default", "paper", "weights", "dense"])
+@pytest.mark.parametrize("recipe", get_args(RecipeName))
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_dry_run_prints_the_plan_and_allocates_nothing(
     preset, recipe, tmp_path, capsys, monkeypatch

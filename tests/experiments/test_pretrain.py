@@ -73,7 +73,7 @@ def test_help_explains_the_flags_with_their_units(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     for part in (
         "--preset {tiny,gpt-124m,llama-1b,llama-7b}",
-        "--recipe {default,paper,weights,dense}",
+        "--recipe {default,paper,activations,weights,dense}",
         "--model.d-hidden",
         "--dry-run",
         "--resume",
@@ -321,12 +321,25 @@ def test_the_main_job_writes_its_files_and_says_what_it_did(text, tmp_path, caps
             experts=8,
             experts_per_token=2,
         ),
+        lambda c: with_phases(
+            replace(c, recipe="activations"),
+            token_sparsity="magnitude",
+            dense_features=0.0,
+            permute_tokens=False,
+            mask_reuse=False,
+        ),
         lambda c: replace(
             c,
             model=replace(c.model, dtype="bfloat16", remat="dots", tie_embeddings=True),
         ),
     ],
-    ids=["swiglu", "hash, skipping", "mass, two of eight", "bfloat16"],
+    ids=[
+        "swiglu",
+        "hash, skipping",
+        "mass, two of eight",
+        "activations, naive backward",
+        "bfloat16",
+    ],
 )
 def test_every_variant_trains(change, text, tmp_path):
     config = replace(change(micro_config(text)), checkpoint_every=0, eval_every=6)
