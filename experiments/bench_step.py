@@ -15,7 +15,7 @@ One H200, `llama-1b`: about two minutes, most of it compilation.
 
 import json
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -225,7 +225,7 @@ def kernel_times(call: Callable[[], object]) -> dict[str, float]:
             call()
         (file,) = Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(file))
-    by_name: Counter[str] = Counter()
+    by_name: defaultdict[str, float] = defaultdict(float)
     for plane in data.planes:
         if not plane.name.startswith("/device:GPU"):
             continue
@@ -239,12 +239,12 @@ def kernel_times(call: Callable[[], object]) -> dict[str, float]:
 def group_kernels(ms_by_name: Mapping[str, float]) -> dict[str, float]:
     """The times of kernels summed by kind, the longest first."""
     total = sum(ms_by_name.values())
-    kinds: Counter[str] = Counter()
+    kinds: defaultdict[str, float] = defaultdict(float)
     for name, ms in ms_by_name.items():
         own = [k for k, parts in KINDS.items() if any(p in name.lower() for p in parts)]
         rest = name if ms > total / 100 else "other kernels"
         kinds[own[0] if own else rest] += ms
-    return dict(kinds.most_common())
+    return dict(sorted(kinds.items(), key=lambda item: item[1], reverse=True))
 
 
 if __name__ == "__main__":
