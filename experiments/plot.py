@@ -1,13 +1,23 @@
-"""Figures of runs, drawn from what the runs wrote.
+"""Figures of runs and of comparisons, drawn from what they wrote.
 
 uv run experiments/plot.py runs/tiny-default-20260101-120000
+uv run experiments/plot.py runs/ablations
 """
 
 import json
+import math
+import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparsejax.config_file import read_config
 
 SHADES = {"warm-up": "#dddddd", "sparse": "#cfe8cf", "dense": "#eeeeee"}
+LINES = ("-", "--", ":", "-.")
 
 
 def plot_run(folder: Path) -> str:
@@ -16,19 +26,18 @@ def plot_run(folder: Path) -> str:
     Training loss as a line, validation loss as points, phases shaded, the unigram
     model's loss dashed.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        return "no loss.png: matplotlib is missing; run `uv sync --extra plots`"
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    steps = [r for r in records if r["event"] == "step"]
-    validations = [r for r in records if r["event"] == "validation"]
+    plt = _pyplot()
+    if plt is None:
+        return _missing("loss.png")
+    records = _read(folder)
+    steps = _of_event(records, "step")
+    validations = _of_event(records, "validation")
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    _shade_phases(axes, steps)
+    for kind, first, last in _spans(steps):
+        axes.axvspan(first, last, color=SHADES[kind], alpha=0.6, linewidth=0)
+        top = axes.get_xaxis_transform()
+        middle = (first + last) / 2
+        axes.text(middle, 0.97, kind, transform=top, ha="center", va="top")
     axes.plot(
         [r["step"] for r in steps],
         [r["loss"] for r in steps],
@@ -56,18 +65,134 @@ def plot_run(folder: Path) -> str:
     return f"figure: {folder / 'loss.png'}"
 
 
-def _shade_phases(axes, steps: list[dict]) -> None:
-    first = 0
+def plot_comparison(folder: Path) -> str:
+    """Draws comparison.png in the folder of a comparison; returns what happened.
+
+    Validation loss as the phase computes, against tokens and against seconds of
+    training; a colour for each run, a line for each seed. Below, the phases of each
+    run's first seed.
+    """
+    plt = _pyplot()
+    if plt is None:
+        return _missing("comparison.png")
+    runs = json.loads((folder / "comparison.json").read_text())["runs"]
+    strip = 0.25 * len(runs)
+    figure, grid = plt.subplots(
+        *(2, 2),
+        sharex="col",
+        sharey="row",
+        figsize=(12, 5 + strip),
+        gridspec_kw={"height_ratios": (5, strip)},
+        layout="constrained",
+    )
+    for row, (name, places) in enumerate(runs.items()):
+        for index, place in enumerate(places):
+            records = _read(folder / place)
+            steps = _of_event(records, "step")
+            validations = _of_event(records, "validation")
+            config = read_config(folder / place / "config.json")
+            for at, (losses, strips) in zip(
+                _scales(records, config.tokens_per_step), grid.T, strict=True
+            ):
+                losses.plot(
+                    [at(r["step"]) for r in validations],
+                    [r["loss"] for r in validations],
+                    color=f"C{row}",
+                    linestyle=LINES[index % len(LINES)],
+                    marker=".",
+                    linewidth=1,
+                    label=name if index == 0 else None,
+                )
+                for kind, first, last in _spans(steps) if index == 0 else ():
+                    start, width = at(first), at(last) - at(first)
+                    strips.barh(row, width, left=start, color=SHADES[kind], label=kind)
+    (by_tokens, by_seconds), (phases, phases_by_seconds) = grid
+    by_tokens.set_ylabel("validation loss, nats per token")
+    by_tokens.legend(title="a line per seed")
+    phases.set_yticks(range(len(runs)), labels=runs)
+    phases.invert_yaxis()
+    handles, labels = phases.get_legend_handles_labels()
+    kinds = dict(zip(labels, handles, strict=True))
+    by_seconds.legend(kinds.values(), kinds, title="phases, below")
+    phases.set_xlabel("tokens")
+    phases_by_seconds.set_xlabel("seconds of training steps")
+    figure.suptitle(folder.name)
+    figure.savefig(folder / "comparison.png", dpi=120)
+    plt.close(figure)
+    return f"figure: {folder / 'comparison.png'}"
+
+
+def training_seconds(records: list[dict], tokens_per_step: int) -> dict[int, float]:
+    """Seconds of the training steps up to each step with a record, 0 included.
+
+    Validation, saving and compilation are left out, so that they do not depend on how
+    often a run was resumed. A record without a rate, as the first of a phase and of a
+    resume, takes the median of its phase, or else of the run; NaN where there is none.
+    """
+    steps = _of_event(records, "step")
+    rated = [r for r in steps if "tokens_per_second" in r]
+    rates = [r["tokens_per_second"] for r in rated]
+    seconds, total, before = {0: 0.0}, 0.0, 0
+    for record in steps:
+        phase = record["phase"]
+        of_phase = [r["tokens_per_second"] for r in rated if r["phase"] == phase]
+        typical = statistics.median(of_phase or rates or [math.nan])
+        rate = record.get("tokens_per_second", typical)
+        total += (record["step"] - before) * tokens_per_step / rate
+        before = record["step"]
+        seconds[before] = total
+    return seconds
+
+
+def _scales(
+    records: list[dict], tokens_per_step: int
+) -> tuple[Callable[[int], float], Callable[[int], float]]:
+    """Where a step lies on the axis of tokens, and on that of seconds."""
+    seconds = training_seconds(records, tokens_per_step)
+    known, values = list(seconds), list(seconds.values())
+    return (
+        lambda step: step * tokens_per_step,
+        lambda step: float(np.interp(step, known, values)),
+    )
+
+
+def _spans(steps: list[dict]) -> list[tuple[str, int, int]]:
+    """Kind, first and last step of each phase."""
+    spans, first = [], 0
     for phase in sorted({r["phase"] for r in steps}):
         of_phase = [r for r in steps if r["phase"] == phase]
-        kind, last = of_phase[0]["kind"], of_phase[-1]["step"]
-        axes.axvspan(first, last, color=SHADES[kind], alpha=0.6, linewidth=0)
-        top = axes.get_xaxis_transform()
-        middle = (first + last) / 2
-        axes.text(middle, 0.97, kind, transform=top, ha="center", va="top")
+        last = of_phase[-1]["step"]
+        spans.append((of_phase[0]["kind"], first, last))
         first = last
+    return spans
+
+
+def _read(folder: Path) -> list[dict]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def _of_event(records: list[dict], event: str) -> list[dict]:
+    return [record for record in records if record["event"] == event]
+
+
+def _pyplot() -> Any:
+    """matplotlib.pyplot that needs no screen, or None where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _missing(figure: str) -> str:
+    return f"no {figure}: matplotlib is missing; run `uv sync --extra plots`"
 
 
 if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        print(plot_run(Path(argument)))
+    for argument in map(Path, sys.argv[1:]):
+        is_comparison = (argument / "comparison.json").is_file()
+        print(plot_comparison(argument) if is_comparison else plot_run(argument))

@@ -1,0 +1,137 @@
+"""Comparison files: named runs over shared settings, each with a list of seeds.
+
+seeds = [0, 1]               # each is a run's seed and data.seed
+baseline = "dense"           # default: the first of the runs
+[base]                       # settings of all runs, named as in config.json
+preset = "tiny"
+steps = 800
+[runs.dense]                 # what a run has besides, or instead
+recipe = "dense"
+[runs.long-sparse-phase]
+phases.sparse_share = 0.8
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparsejax.config import TrainConfig
+from sparsejax.config_file import from_json, to_json
+from sparsejax.presets import PRESETS
+from sparsejax.recipe import phases
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One run of a comparison."""
+
+    name: str
+    seed: int
+    config: TrainConfig
+
+    @property
+    def place(self) -> str:
+        """Its folder in that of the comparison."""
+        return f"{self.name}/seed-{self.seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Runs that are compared with the baseline of the same seed."""
+
+    name: str
+    baseline: str
+    trials: tuple[Trial, ...]
+    """Seed after seed, the baseline first."""
+
+
+def read_comparison(path: Path) -> Comparison:
+    """The comparison in a TOML file.
+
+    Raises:
+      ValueError: names the file, and what in it cannot be.
+    """
+    try:
+        return _comparison(path.stem, tomllib.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, OSError, RecursionError) as error:
+        raise ValueError(f"{path} does not hold a comparison: {error}") from error
+
+
+def _comparison(name: str, content: Mapping[str, Any]) -> Comparison:
+    known = ("seeds", "baseline", "base", "runs")
+    for key in content:
+        if key not in known:
+            raise ValueError(f"{key} is none of {', '.join(known)}")
+    seeds, runs = content.get("seeds"), content.get("runs")
+    if not (
+        isinstance(seeds, list)
+        and seeds
+        and all(type(seed) is int for seed in seeds)
+        and len(set(seeds)) == len(seeds)
+    ):
+        raise ValueError(
+            f"seeds={seeds} must be a list of different integers, such as [0, 1]"
+        )
+    if not isinstance(runs, dict) or not runs:
+        raise ValueError(f"runs={runs} must be tables, [runs.NAME], at least one")
+    for run in runs:
+        if not re.fullmatch(r"\w[\w.-]*", run):
+            raise ValueError(
+                f"the run {run!r} is to be a folder; name it with letters, digits, "
+                f"'_', '-' and '.', the first of them no '.' or '-'"
+            )
+    baseline = content.get("baseline", next(iter(runs)))
+    if baseline not in list(runs):
+        raise ValueError(
+            f"baseline={baseline!r} is none of the runs; give one of {', '.join(runs)}"
+        )
+    in_order = sorted(runs, key=lambda run: run != baseline)
+    trials = tuple(
+        Trial(
+            name=run,
+            seed=seed,
+            config=_config(run, content.get("base", {}), runs[run], seed),
+        )
+        for seed in seeds
+        for run in in_order
+    )
+    if len({trial.config.deterministic for trial in trials}) > 1:
+        raise ValueError(
+            "deterministic is a setting of the whole process, and differs between the "
+            "runs; set it in base, or not at all"
+        )
+    return Comparison(name=name, baseline=baseline, trials=trials)
+
+
+def _config(run: str, base: Any, changes: Any, seed: int) -> TrainConfig:
+    for place, settings in (("base", base), (f"runs.{run}", changes)):
+        if not isinstance(settings, dict):
+            raise ValueError(f"{place}={settings!r} must be a table of settings")
+        data = settings.get("data")
+        if "seed" in settings or (isinstance(data, dict) and "seed" in data):
+            raise ValueError(
+                f"{place} sets a seed, which every run takes from seeds; leave it out"
+            )
+    settings = _overlaid(_overlaid({}, base), changes)
+    preset = settings.get("preset")
+    start = PRESETS[preset]() if preset in list(PRESETS) else TrainConfig()
+    seeded = {"seed": seed, "data": {"seed": seed}}
+    try:
+        config = from_json(_overlaid(_overlaid(to_json(start), settings), seeded))
+        phases(config)
+    except ValueError as error:
+        raise ValueError(f"runs.{run}, seed {seed}: {error}") from error
+    return config
+
+
+def _overlaid(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict:
+    """Nested settings with others in their place."""
+    result = dict(settings)
+    for name, value in changes.items():
+        before = result.get(name)
+        both = isinstance(before, dict) and isinstance(value, dict)
+        result[name] = _overlaid(before, value) if both else value
+    return result

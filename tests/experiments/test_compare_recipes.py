@@ -1,0 +1,504 @@
+"""A comparison: its file, its runs and what becomes of them when started again, its
+tables and rows."""
+
+import json
+import math
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+
+from experiments import compare_recipes, console, pretrain
+from experiments.compare_recipes import losses_table, main, means_table
+from experiments.comparison_file import Comparison, Trial, read_comparison
+from sparsejax import loop
+from sparsejax.config import TrainConfig
+from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
+from sparsejax.patterns import NM
+from sparsejax.presets import PRESETS
+from sparsejax.recipe import phases
+from tests.micro_run import micro_config, read_records, with_phases
+from tests.whole_runs import Killed
+
+FILES = Path(compare_recipes.__file__).parent / "comparisons"
+CLOCKED = ("seconds", "date", "commit")
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+# The file.
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "some.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_gives_runs_over_a_shared_base(tmp_path):
+    path = write(
+        tmp_path,
+        """
+        seeds = [3, 1]
+        baseline = "b"
+        [base]
+        preset = "gpt-124m"
+        steps = 50
+        phases = { warmup_share = 0.25 }
+        [runs.a]
+        recipe = "paper"
+        phases.experts = 8
+        optimizer.clip_norm = 2
+        [runs.b]
+        recipe = "dense"
+        steps = 60
+        """,
+    )
+    comparison = read_comparison(path)
+    assert (comparison.name, comparison.baseline) == ("some", "b")
+    trials = comparison.trials
+    order = [("b", 3), ("a", 3), ("b", 1), ("a", 1)]
+    assert [(trial.name, trial.seed) for trial in trials] == order
+    assert trials[0].place == "b/seed-3"
+    gpt = PRESETS["gpt-124m"]()
+    seeded = replace(gpt, seed=3, data=replace(gpt.data, seed=3))
+    shared = with_phases(replace(seeded, steps=50), warmup_share=0.25)
+    assert trials[0].config == replace(shared, recipe="dense", steps=60)
+    optimizer = replace(gpt.optimizer, clip_norm=2.0)
+    paper = replace(shared, recipe="paper", optimizer=optimizer)
+    assert trials[1].config == with_phases(paper, experts=8)
+
+
+def test_without_a_baseline_it_is_the_first(tmp_path):
+    path = write(tmp_path, "seeds = [0]\n[runs.b]\n[runs.a]")
+    comparison = read_comparison(path)
+    assert comparison.baseline == "b"
+    assert [trial.name for trial in comparison.trials] == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seeds = [0", "Unclosed array|unclosed array"),
+        ("[runs.a]", r"seeds=None must be a list of different integers, such as"),
+        ("seeds = []\n[runs.a]", r"seeds=\[\] must be a list"),
+        ("seeds = [1, 1]\n[runs.a]", r"seeds=\[1, 1\] must be a list of different"),
+        ("seeds = [true]\n[runs.a]", r"seeds=\[True\] must be a list"),
+        ("seeds = [-1]\n[runs.a]", r"runs.a, seed -1: data.seed=-1 must be at least 0"),
+        ("seeds = [0]", r"runs=None must be tables, \[runs.NAME\], at least one"),
+        ("seeds = [0]\nruns.a = 3", r"runs.a=3 must be a table of settings"),
+        ("seeds = [0]\nbase = 3\n[runs.a]", "base=3 must be a table of settings"),
+        ("seeds = [0]\n[runs.'../a']", r"the run '../a' is to be a folder; name it"),
+        ("seeds = [0]\n[runs.'']", "the run '' is to be a folder"),
+        ("seeds = [0]\nbaseline = 'c'\n[runs.a]\n[runs.b]", "give one of a, b$"),
+        ("seeds = [0]\nsteps = 3\n[runs.a]", "steps is none of seeds, baseline, base"),
+        ("seeds = [0]\n[runs.a]\nseed = 1", "runs.a sets a seed, which every run"),
+        ("seeds = [0]\n[base.data]\nseed = 1\n[runs.a]", "base sets a seed"),
+        ("seeds = [0]\n[runs.a]\npreset = ['x']", r"runs.a, seed 0: setting preset="),
+        ("seeds = [0]\n[runs.a]\nsteps = 'x'", "runs.a, seed 0: setting steps='x' m"),
+        ("seeds = [0]\n[runs.a]\nwidth = 1", "runs.a, seed 0: setting width is unk"),
+        ("seeds = [0]\n[runs.a.phases]\nmask_reuse = 0", "phases.mask_reuse=0 must"),
+        ("seeds = [0]\n[runs.a]\nmodel.d_hidden = 6", "d_hidden=6 is not a multiple"),
+        (
+            "seeds = [0]\n[runs.a]\n[runs.b]\ndeterministic = true",
+            "deterministic is a setting of the whole process, .* set it in base",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused_by_its_name(text, message, tmp_path):
+    path = write(tmp_path, text)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_comparison(path)
+    assert str(caught.value).startswith(f"{path} does not hold a comparison: ")
+
+
+def test_the_ablations_differ_in_what_their_names_say():
+    comparison = read_comparison(FILES / "ablations.toml")
+    assert comparison.baseline == "dense"
+    seeds = {trial.seed for trial in comparison.trials}
+    assert len(seeds) == 2 and len(comparison.trials) == 12
+    first = [trial for trial in comparison.trials if trial.seed == 0]
+    full = FFNSparsity(activations=NM(2, 4), token_sparsity="magnitude")
+    expected = {
+        "dense": [("dense", DENSE)],
+        "full": [("warm-up", DENSE), ("sparse", full)],
+        "no-warm-up": [("sparse", full)],
+        "naive-backward": [
+            ("warm-up", DENSE),
+            ("sparse", replace(full, dense_features=0.0)),
+        ],
+        "no-permutation": [
+            ("warm-up", DENSE),
+            ("sparse", replace(full, permute_tokens=False)),
+        ],
+        "no-mask-reuse": [
+            ("warm-up", DENSE),
+            ("sparse", replace(full, mask_reuse=False)),
+        ],
+    }
+    planned = {
+        trial.name: [(phase.kind, phase.sparsity) for phase in phases(trial.config)]
+        for trial in first
+    }
+    assert planned == expected
+    alike = {
+        replace(trial.config, recipe="dense", phases=TrainConfig().phases)
+        for trial in first
+    }
+    assert alike == {replace(TrainConfig(), recipe="dense", sample_length=0)}
+
+
+@pytest.mark.parametrize(
+    "path", sorted(FILES.glob("*.toml")), ids=lambda path: path.stem
+)
+def test_every_comparison_can_be_planned(path, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert compare_recipes.run([str(path), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    names = dict.fromkeys(trial.name for trial in read_comparison(path).trials)
+    lines = shown.splitlines()
+    positions = [lines.index(name) for name in names]
+    assert positions == sorted(positions)
+    assert shown.count("FLOPs per token") == len(names) >= 5
+    assert list(tmp_path.iterdir()) == []
+
+
+# The runs.
+
+
+def micro_comparison(text: str) -> Comparison:
+    """Dense and 2:4 activations to the end, two orders of the data, six steps."""
+    base = micro_config(text, steps=6, recipe="dense", eval_every=0)
+    sparse = with_phases(
+        replace(base, recipe="activations"), warmup_share=0.5, mask_reuse=False
+    )
+    # The same initial weights: drawing others would be compiled anew.
+    trials = tuple(
+        Trial(
+            name=config.recipe,
+            seed=seed,
+            config=replace(config, data=replace(config.data, seed=seed)),
+        )
+        for seed in (0, 1)
+        for config in (base, sparse)
+    )
+    return Comparison(name="micro", baseline="dense", trials=trials)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_without_optimisations():
+    """All runs alike, so that losses can be the same to the bit; in half the time."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="module")
+def finished(text, quick, tmp_path_factory) -> tuple[Path, list[dict]]:
+    """The folder of a comparison that nothing disturbed, and its rows."""
+    folder = tmp_path_factory.mktemp("finished")
+    return folder, main(micro_comparison(text), folder, folder / "rows.jsonl")
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def without_clock(rows: list[dict]) -> list[dict]:
+    return [{k: v for k, v in row.items() if k not in CLOCKED} for row in rows]
+
+
+def losses_of(folder: Path) -> dict[tuple[str, int], float]:
+    """By event and step, read line by line from a run's metrics.jsonl."""
+    found = {}
+    for record in read_records(folder):
+        if record["event"] == "validation":
+            found["validation", record["step"]] = record["loss"]
+        if record["event"] == "switch":
+            found["before", record["step"]] = record["before"]
+            found["after", record["step"]] = record["after"]
+    return found
+
+
+def test_a_row_holds_what_the_run_recorded(finished):
+    folder, rows = finished
+    assert rows_of(folder / "rows.jsonl") == rows
+    order = [("dense", 0), ("activations", 0), ("dense", 1), ("activations", 1)]
+    assert [(row["name"], row["seed"]) for row in rows] == order
+    for row in rows:
+        losses = losses_of(folder / row["name"] / f"seed-{row['seed']}")
+        dense = losses_of(folder / "dense" / f"seed-{row['seed']}")
+        assert row["loss"] == losses["validation", 6]
+        assert row["to_baseline"] == row["loss"] - dense["validation", 6]
+        assert (row["tokens"], row["steps"]) == (6 * 4 * 16, 6)
+        assert (row["comparison"], row["baseline"]) == ("micro", "dense")
+        assert (row["device"], row["preset"]) == ("cpu", "tiny")
+        assert row["date"] and row["jax"] and row["diverged_at"] is None
+        assert 0 < row["seconds"] < 60
+        changed = row["settings"]
+        assert changed["model.d_model"] == 16
+        assert not {"seed", "data.seed"} & changed.keys()
+        if row["name"] == "dense":
+            assert changed["recipe"] == "dense"
+            assert row["validation"] == {"dense": row["loss"]}
+            assert row["switches"] == []
+            continue
+        assert changed["phases.mask_reuse"] is False
+        end = losses["validation", 3]
+        assert row["validation"] == {"warm-up": end, "sparse": row["loss"]}
+        (switch,) = row["switches"]
+        assert (switch["from"], switch["to"], switch["step"]) == (
+            "warm-up",
+            "sparse",
+            3,
+        )
+        assert switch["before"] == losses["before", 3] == end
+        assert switch["after"] == losses["after", 3]
+    # The sparse run is another run, and so is the other seed.
+    assert len({row["loss"] for row in rows}) == 4
+
+
+def test_the_runs_and_the_figure_are_in_the_folder(finished):
+    folder, _ = finished
+    for name in ("dense", "activations"):
+        for seed in (0, 1):
+            files = {path.name for path in (folder / name / f"seed-{seed}").iterdir()}
+            assert files >= {"config.json", "metrics.jsonl", "checkpoints"}
+    assert (folder / "comparison.png").stat().st_size > 10_000
+
+
+@contextmanager
+def interrupted(patch: pytest.MonkeyPatch, run: int, step: int, act) -> Iterator[None]:
+    """Inside, `act` is called when the given run of this process records the step."""
+    runs = []
+
+    def train(config, folder, *, observe):
+        runs.append(folder)
+
+        def watch(record):
+            observe(record)
+            here = (len(runs), record["event"], record["step"])
+            if here == (run, "step", step):
+                act()
+
+        return undisturbed(config, folder, observe=watch)
+
+    undisturbed = pretrain.train
+    with patch.context() as patched:
+        patched.setattr(pretrain, "train", train)
+        yield
+
+
+def kill():
+    raise Killed
+
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def of_seed_0(comparison: Comparison) -> Comparison:
+    return replace(comparison, trials=comparison.trials[:2])
+
+
+def test_a_comparison_that_is_started_again_goes_on(
+    finished, text, tmp_path, capsys, monkeypatch
+):
+    comparison, results = of_seed_0(micro_comparison(text)), tmp_path / "rows.jsonl"
+    folder = tmp_path / "runs"
+    with interrupted(monkeypatch, run=2, step=3, act=kill):
+        with pytest.raises(Killed):
+            main(comparison, folder, results)
+    assert [row["name"] for row in rows_of(results)] == ["dense"]
+    with (folder / "activations" / "seed-0" / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "st')
+    capsys.readouterr()
+
+    with interrupted(monkeypatch, run=1, step=3, act=terminate):
+        stopped = main(comparison, folder, results)
+    assert [row["name"] for row in stopped] == ["dense"]
+    shown = capsys.readouterr().out
+    assert "dense, seed 0: has ended, skipped" in shown
+    assert "step 2: continues from" in shown
+    assert "the same command again goes on with the comparison" in shown
+    assert not (folder / "comparison.png").exists()
+
+    rows = main(comparison, folder, results)
+    assert "step 4: continues from" in capsys.readouterr().out
+    _, expected = finished
+    assert without_clock(rows) == without_clock(expected[:2])
+    assert rows_of(results) == rows
+    assert (folder / "comparison.png").is_file()
+
+
+def test_a_finished_comparison_trains_nothing_and_records_nothing_twice(
+    finished, text, capsys, monkeypatch
+):
+    folder, rows = finished
+    before = (folder / "rows.jsonl").read_text()
+    monkeypatch.setattr(pretrain, "main", lambda *_: pytest.fail("trains"))
+    assert main(micro_comparison(text), folder, folder / "rows.jsonl") == rows
+    assert (folder / "rows.jsonl").read_text() == before
+    shown = capsys.readouterr().out
+    assert shown.count("has ended, skipped") == 4
+    assert f"{rows[1]['to_baseline']:+.4f}" in shown
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 9}, "whose steps is 6, and the comparison gives it 9"),
+        ({"eval_batches": 1}, "whose eval_batches is 2, and the comparison gives it 1"),
+    ],
+    ids=["steps", "eval_batches"],
+)
+def test_a_folder_with_a_run_of_other_settings_is_refused(
+    change, message, finished, text, monkeypatch
+):
+    folder, _ = finished
+    comparison = micro_comparison(text)
+    *others, last = comparison.trials
+    other = replace(last, config=replace(last.config, **change))
+    monkeypatch.setattr(pretrain, "main", lambda *_: pytest.fail("trains"))
+    with pytest.raises(ValueError, match=message) as caught:
+        main(replace(comparison, trials=(*others, other)), folder, None)
+    assert str(caught.value).startswith(f"{folder / 'activations' / 'seed-1'} holds")
+    assert "choose another --folder" in str(caught.value)
+
+
+def test_a_run_that_diverges_is_a_result(finished, text, tmp_path, capsys, monkeypatch):
+    comparison = of_seed_0(micro_comparison(text))
+
+    def check(self, step, report):
+        if (self.config.recipe, step) == ("activations", 5):
+            self.refuse_non_finite(step, {"loss": math.nan})
+
+    monkeypatch.setattr(loop._Loop, "check", check)
+    rows = main(comparison, tmp_path, tmp_path / "rows.jsonl")
+    dense, diverged = rows
+    assert dense["loss"] == finished[1][0]["loss"]
+    assert diverged["diverged_at"] == 5
+    assert (diverged["loss"], diverged["to_baseline"]) == (None, None)
+    assert diverged["validation"] == {
+        "warm-up": losses_of(tmp_path / "activations" / "seed-0")["validation", 3]
+    }
+    assert rows_of(tmp_path / "rows.jsonl") == rows
+    shown = capsys.readouterr().out
+    assert "│ diverged at step 5 │" in shown
+    assert "NonFiniteLoss: loss=nan at step 5" in shown
+    monkeypatch.setattr(pretrain, "main", lambda *_: pytest.fail("trains"))
+    assert main(comparison, tmp_path, None) == rows
+
+
+def test_a_row_names_all_places_that_its_run_was_trained_in(finished, text, tmp_path):
+    folder, rows = finished
+    noted = folder / "dense" / "seed-0" / "provenance.jsonl"
+    here = noted.read_text()
+    elsewhere = json.loads(here) | {"device": "abacus", "commit": None}
+    noted.write_text(json.dumps(elsewhere) + "\n" + here)
+    try:
+        first, *others = main(micro_comparison(text), folder, None)
+    finally:
+        noted.write_text(here)
+    assert first == rows[0] | {"device": "abacus, cpu"}
+    assert others == rows[1:]
+
+
+def test_a_finished_run_that_lost_its_records_is_not_guessed_at(finished, text):
+    folder, _ = finished
+    metrics = folder / "activations" / "seed-1" / "metrics.jsonl"
+    whole = metrics.read_text()
+    lines = [line for line in whole.splitlines() if '"validation"' not in line]
+    metrics.write_text("\n".join(lines) + "\n")
+    try:
+        with pytest.raises(ValueError, match="lacks a validation at step 3, 6; delete"):
+            main(micro_comparison(text), folder, None)
+    finally:
+        metrics.write_text(whole)
+
+
+def test_the_command_runs_a_file(finished, text, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    monkeypatch.setattr(compare_recipes, "main", lambda *given: asked.append(given))
+    monkeypatch.setenv("XLA_FLAGS", "--first")
+    path = write(tmp_path, "seeds = [0]\n[base]\ndeterministic = true\n[runs.a]")
+    assert compare_recipes.run([str(path)]) == 0
+    results = Path("experiments/results/compare_recipes.jsonl")
+    assert asked == [(read_comparison(path), Path("runs/some"), results)]
+    assert os.environ["XLA_FLAGS"] == f"--first {console.DETERMINISTIC}"
+    elsewhere = ["--folder", "f", "--results", "None"]
+    assert compare_recipes.run([str(path), *elsewhere]) == 0
+    assert asked[1][1:] == (Path("f"), None)
+
+    path.write_text("seeds = 3")
+    assert compare_recipes.run([str(path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"ValueError: {path} does not hold a comparison: seeds=3")
+    assert error.count("\n") == 1
+
+
+# The tables.
+
+
+def row(name, seed, loss, **values) -> dict:
+    given = {"name": name, "seed": seed, "loss": loss, "baseline": "a"}
+    default = {"to_baseline": None, "switches": [], "tokens": 1000, "seconds": 10.0}
+    return default | given | {"diverged_at": None} | values
+
+
+def cells_of(table, capsys) -> list[list[str]]:
+    console.STDOUT.print(table)
+    lines = capsys.readouterr().out.splitlines()
+    split = [line.replace("┃", "│").split("│")[1:-1] for line in lines]
+    return [[cell.strip() for cell in cells] for cells in split if cells]
+
+
+def test_the_table_shows_every_phase_and_switch(capsys):
+    around = {"before": 2.25, "after": 2.5}
+    switches = [
+        {"from": "warm-up"} | around,
+        {"from": "sparse", "before": 1.5, "after": 1.53125},
+    ]
+    rows = [
+        row("a", 0, 1.25, to_baseline=0.0),
+        row("b", 0, 1.3125, to_baseline=0.0625, switches=switches),
+        row("c", 0, 1.125, to_baseline=-0.125, switches=switches[:1]),
+        row("d", 0, None, diverged_at=7),
+    ]
+    assert cells_of(losses_table(rows), capsys) == [
+        ["run", "seed", "warm-up", "sparse", "final", "to a"],
+        ["a", "0", "", "", "1.2500", "+0.0000"],
+        ["b", "0", "2.2500 -> 2.5000", "1.5000 -> 1.5312", "1.3125", "+0.0625"],
+        ["c", "0", "2.2500 -> 2.5000", "", "1.1250", "-0.1250"],
+        ["d", "0", "", "", "diverged at step 7", ""],
+    ]
+
+
+def test_means_are_over_seeds_and_spreads_from_smallest_to_largest(capsys):
+    rows = [
+        row("a", 0, 1.5, to_baseline=0.0, seconds=10.0),
+        row("b", 0, 1.75, to_baseline=0.25, seconds=None),
+        row("c", 0, 1.0, to_baseline=-0.5),
+        row("a", 1, 1.25, to_baseline=0.0, seconds=13.0),
+        row("b", 1, 1.375, to_baseline=0.125, tokens=2000),
+        row("c", 1, None, diverged_at=3),
+    ]
+    assert cells_of(means_table(rows), capsys) == [
+        ["run", "final", "spread", "to a", "spread", "tokens", "seconds"],
+        ["a", "1.3750", "0.2500", "+0.0000", "0.0000", "1,000", "11.5"],
+        ["b", "1.5625", "0.3750", "+0.1875", "0.1250", "1,500", ""],
+        ["c", "diverged", "", "", "", "1,000", "10.0"],
+    ]
+    assert cells_of(means_table(rows[:1]), capsys)[1][1:5] == [
+        "1.5000",
+        "",
+        "+0.0000",
+        "",
+    ]
