@@ -115,12 +115,12 @@ def _config(run: str, base: Any, changes: Any, seed: int) -> TrainConfig:
             raise ValueError(
                 f"{place} sets a seed, which every run takes from seeds; leave it out"
             )
-    settings = _overlaid(_overlaid({}, base), changes)
-    preset = settings.get("preset")
-    start = PRESETS[preset]() if preset in list(PRESETS) else TrainConfig()
-    seeded = {"seed": seed, "data": {"seed": seed}}
     try:
-        config = from_json(_overlaid(_overlaid(to_json(start), settings), seeded))
+        settings = _overlaid(base, changes)
+        preset = settings.get("preset")
+        start = to_json(PRESETS[preset]() if preset in list(PRESETS) else TrainConfig())
+        seeded = _overlaid(start, {"seed": seed, "data": {"seed": seed}})
+        config = from_json(_overlaid(seeded, settings))
         phases(config)
     except ValueError as error:
         raise ValueError(f"runs.{run}, seed {seed}: {error}") from error
@@ -132,6 +132,9 @@ def _overlaid(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict:
     result = dict(settings)
     for name, value in changes.items():
         before = result.get(name)
-        both = isinstance(before, dict) and isinstance(value, dict)
-        result[name] = _overlaid(before, value) if both else value
+        nested = isinstance(before, dict)
+        if name in result and nested != isinstance(value, dict):
+            kind = "a table of settings" if nested else "no table"
+            raise ValueError(f"setting {name}={value!r} must be {kind}")
+        result[name] = _overlaid(before, value) if nested else value
     return result

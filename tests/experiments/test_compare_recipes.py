@@ -103,6 +103,12 @@ def test_without_a_baseline_it_is_the_first(tmp_path):
         ("seeds = [0]\n[runs.a]\nsteps = 'x'", "runs.a, seed 0: setting steps='x' m"),
         ("seeds = [0]\n[runs.a]\nwidth = 1", "runs.a, seed 0: setting width is unk"),
         ("seeds = [0]\n[runs.a.phases]\nmask_reuse = 0", "phases.mask_reuse=0 must"),
+        ("seeds = [0]\n[runs.a]\ndata = 3", "setting data=3 must be a table of set"),
+        ("seeds = [0]\n[runs.a.steps]\nx = 3", r"setting steps={'x': 3} must be no"),
+        (
+            "seeds = [0]\n[base]\nphases = 3\n[runs.a]\nphases.experts = 8",
+            r"runs.a, seed 0: setting phases={'experts': 8} must be no table",
+        ),
         ("seeds = [0]\n[runs.a]\nmodel.d_hidden = 6", "d_hidden=6 is not a multiple"),
         (
             "seeds = [0]\n[runs.a]\n[runs.b]\ndeterministic = true",
