@@ -36,6 +36,13 @@ class GemmSpec:
     experts_per_token: int = 1
     over_tokens: bool = False
     """A weight gradient: k counts tokens and m features, else m counts tokens."""
+    rhs_transposed: bool = False
+    """rhs is the transpose of what is stored: k is its contiguous axis."""
+    whole_features: int = 0
+    """Features of a sparse operand over tokens that lose nothing: they are multiplied
+    twice, as the sum of two 2:4 rows."""
+    why_not_packed: str | None = None
+    """Why nothing packs the sparse operand for tensor cores."""
     device: str = "cpu"
     """Platform, as `jax.Device.platform`."""
     device_kind: str = ""

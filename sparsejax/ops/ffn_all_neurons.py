@@ -7,13 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparsejax.formats import decompress
+from sparsejax.ops import packed_activations
 from sparsejax.ops.ffn_spec import FFNSparsity
 from sparsejax.ops.ffn_weights import FFNWeights, multiply, multiply_by_weight
+from sparsejax.ops.packed_activations import Activations, token_groups
+from sparsejax.ops.sparse_matmul import multiply_packed, sparse_matmul
 from sparsejax.ops.token_sparsity import (
     densest_features,
     fixed_token_order,
     sparsify_tokens,
 )
+from sparsejax.packing import unpack
 from sparsejax.patterns import NM
 from sparsejax.pruning import magnitude_mask, nm_mask
 
@@ -28,10 +33,14 @@ class Residuals(NamedTuple):
 
 def forward(
     sparsity: FFNSparsity, backends: tuple, x: jax.Array, w: FFNWeights
-) -> tuple[jax.Array, Residuals]:
+) -> tuple[jax.Array, Residuals | Activations]:
     """Y (tokens, d_model), and what the backward needs."""
     # (T, F) = (T, d) @ (d, F)
     y_up = multiply_by_weight(backends[0], x, w.up, w.packed_up)
+    if backends[1] == "mosaic_sm90":
+        kept = packed_activations.keep_features(y_up)
+        # (T, d) = (T, F) @ (F, d)
+        return sparse_matmul(kept.a, w.down, backend=backends[1]), kept
     hidden = kept = jax.nn.relu(y_up)
     if isinstance(sparsity.activations, NM):
         # by the signed value of Y1, which orders relu(Y1)^2 as well
@@ -51,15 +60,17 @@ def backward(
     sparsity: FFNSparsity,
     backends: tuple,
     x: jax.Array,
-    residuals: Residuals,
+    residuals: Residuals | Activations,
     w: FFNWeights,
     dy: jax.Array,
     key: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dX (tokens, d_model), dW1 and dW2 in float32."""
-    hidden = residuals.hidden
     # (T, F) = (T, d) @ (d, F)
     da = multiply_by_weight(backends[2], dy, w.down.T, w.packed_down)
+    if isinstance(residuals, Activations):
+        return _backward_packed(sparsity, backends, x, residuals, w, dy, da, key)
+    hidden = residuals.hidden
     dy_up = selected = da * 2 * hidden
     if isinstance(sparsity.activations, NM) and not sparsity.mask_reuse:
         mask = magnitude_mask(dy_up, sparsity.activations)
@@ -70,6 +81,33 @@ def backward(
         sparsity, backends, x, dy_up, hidden * hidden, dy, key
     )
     return dx, dw_up, dw_down
+
+
+def _backward_packed(
+    sparsity: FFNSparsity,
+    backends: tuple,
+    x: jax.Array,
+    kept: Activations,
+    w: FFNWeights,
+    dy: jax.Array,
+    da: jax.Array,
+    key: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`backward` where A and dY1 are packed: dense only for dense GEMMs 5 and 6."""
+    dy_up = packed_activations.gradient(da, kept.a)
+    # (T, d) = (T, F) @ (F, d), W1 as it is stored
+    dx = multiply_packed(dy_up, w.up, b_k_major=True, transpose_out=False)
+    if "mosaic_sm90" not in backends[4:]:
+        dense = (decompress(unpack(packed)) for packed in (dy_up, kept.a))
+        gradients = weight_gradients(sparsity, backends, x, *dense, dy, key)
+        return dx, *gradients
+    tokens = x.shape[0]
+    order = np.arange(tokens)
+    if sparsity.permute_tokens:
+        order = fixed_token_order(tokens)
+    groups = token_groups(order, kept.nonzeros, sparsity.dense_features)
+    dw_up = packed_activations.gradient_of_up(groups, x, dy_up)
+    return dx, dw_up, packed_activations.gradient_of_down(groups, kept.a, dy)
 
 
 def weight_gradients(

@@ -8,8 +8,9 @@ Sparse tensor cores accept sparsity in one operand, along the reduction axis, so
 GEMM is sparse in its weight (1, 3) or in its activation (2, 4, 5, 6), never in both.
 """
 
+import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -144,6 +145,15 @@ class FFNSparsity:
 
 DENSE = FFNSparsity()
 
+FEATURE_TILE = 16
+"""The features that stay dense in GEMMs 5 and 6 are rounded up to whole tiles of 16,
+the row granularity of the tensor-core instructions that multiply them."""
+
+
+def dense_feature_count(features: int, share: float) -> int:
+    """How many features stay dense: `share` rounded up to whole feature tiles."""
+    return min(math.ceil(share * features / FEATURE_TILE) * FEATURE_TILE, features)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FFNCall(ABC):
@@ -225,7 +235,9 @@ class FFNSpec(FFNCall):
         along_tokens = NM(2, 4) if s.token_sparsity else None
         routed, columns = bool(s.experts), s.weight_gradients == "expert_columns"
 
-        def gemm(name, m, k, n, operand, pattern, by_expert, *, over_tokens=False):
+        anew = None if s.mask_reuse else "mask_reuse=False selects anew in dY1"
+
+        def gemm(name, m, k, n, operand, pattern, by_expert, **facts):
             return GemmSpec(
                 name=name,
                 m=m,
@@ -236,20 +248,62 @@ class FFNSpec(FFNCall):
                 pattern=pattern,
                 experts=s.experts if by_expert else None,
                 experts_per_token=s.experts_per_token if by_expert else 1,
-                over_tokens=over_tokens,
                 device=self.device,
                 device_kind=self.device_kind,
+                **facts,
             )
 
-        gradient = partial(gemm, pattern=along_tokens, by_expert=columns)
+        gradient = partial(
+            gemm,
+            pattern=along_tokens,
+            by_expert=columns,
+            over_tokens=True,
+            whole_features=dense_feature_count(f, s.dense_features),
+            why_not_packed=_why_not_packed_over_tokens(s),
+        )
         return (
             gemm("1  Y1 = X W1", t, d, f, "rhs", s.weights, s.skip_blocks),
             gemm("2  Y = A W2", t, f, d, "lhs", activations, routed),
             gemm("3  dA = dY W2^T", t, d, f, "rhs", s.weights, s.skip_blocks),
-            gemm("4  dX = dY1 W1^T", t, f, d, "lhs", activations, routed),
-            gradient("5  dW1 = X^T dY1", d, t, f, "rhs", over_tokens=True),
-            gradient("6  dW2 = A^T dY", f, t, d, "lhs", over_tokens=True),
+            gemm(
+                "4  dX = dY1 W1^T",
+                t,
+                f,
+                d,
+                "lhs",
+                activations,
+                routed,
+                rhs_transposed=True,
+                why_not_packed=anew,
+            ),
+            gradient("5  dW1 = X^T dY1", d, t, f, "rhs"),
+            gradient("6  dW2 = A^T dY", f, t, d, "lhs"),
         )
+
+    def explain(self, backend: Backend | None = None) -> tuple[Decision, ...]:
+        """As in `FFNCall`. The activations are packed for GEMMs 2 and 4 alike, and for
+        GEMMs 5 and 6 from that, or for none of them."""
+        decisions = super().explain(backend)
+        packed = [d.backend == "mosaic_sm90" for d in decisions]
+        if packed[1] == packed[3] and packed[4] == packed[5] <= packed[1]:
+            return decisions
+        tokenwise = packed[1] and packed[3]
+        alone = (4, 5) if tokenwise else (1, 3, 4, 5)
+        why = "sparse tensor cores run GEMMs 2 and 4 together, and 5 and 6 after them"
+        gemms = [d.spec for d in decisions]
+        for index in alone:
+            gemms[index] = replace(gemms[index], why_not_packed=why)
+        return tuple(_choose(gemm, backend) for gemm in gemms)
+
+
+def _why_not_packed_over_tokens(sparsity: FFNSparsity) -> str | None:
+    if not isinstance(sparsity.activations, NM):
+        return "they are not 2:4 along the features"
+    if sparsity.needs_key:
+        return f"token_sparsity={sparsity.token_sparsity!r} draws random numbers"
+    if not sparsity.mask_reuse:
+        return "mask_reuse=False does not keep the mask of the forward"
+    return None
 
 
 def _choose(gemm: GemmSpec, backend: Backend | None) -> Decision:

@@ -1,13 +1,13 @@
 """GEMMs with one N:M-sparse operand.
 
 On sparse tensor cores a 2:4 operand halves the multiplications: "mosaic_sm90" is our
-kernel for those of Hopper, and reads weights that were packed for it. "xla" has no such
-instruction: it multiplies the decompressed operand, which saves nothing, and says so.
-"reference" does the same in the highest precision and is the specification.
+kernel for those of Hopper, and reads operands that were packed for it. "xla" has no
+such instruction: it multiplies the decompressed operand, which saves nothing, and says
+so. "reference" does the same in the highest precision and is the specification.
 """
 
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +28,12 @@ from sparsejax.ops.backend import (
     current_platform,
 )
 from sparsejax.ops.dense_matmul import dense_matmul
-from sparsejax.packing import Packed, pack, unpack
+from sparsejax.packing import BLOCK, Packed, pack, unpack
 from sparsejax.patterns import TWO_FOUR
 
 
 def sparse_matmul(
-    lhs: Float[Array, "m k"] | Compressed,
+    lhs: Float[Array, "m k"] | Compressed | Packed,
     rhs: Float[Array, "k n"] | Compressed | Packed,
     *,
     backend: Backend | None = None,
@@ -47,10 +47,10 @@ def sparse_matmul(
     The gradient is exact: of the dense operand, and of the kept values.
 
     Args:
-      lhs: (m, k), dense or compressed along its last axis.
+      lhs: (m, k), dense, or compressed or packed along its last axis.
       rhs: (k, n), dense or compressed (either orientation), or packed for tensor cores
-        (n, k). The kernel packs a compressed one at every call: use `packing.pack` once
-        for one that is used again.
+        (n, k). The kernel packs a compressed operand at every call: use `packing.pack`
+        once for one that is used again.
       backend: None for the first of `PREFERENCE` that can; a name runs or raises.
     Raises:
       ValueError: not exactly one operand is compressed, or the shapes do not fit.
@@ -61,7 +61,7 @@ def sparse_matmul(
 
 
 def explain_sparse_matmul(
-    lhs: Float[Array, "m k"] | Compressed,
+    lhs: Float[Array, "m k"] | Compressed | Packed,
     rhs: Float[Array, "k n"] | Compressed | Packed,
     *,
     backend: Backend | None = None,
@@ -71,20 +71,20 @@ def explain_sparse_matmul(
 
 
 def _spec(lhs, rhs) -> GemmSpec:
-    if isinstance(lhs, Compressed) == isinstance(rhs, Compressed | Packed):
+    if isinstance(lhs, Compressed | Packed) == isinstance(rhs, Compressed | Packed):
         raise ValueError(
             f"sparse_matmul takes exactly one compressed operand, got "
             f"{type(lhs).__name__} @ {type(rhs).__name__}; sparse tensor cores accept "
             f"sparsity in one operand only, decompress the other"
         )
-    sparse = lhs if isinstance(lhs, Compressed) else rhs
+    sparse = lhs if isinstance(lhs, Compressed | Packed) else rhs
     if len(lhs.shape) != 2 or len(rhs.shape) != 2:
         raise ValueError(
             f"sparse_matmul takes matrices, got shapes {lhs.shape} @ {rhs.shape}; "
             f"flatten leading axes or use jax.vmap"
         )
     axis = sparse.axis % 2
-    if isinstance(lhs, Compressed):
+    if sparse is lhs:
         if axis != 1:
             raise ValueError(
                 f"lhs is sparse along axis {axis}; it is contracted along axis 1, "
@@ -123,20 +123,19 @@ def _fwd(backend, lhs, rhs):
 
 def _bwd(backend, residuals, dout):
     lhs, rhs = residuals
-    if isinstance(lhs, Compressed):
+    if isinstance(lhs, Compressed | Packed):
+        like = _logical(lhs)
         # (m, k) = (m, n) @ (n, k), then only the kept positions
-        dlhs = _kept(dense_matmul(dout, rhs.T), lhs)
+        dlhs = _cotangent(lhs, dense_matmul(dout, rhs.T))
         # (k, n) = (k, m) @ (m, n)
-        drhs = dense_matmul(decompress(lhs).T, dout, out_dtype=rhs.dtype)
+        drhs = dense_matmul(decompress(like).T, dout, out_dtype=rhs.dtype)
         return dlhs, drhs
-    like = unpack(rhs) if isinstance(rhs, Packed) else rhs
+    like = _logical(rhs)
     w = _oriented(decompress(like), like)
     # (m, k) = (m, n) @ (n, k)
     dlhs = dense_matmul(dout, w.T, out_dtype=lhs.dtype)
     # (k, n) = (k, m) @ (m, n), then only the kept positions
-    drhs = _kept(_oriented(dense_matmul(lhs.T, dout), like), like)
-    if isinstance(rhs, Packed):
-        return dlhs, Packed(drhs.values, None)  # pyrefly: ignore[bad-argument-type]
+    drhs = _cotangent(rhs, _oriented(dense_matmul(lhs.T, dout), like))
     return dlhs, drhs
 
 
@@ -148,8 +147,15 @@ def _oriented(w: jax.Array, like: Compressed) -> jax.Array:
     return w if like.axis % 2 == 0 else w.T
 
 
-def _kept(cotangent: jax.Array, like: Compressed) -> Compressed:
-    """The cotangent of `like`: its values' positions of `cotangent`; integers none."""
+def _logical(operand: Compressed | Packed) -> Compressed:
+    return unpack(operand) if isinstance(operand, Packed) else operand
+
+
+def _cotangent(
+    operand: Compressed | Packed, cotangent: jax.Array
+) -> Compressed | Packed:
+    """Of the operand: its values' positions of `cotangent`; integers none."""
+    like = _logical(operand)
 
     def dense(values: jax.Array) -> jax.Array:
         return decompress(replace(like, values=values))
@@ -157,15 +163,17 @@ def _kept(cotangent: jax.Array, like: Compressed) -> Compressed:
     _, pull_back = jax.vjp(dense, like.values)
     (values,) = pull_back(cotangent.astype(like.values.dtype))
     # None is JAX's cotangent of an integer array
+    if isinstance(operand, Packed):
+        return Packed(values, None)  # pyrefly: ignore[bad-argument-type]
     return Compressed(values, None, None, like.pattern, like.axis)  # pyrefly: ignore[bad-argument-type]
 
 
 def _multiply(lhs, rhs, *, precision: lax.Precision | None = None) -> jax.Array:
-    if isinstance(lhs, Compressed):
-        return dense_matmul(decompress(lhs).astype(rhs.dtype), rhs, precision=precision)
-    if isinstance(rhs, Packed):
-        rhs = unpack(rhs)
-    w = _oriented(decompress(rhs), rhs).astype(lhs.dtype)
+    if isinstance(lhs, Compressed | Packed):
+        dense = decompress(_logical(lhs)).astype(rhs.dtype)
+        return dense_matmul(dense, rhs, precision=precision)
+    like = _logical(rhs)
+    w = _oriented(decompress(like), like).astype(lhs.dtype)
     return dense_matmul(lhs, w, precision=precision)
 
 
@@ -223,18 +231,41 @@ def pack_weight(
 
 
 def _shape_on_sm90(spec: GemmSpec):
-    """The kernel's view of `spec`: the weight is its left operand, and it writes the
-    transposed product, so rows of X and of the result stay rows."""
+    """The kernel's view of `spec`: the sparse operand is its left one, so where that is
+    our right one both are transposed, and so is the product that it writes."""
     from pallas_kernels.sparse_matmul_sm90 import Shape
 
-    return Shape(m=spec.n, n=spec.m, k=spec.k, dtype=spec.dtype)
+    transposed = spec.sparse_operand == "rhs"
+    m, n = (spec.n, spec.m) if transposed else (spec.m, spec.n)
+    return Shape(
+        m=m,
+        n=n,
+        # Tokens are filled up with rows of zeros.
+        k=-(-spec.k // BLOCK) * BLOCK if spec.over_tokens else spec.k,
+        dtype=spec.dtype,
+        b_k_major=not spec.over_tokens and (transposed or spec.rhs_transposed),
+        transpose_out=transposed,
+        float32_out=spec.over_tokens,
+    )
+
+
+def _is_weight(spec: GemmSpec) -> bool:
+    return spec.sparse_operand == "rhs" and not spec.over_tokens
 
 
 def _why_unsupported_on_sm90(spec: GemmSpec) -> str | None:
     if not is_hopper(spec.device_kind):
         return f"needs a Hopper GPU, not {spec.device_kind or spec.device}"
-    if spec.sparse_operand != "rhs" or spec.over_tokens or spec.pattern != TWO_FOUR:
-        return "multiplies by 2:4 weights alone; activations are not packed"
+    if spec.pattern != TWO_FOUR:
+        return f"multiplies by 2:4 operands, not {spec.pattern}"
+    if spec.why_not_packed is not None:
+        return f"the activations are not packed: {spec.why_not_packed}"
+    if not _is_weight(spec):
+        from pallas_kernels import activations_sm90
+
+        features = _shape_on_sm90(spec).m if spec.over_tokens else spec.k
+        if reason := activations_sm90.why_unsupported(features, spec.dtype):
+            return reason
     from pallas_kernels.sparse_matmul_sm90 import why_unsupported
 
     return why_unsupported(_shape_on_sm90(spec))
@@ -243,7 +274,11 @@ def _why_unsupported_on_sm90(spec: GemmSpec) -> str | None:
 def _why_slower_on_sm90(spec: GemmSpec) -> str | None:
     from pallas_kernels import tuning
 
-    return tuning.why_slower(spec.device_kind, _shape_on_sm90(spec))
+    shape = _shape_on_sm90(spec)
+    if not _is_weight(spec) and tuning.nearest(spec.device_kind, shape) is None:
+        # Packing them costs time at every call, so that no rule can be trusted.
+        return "2:4 activations of this size have not been measured on this GPU"
+    return tuning.why_slower(spec.device_kind, shape)
 
 
 def _measured_on_sm90(spec: GemmSpec) -> dict[str, float] | None:
@@ -252,43 +287,88 @@ def _measured_on_sm90(spec: GemmSpec) -> dict[str, float] | None:
     entry = tuning.nearest(spec.device_kind, _shape_on_sm90(spec))
     if entry is None:
         return None
-    # An entry for another number of rows speaks for this one in proportion.
-    share = spec.m / entry.shape.n
+    # An entry for another number of columns speaks for this one in proportion.
+    share = _shape_on_sm90(spec).n / entry.shape.n
     return {
         "mosaic_sm90": entry.sparse_us * share,
         "dense": entry.dense_us * share,
     }
 
 
-def _multiply_on_sm90(lhs: jax.Array, rhs: Compressed | Packed) -> jax.Array:
+def _describe_on_sm90(spec: GemmSpec) -> tuple[str, float]:
+    operand = "weight" if _is_weight(spec) else "activation"
+    features = spec.n if spec.sparse_operand == "rhs" else spec.m
+    twice = -(-spec.whole_features // BLOCK) * BLOCK
+    share = 0.5 * (1 + twice / features)
+    return f"2:4 {operand} on the sparse tensor cores", share
+
+
+def _multiply_on_sm90(lhs, rhs) -> jax.Array:
+    if isinstance(lhs, Compressed | Packed):
+        packed = lhs if isinstance(lhs, Packed) else pack(lhs)
+        return multiply_packed(packed, rhs, b_k_major=False, transpose_out=False)
     packed = rhs if isinstance(rhs, Packed) else pack(rhs)
-    return _kernel_on_sm90(lhs, packed.values.astype(lhs.dtype), packed.metadata)
+    return multiply_packed(packed, lhs, b_k_major=True, transpose_out=True)
 
 
-# The kernel has no batching rule: under vmap one matrix follows the other.
-@jax.custom_batching.sequential_vmap
-def _kernel_on_sm90(lhs, values, metadata):
-    from pallas_kernels import sparse_matmul_sm90, tuning
+def multiply_packed(
+    a: Packed,
+    b: Float[Array, "_ _"],
+    *,
+    b_k_major: bool,
+    transpose_out: bool,
+    out_dtype: jnp.dtype | None = None,
+) -> Float[Array, "_ _"]:
+    """A B on Hopper's sparse tensor cores, in any order of what is in memory.
 
-    kind = current_device_kind()
-    shape = sparse_matmul_sm90.Shape(
-        m=values.shape[0], n=lhs.shape[0], k=lhs.shape[1], dtype=str(lhs.dtype)
-    )
-    return sparse_matmul_sm90.sparse_matmul(
-        values,
-        metadata,
-        lhs,
-        config=tuning.config_for(kind, shape),
-        # Other devices have none to count, and only lower it.
-        multiprocessors=getattr(current_device(), "core_count", None) or 132,
-    )
+    Args:
+      a: (m, k), packed along k; its values are taken in the dtype of `b`.
+      b: (n, k) if `b_k_major`, else (k, n).
+      transpose_out: return (A B)^T, (n, m).
+      out_dtype: None for the dtype of `b`.
+    """
+    out_dtype = jnp.dtype(b.dtype if out_dtype is None else out_dtype)
+    run = _kernel_on_sm90(b_k_major, transpose_out, out_dtype)
+    return run(a.values.astype(b.dtype), a.metadata, b)
+
+
+@lru_cache
+def _kernel_on_sm90(b_k_major: bool, transpose_out: bool, out_dtype: jnp.dtype):
+    # The kernel has no batching rule: under vmap one matrix follows the other.
+    @jax.custom_batching.sequential_vmap
+    def run(values, metadata, b):
+        from pallas_kernels import sparse_matmul_sm90, tuning
+
+        n, k = b.shape if b_k_major else b.shape[::-1]
+        shape = sparse_matmul_sm90.Shape(
+            m=values.shape[0],
+            n=n,
+            k=k,
+            dtype=str(b.dtype),
+            b_k_major=b_k_major,
+            transpose_out=transpose_out,
+            float32_out=out_dtype == jnp.float32,
+        )
+        return sparse_matmul_sm90.sparse_matmul(
+            values,
+            metadata,
+            b,
+            b_k_major=b_k_major,
+            transpose_out=transpose_out,
+            out_dtype=out_dtype,
+            config=tuning.config_for(current_device_kind(), shape),
+            # Other devices have none to count, and only lower it.
+            multiprocessors=getattr(current_device(), "core_count", None) or 132,
+        )
+
+    return run
 
 
 IMPLEMENTATIONS: Implementations = {
     "mosaic_sm90": Implementation(
         run=_multiply_on_sm90,
         why_unsupported=_why_unsupported_on_sm90,
-        describe=lambda spec: ("2:4 weight on the sparse tensor cores", 0.5),
+        describe=_describe_on_sm90,
         why_slower=_why_slower_on_sm90,
         measured_us=_measured_on_sm90,
     ),

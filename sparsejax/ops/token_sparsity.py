@@ -13,12 +13,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Key
 
 from sparsejax.estimators import mvue
-from sparsejax.ops.ffn_spec import TokenSparsity
+from sparsejax.ops.ffn_spec import TokenSparsity, dense_feature_count
 from sparsejax.pruning import magnitude_mask
-
-FEATURE_TILE = 16
-"""The dense features are rounded up to whole tiles of 16, the row granularity of the
-tensor-core instructions that will multiply them."""
 
 
 def fixed_token_order(tokens: int) -> np.ndarray:
@@ -27,12 +23,6 @@ def fixed_token_order(tokens: int) -> np.ndarray:
     Random, so that the four tokens of a group are seldom neighbours in the text.
     """
     return np.random.default_rng(seed=24).permutation(tokens).astype(np.int32)
-
-
-def dense_feature_count(features: int, share: float) -> int:
-    """How many features stay dense: `share` rounded up to whole feature tiles."""
-    tiles = int(np.ceil(share * features / FEATURE_TILE))
-    return min(tiles * FEATURE_TILE, features)
 
 
 def densest_features(

@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import compress_sm90, sparse_matmul_sm90
-from sparsejax.formats import compress, decompress
+from pallas_kernels import activations_sm90, compress_sm90, sparse_matmul_sm90
+from sparsejax.formats import Compressed, compress, decompress
 from sparsejax.ops import ffn_spec, gated_ffn, sparse_matmul
 from sparsejax.packing import Packed, pack, unpack
-from sparsejax.pruning import magnitude_mask, soft_threshold
+from sparsejax.patterns import TWO_FOUR
+from sparsejax.pruning import magnitude_mask, nm_mask, soft_threshold
 
 
 def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list[str]:
@@ -24,20 +25,79 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
         packed = pack(compress(pruned.astype(dtype), mask=mask, axis=axis))
         return packed.values, packed.metadata
 
-    def multiply_on_gpu(values, metadata, b, *, config, multiprocessors=132):
+    def multiply_on_gpu(
+        values,
+        metadata,
+        b,
+        *,
+        b_k_major=True,
+        transpose_out=True,
+        out_dtype=None,
+        config,
+        multiprocessors=132,
+    ):
         assert multiprocessors >= 1
         calls.append("sparse_matmul")
+        out_dtype = jnp.dtype(b.dtype if out_dtype is None else out_dtype)
+        n, k = b.shape if b_k_major else b.shape[::-1]
         shape = sparse_matmul_sm90.Shape(
-            m=values.shape[0], n=b.shape[0], k=b.shape[1], dtype=str(b.dtype)
+            m=values.shape[0],
+            n=n,
+            k=k,
+            dtype=str(b.dtype),
+            b_k_major=b_k_major,
+            transpose_out=transpose_out,
+            float32_out=out_dtype == jnp.float32,
         )
         assert sparse_matmul_sm90.why_invalid(config, shape) is None
-        weight = decompress(unpack(Packed(values, metadata)))
-        product = jnp.matmul(b, weight.T, preferred_element_type=jnp.float32)
-        return product.astype(b.dtype)
+        # In float32: XLA on CPUs lacks the product of bfloat16 in some orders.
+        a = decompress(unpack(Packed(values, metadata))).astype(jnp.float32)
+        b = (b.T if b_k_major else b).astype(jnp.float32)
+        product = jnp.matmul(a, b)
+        return (product.T if transpose_out else product).astype(out_dtype)
+
+    def keep_features_on_gpu(y_up):
+        calls.append("keep_features")
+        assert y_up.shape[1] % 64 == 0
+        hidden = jax.nn.relu(y_up)
+        a = compress(hidden * hidden, mask=nm_mask(y_up, TWO_FOUR))
+        packed, tail = pack(a), -y_up.shape[0] % 16
+        nonzero = jnp.pad(decompress(a) != 0, ((0, tail), (0, 0)))
+        counts = nonzero.reshape(-1, 16, y_up.shape[1]).sum(axis=1, dtype=jnp.uint8)
+        return packed.values, packed.metadata, counts
+
+    def backward_on_gpu(da, values, metadata):
+        calls.append("backward")
+        root = jnp.sqrt(decompress(unpack(Packed(values, metadata))))
+        positions = unpack(Packed(values, metadata))
+        return _at(positions, (da * 2 * root).astype(da.dtype))
+
+    def keep_tokens_on_gpu(values, metadata, order, slots=None, *, rest_rows=0):
+        calls.append("keep_tokens")
+        assert order.size % 64 == 0 == rest_rows % 64
+        x = decompress(unpack(Packed(values, metadata)))
+        x = jnp.where(order[:, None] < 0, 0, x[order])
+        mask = magnitude_mask(x, axis=0)
+        out = [pack(compress(x.T, mask=mask.T))]
+        if slots is not None:
+            rows = jnp.argsort(slots)[-rest_rows:]
+            out.append(pack(compress(x.T[rows], mask=~mask.T[rows])))
+        return tuple(leaf for packed in out for leaf in jax.tree.leaves(packed))
 
     jax.clear_caches()  # of traces made with the real kernels
+    patch.setattr(activations_sm90, "keep_features", keep_features_on_gpu)
+    patch.setattr(activations_sm90, "backward", backward_on_gpu)
+    patch.setattr(activations_sm90, "keep_tokens", keep_tokens_on_gpu)
     patch.setattr(compress_sm90, "compress", compress_on_gpu)
     patch.setattr(sparse_matmul_sm90, "sparse_matmul", multiply_on_gpu)
     for module in (ffn_spec, gated_ffn, sparse_matmul):
         patch.setattr(module, "current_device_kind", lambda: device_kind)
     return calls
+
+
+def _at(positions: Compressed, dense: jax.Array) -> jax.Array:
+    """The entries of `dense` that are kept."""
+    groups = dense.reshape(dense.shape[0], -1, 4)
+    index = positions.metadata.reshape(dense.shape[0], -1, 2).astype(jnp.int32)
+    kept = jnp.take_along_axis(groups, index, axis=-1)
+    return kept.reshape(dense.shape[0], -1)

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparsejax.ops.ffn_spec import FEATURE_TILE, dense_feature_count
 from sparsejax.ops.token_sparsity import (
-    FEATURE_TILE,
-    dense_feature_count,
     densest_features,
     fixed_token_order,
     sparsify_tokens,

@@ -1,0 +1,234 @@
+"""FFNs whose 2:4 activations are packed for the Hopper kernels: choice, memory, values."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hopper
+from pallas_kernels import tuning
+from pallas_kernels.sparse_matmul_sm90 import Shape, default_config
+from sparsejax.ops import ffn_all_neurons
+from sparsejax.ops.ffn import ffn
+from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
+from sparsejax.ops.ffn_weights import FFNWeights
+from sparsejax.ops.sparse_matmul import sparse_matmul
+from sparsejax.packing import pack
+from sparsejax.patterns import NM
+
+TWO_FOUR = NM(2, 4)
+ACTIVATIONS = FFNSparsity(activations=TWO_FOUR)
+ALL_SIX = FFNSparsity(
+    weights=TWO_FOUR, activations=TWO_FOUR, token_sparsity="magnitude"
+)
+D, F = 64, 192
+
+
+@pytest.fixture
+def untuned(monkeypatch):
+    monkeypatch.setattr(tuning, "entries", lambda kind: {})
+
+
+@pytest.fixture
+def calls(untuned, monkeypatch):
+    return hopper.pretend(monkeypatch)
+
+
+# The choice.
+
+
+def spec(sparsity: FFNSparsity, **changes) -> FFNSpec:
+    facts = {
+        "tokens": 4096,
+        "d_model": 2048,
+        "d_hidden": 8192,
+        "dtype": "bfloat16",
+        "device": "gpu",
+        "device_kind": "NVIDIA H200",
+    }
+    return FFNSpec(sparsity=sparsity, **facts | changes)
+
+
+def backends(decisions) -> list[bool]:
+    """Which GEMMs run on the kernel."""
+    return [decision.backend == "mosaic_sm90" for decision in decisions]
+
+
+def test_all_six_gemms_run_on_it_where_it_is_named(untuned):
+    decisions = spec(ALL_SIX).explain("mosaic_sm90")
+    assert backends(decisions) == [True] * 6
+    # 5 % of 8192 features, in blocks of 64, are multiplied twice.
+    twice = 0.5 * (1 + 448 / 8192)
+    shares = [d.executed_share for d in decisions]
+    assert shares == [0.5, 0.5, 0.5, 0.5, twice, twice]
+
+
+def test_what_was_not_measured_is_not_chosen_unasked(untuned):
+    decisions = spec(ALL_SIX).explain()
+    assert backends(decisions) == [True, False, True, False, False, False]
+    assert "have not been measured on this GPU" in decisions[1].reason
+
+
+def entry(shape: Shape, *, faster: bool) -> tuning.Entry:
+    return tuning.Entry(
+        shape=shape,
+        config=default_config(shape),
+        sparse_us=100.0,
+        dense_us=150.0 if faster else 90.0,
+        jax="0",
+        date="2000-01-01",
+        commit="0",
+    )
+
+
+TOKENWISE = Shape(m=4096, n=2048, k=8192, transpose_out=False)
+"""GEMM 4; GEMM 2 reads B the other way round."""
+OVER_TOKENS = Shape(
+    m=8192, n=2048, k=4096, b_k_major=False, transpose_out=False, float32_out=True
+)
+"""GEMM 6; GEMM 5 writes the transpose."""
+
+
+@pytest.mark.parametrize(
+    ("slower", "chosen"),
+    [
+        ((), [True] * 6),
+        ((TOKENWISE,), [True, False, True, False, False, False]),
+        ((OVER_TOKENS,), [True, True, True, True, False, False]),
+    ],
+)
+def test_what_was_measured_is_chosen_in_pairs(monkeypatch, slower, chosen):
+    shapes = [
+        TOKENWISE,
+        replace(TOKENWISE, b_k_major=False),
+        OVER_TOKENS,
+        replace(OVER_TOKENS, transpose_out=True),
+    ]
+    known = {shape: entry(shape, faster=shape not in slower) for shape in shapes}
+    monkeypatch.setattr(tuning, "entries", lambda kind: known)
+    assert backends(spec(ALL_SIX).explain()) == chosen
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_sparsity": "mvue"}, "token_sparsity='mvue' draws random numbers"),
+        ({"mask_reuse": False}, "mask_reuse=False selects anew in dY1"),
+        ({"activations": None}, "not 2:4 along the features"),
+    ],
+)
+def test_what_nothing_packs_is_refused_by_name(untuned, changes, message):
+    with pytest.raises(NotImplementedError, match=message):
+        spec(replace(ALL_SIX, **changes)).explain("mosaic_sm90")
+
+
+# Values.
+
+
+def operands(tokens: int, dtype=jnp.bfloat16, d: int = D, f: int = F, seed: int = 0):
+    keys = jax.random.split(jax.random.key(seed), 4)
+    x = jax.random.normal(keys[0], (tokens, d), dtype)
+    w_up = jax.random.normal(keys[1], (d, f)) / d**0.5
+    w_down = jax.random.normal(keys[2], (f, d)) / f**0.5
+    return (x, w_up, w_down), jax.random.normal(keys[3], (tokens, d), dtype)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def step(sparsity: FFNSparsity, backend, arguments, dy):
+    """Y and the gradients."""
+    scales = jnp.array([1.3, 1.5]) if sparsity.weights else None
+    run = partial(ffn, sparsity=sparsity, scales=scales, backend=backend)
+    y, pull_back = jax.vjp(run, *arguments)
+    return y, *pull_back(dy)
+
+
+def assert_close(got, expected) -> None:
+    """bfloat16's roundings in a row, as in test_ffn_on_hopper."""
+    for ours, theirs in zip(got, expected, strict=True):
+        ours, theirs = (np.asarray(a, np.float64) for a in (ours, theirs))
+        assert np.linalg.norm(ours - theirs) <= 2**-7 * np.linalg.norm(theirs)
+
+
+SPARSITIES = {
+    "activations": ACTIVATIONS,
+    "with weights": replace(ACTIVATIONS, weights=TWO_FOUR),
+    "all six": ALL_SIX,
+    "in order": replace(ALL_SIX, permute_tokens=False),
+    "no whole features": replace(ALL_SIX, dense_features=0.0),
+    "many whole features": replace(ALL_SIX, dense_features=0.5),
+}
+
+
+@pytest.mark.parametrize("name", SPARSITIES)
+@pytest.mark.parametrize("tokens", [64, 100])
+def test_an_ffn_is_that_of_the_reference(calls, name, tokens):
+    arguments, dy = operands(tokens)
+    got = step(SPARSITIES[name], "mosaic_sm90", arguments, dy)
+    assert {"keep_features", "backward"} <= set(calls)
+    assert ("keep_tokens" in calls) == (SPARSITIES[name].token_sparsity is not None)
+    assert_close(got, step(SPARSITIES[name], "reference", arguments, dy))
+
+
+def test_under_vmap_every_ffn_is_its_own(calls):
+    (x, w_up, w_down), dy = operands(64)
+    run = partial(step, ALL_SIX, "mosaic_sm90")
+    batched = jax.vmap(lambda x, dy: run((x, w_up, w_down), dy))
+    got = batched(jnp.stack([x, -x]), jnp.stack([dy, dy]))
+    alone = run((-x, w_up, w_down), dy)
+    for ours, theirs in zip(got, alone, strict=True):
+        np.testing.assert_array_equal(ours[1], theirs)
+
+
+def test_nine_sixteenths_of_the_activations_are_kept_for_the_backward(calls):
+    tokens = 128
+    (x, *weights), _ = operands(tokens)
+    w = FFNWeights(*(weight.astype(x.dtype) for weight in weights))
+    shares = ("xla", *["mosaic_sm90"] * 5)
+    _, kept = jax.eval_shape(
+        partial(ffn_all_neurons.forward, ACTIVATIONS, shares), x, w
+    )
+    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept)]
+    # And one count per feature.
+    assert sum(sizes) == tokens * F * 2 * 9 // 16 + 4 * F
+
+
+def test_a_packed_lhs_is_multiplied_and_differentiated(calls):
+    (x, w_up, _), dy = operands(100, f=64)
+    packed = pack(hopper.compress(x))
+
+    def product(lhs, rhs, backend):
+        return sparse_matmul(lhs, rhs, backend=backend)
+
+    w = w_up.astype(x.dtype)
+    results = [
+        jax.vjp(partial(product, backend=backend), packed, w)
+        for backend in ("mosaic_sm90", "reference")
+    ]
+    assert calls == ["sparse_matmul"]
+    (got, pull_back), (expected, reference) = results
+    np.testing.assert_array_equal(got, expected)
+    for ours, theirs in zip(pull_back(dy), reference(dy), strict=True):
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+# On a GPU, with the kernels themselves.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SPARSITIES)
+@pytest.mark.parametrize("seed", range(4))
+def test_random_ffns_on_a_gpu_are_those_of_the_reference(name, seed):
+    generator = np.random.default_rng(seed)
+    for _ in range(4):
+        d, f = (64 * int(i) for i in generator.integers(1, 20, 2))
+        tokens = int(generator.integers(1, 3000))
+        arguments, dy = operands(tokens, d=d, f=f, seed=seed)
+        got = step(SPARSITIES[name], "mosaic_sm90", arguments, dy)
+        again = step(SPARSITIES[name], "mosaic_sm90", arguments, dy)
+        for ours, repeated in zip(got, again, strict=True):
+            np.testing.assert_array_equal(ours, repeated)
+        assert_close(got, step(SPARSITIES[name], "reference", arguments, dy))
