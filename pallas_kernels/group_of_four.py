@@ -8,6 +8,7 @@ a tile of 64 rows by 64 entries along k. Everything here builds MLIR, in the bod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
@@ -189,9 +190,10 @@ def sum_over_rows(value: ir.Value) -> ir.Value:
 
 def square_root(value: ir.Value) -> ir.Value:
     """Of a float32, rounded to nearest."""
-    return llvm.inline_asm(
+    root: Any = llvm.inline_asm(
         ir.F32Type.get(), [value], "sqrt.rn.f32 $0, $1;", "=f,f", asm_dialect=0
     )
+    return root
 
 
 def metadata_index(row: ir.Value, quarter: ir.Value) -> ir.Value:

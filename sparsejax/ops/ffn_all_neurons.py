@@ -98,9 +98,16 @@ def _backward_packed(
     # (T, d) = (T, F) @ (F, d), W1 as it is stored
     dx = multiply_packed(dy_up, w.up, b_k_major=True, transpose_out=False)
     if "mosaic_sm90" not in backends[4:]:
-        dense = (decompress(unpack(packed)) for packed in (dy_up, kept.a))
-        gradients = weight_gradients(sparsity, backends, x, *dense, dy, key)
-        return dx, *gradients
+        dw = weight_gradients(
+            sparsity,
+            backends,
+            x,
+            decompress(unpack(dy_up)),
+            decompress(unpack(kept.a)),
+            dy,
+            key,
+        )
+        return dx, *dw
     tokens = x.shape[0]
     order = np.arange(tokens)
     if sparsity.permute_tokens:

@@ -5,7 +5,7 @@ another axis, by kernels that read each number once. Nothing here is differentia
 FFN's backward is written out.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import jax
@@ -39,16 +39,23 @@ def gradient(da: Float[Array, "tokens features"], a: Packed) -> Packed:
     return Packed(_gradient(da, a.values, a.metadata), a.metadata)
 
 
+class WholeFeatures(NamedTuple):
+    """The features that lose nothing along the tokens: what their groups of four do not
+    keep goes into a second 2:4 matrix."""
+
+    slots: Int[Array, " features"]
+    """A feature's row there, or -1."""
+    rank: Int[Array, " features"]
+    """The row whose product is added to a feature's, or `rows`: none."""
+    rows: int
+
+
 class TokenGroups(NamedTuple):
-    """How GEMMs 5 and 6 group the tokens, and which features lose nothing."""
+    """How GEMMs 5 and 6 group the tokens."""
 
     order: np.ndarray
     """Tokens, four after four; -1 fills the last block up."""
-    slots: Int[Array, " features"] | None
-    """The row of a feature in the second matrix of `along_tokens`, or -1."""
-    rank: Int[Array, " features"] | None
-    """The row whose sums a feature gets in addition, or `rest_rows`: none."""
-    rest_rows: int
+    whole: WholeFeatures | None
 
     def ordered(self, x: Float[Array, "tokens d"]) -> Float[Array, "ordered d"]:
         """x's rows as they are grouped, zeros where there is no token."""
@@ -60,71 +67,72 @@ class TokenGroups(NamedTuple):
 def token_groups(
     order: np.ndarray, nonzeros: Int[Array, " features"], dense_features: float
 ) -> TokenGroups:
-    """Groups for tokens in `order`; the features with most non-zeros stay whole.
+    """Groups for tokens in `order`; a share of the features, those with most non-zeros,
+    stays whole.
 
-    A second 2:4 matrix holds what those lose. It comes in whole blocks: where the
-    features do not fill the last one, the next densest have a row, unused.
+    Their second matrix comes in blocks of 64 rows: where they do not fill the last one,
+    the next densest features have a row whose product is not used.
     """
     fill = -order.size % BLOCK
     order = np.pad(order.astype(np.int32), (0, fill), constant_values=-1)
     features = nonzeros.size
     count = dense_feature_count(features, dense_features)
     if count == 0:
-        return TokenGroups(order, None, None, 0)
+        return TokenGroups(order, None)
     rows = -(-count // BLOCK) * BLOCK
     _, chosen = lax.top_k(nonzeros, rows)
     row = jnp.arange(rows, dtype=jnp.int32)
     slots = jnp.full(features, -1, jnp.int32).at[chosen].set(row)
     used = (slots >= 0) & (slots < count)
-    return TokenGroups(order, slots, jnp.where(used, slots, rows), rows)
+    return TokenGroups(order, WholeFeatures(slots, jnp.where(used, slots, rows), rows))
 
 
 def gradient_of_up(
     groups: TokenGroups, x: Float[Array, "tokens d"], dy_up: Packed
 ) -> Float[Array, "d features"]:
     """dW1 = X^T dY1 in float32, dY1 2:4 along the tokens."""
-    main, rest = _along_tokens(groups, dy_up)
-    x = groups.ordered(x)
     # (d, F) = ((F, T) @ (T, d))^T
-    dw = _multiply(main, x, transpose_out=True)
-    if rest is None:
-        return dw
-    lost = jnp.pad(_multiply(rest, x, transpose_out=True), ((0, 0), (0, 1)))
-    return dw + jnp.take(lost, groups.rank, axis=1)
+    return _over_tokens(groups, dy_up, x, transpose_out=True)
 
 
 def gradient_of_down(
     groups: TokenGroups, a: Packed, dy: Float[Array, "tokens d"]
 ) -> Float[Array, "features d"]:
     """dW2 = A^T dY in float32, A 2:4 along the tokens."""
-    main, rest = _along_tokens(groups, a)
-    dy = groups.ordered(dy)
     # (F, d) = (F, T) @ (T, d)
-    dw = _multiply(main, dy, transpose_out=False)
-    if rest is None:
-        return dw
-    lost = jnp.pad(_multiply(rest, dy, transpose_out=False), ((0, 1), (0, 0)))
-    return dw + jnp.take(lost, groups.rank, axis=0)
+    return _over_tokens(groups, a, dy, transpose_out=False)
 
 
-def _multiply(packed: Packed, b: jax.Array, *, transpose_out: bool) -> jax.Array:
-    return multiply_packed(
-        packed,
-        b,
+def _over_tokens(
+    groups: TokenGroups, sparse: Packed, dense: jax.Array, *, transpose_out: bool
+) -> jax.Array:
+    """sparse^T @ dense, or its transpose."""
+    multiply = partial(
+        multiply_packed,
+        b=groups.ordered(dense),
         b_k_major=False,
         transpose_out=transpose_out,
         out_dtype=jnp.float32,
     )
+    kept, lost = _along_tokens(groups, sparse)
+    product = multiply(kept)
+    if groups.whole is None or lost is None:
+        return product
+    axis = 1 if transpose_out else 0
+    no_row = [(0, int(i == axis)) for i in range(2)]
+    added = jnp.pad(multiply(lost), no_row)
+    return product + jnp.take(added, groups.whole.rank, axis=axis)
 
 
 def _along_tokens(groups: TokenGroups, x: Packed) -> tuple[Packed, Packed | None]:
     """X[order]^T 2:4 along the tokens, and what the whole features lose."""
-    run = _keep_tokens(groups.rest_rows)
-    slots = () if groups.slots is None else (groups.slots,)
-    values, metadata, *rest = run(
-        x.values, x.metadata, jnp.asarray(groups.order), *slots
-    )
-    return Packed(values, metadata), Packed(*rest) if rest else None
+    order = jnp.asarray(groups.order)
+    if groups.whole is None:
+        values, metadata = _keep_tokens(0)(x.values, x.metadata, order)
+        return Packed(values, metadata), None
+    run = _keep_tokens(groups.whole.rows)
+    values, metadata, *lost = run(x.values, x.metadata, order, groups.whole.slots)
+    return Packed(values, metadata), Packed(*lost)
 
 
 # The kernels have no batching rules.

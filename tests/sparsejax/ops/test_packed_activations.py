@@ -1,4 +1,4 @@
-"""FFNs whose 2:4 activations are packed for the Hopper kernels: choice, memory, values."""
+"""FFNs whose 2:4 activations are packed for the Hopper kernels: choice and values."""
 
 from dataclasses import replace
 from functools import partial
