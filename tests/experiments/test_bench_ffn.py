@@ -4,11 +4,14 @@ import dataclasses
 import json
 import time
 
+import numpy as np
 import pytest
 
+import hopper
 from experiments import bench_ffn
 from experiments.bench_ffn import Config
 from experiments.timing import time_interleaved
+from pallas_kernels import tuning
 
 TINY = Config(tokens=40, d_model=8, d_hidden=64, v=8, rounds=2, results=None)
 
@@ -44,7 +47,7 @@ def test_rows_are_complete_and_appended(tmp_path):
 
 @pytest.mark.parametrize("output", range(4))
 def test_wrong_implementation_is_caught(output, tmp_path):
-    def wrong(sparsity, inputs):
+    def wrong(sparsity, inputs, *, backend):
         results = list(bench_ffn.step(sparsity, inputs))
         results[output] = results[output].at[0].multiply(1.1)
         return tuple(results)
@@ -57,13 +60,57 @@ def test_wrong_implementation_is_caught(output, tmp_path):
 
 
 def test_mode_that_forgets_its_mask_is_caught():
-    def forgetful(sparsity, inputs):
+    def forgetful(sparsity, inputs, *, backend):
         masked = dataclasses.replace(sparsity, activations=None)
         two_four = sparsity.activations == bench_ffn.TWO_FOUR
         return bench_ffn.step(masked if two_four else sparsity, inputs)
 
     with pytest.raises(AssertionError, match="mode '2:4 activations': y differs"):
         bench_ffn.main(TINY, run_step=forgetful)
+
+
+def test_packed_activations_are_compared_with_masks(monkeypatch):
+    monkeypatch.setattr(tuning, "entries", lambda kind: {})
+    calls = hopper.pretend(monkeypatch)
+    monkeypatch.setattr(bench_ffn, "current_device_kind", lambda: "NVIDIA H200")
+    mode = "all six GEMMs 2:4"
+    config = dataclasses.replace(
+        TINY,
+        tokens=128,
+        d_model=64,
+        d_hidden=256,
+        dtype="bfloat16",
+        backend="mosaic_sm90",
+        only=(mode,),
+    )
+    dense, sparse = bench_ffn.main(config)
+    assert {"compress", "keep_features", "backward", "keep_tokens"} <= set(calls)
+    assert (dense["mode"], sparse["mode"]) == ("dense", mode)
+    assert all(gemm.endswith(": xla") for gemm in dense["gemms"])
+    assert all(gemm.endswith(": mosaic_sm90") for gemm in sparse["gemms"])
+    assert set(sparse["error"]) == {"y", "dx", "dw_up", "dw_down"}
+    assert sparse["temporaries_mib"] > 0
+
+
+@pytest.mark.parametrize("zeros", [0.5, 0.9])
+def test_a_share_of_the_hidden_units_is_zero(zeros):
+    config = dataclasses.replace(TINY, tokens=400, d_model=256, zeros=zeros)
+    inputs = bench_ffn.make_inputs(config)
+    hidden = np.maximum(np.asarray(inputs.x) @ np.asarray(inputs.w_up), 0)
+    assert np.mean(hidden == 0) == pytest.approx(zeros, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"only": ("2:4",)}, "only='2:4' is no mode; choose from dense, 2:4 weights"),
+        ({"zeros": 1.0}, "zeros=1.0 is not between 0 and 1"),
+        ({"tokens": 42}, "tokens=42 is not a multiple of four"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        bench_ffn.main(dataclasses.replace(TINY, **changes))
 
 
 def test_ratios_compare_times_of_one_round():
