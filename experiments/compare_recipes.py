@@ -273,8 +273,7 @@ def losses_table(rows: Sequence[dict]) -> Table:
 
 def means_table(rows: Sequence[dict]) -> Table:
     """A row per name: means over the seeds, and largest minus smallest."""
-    seeds = len({row["seed"] for row in rows})
-    table = Table(title=f"mean over {seeds} seeds (spread: largest - smallest)")
+    table = Table(title="mean over the seeds (spread: largest - smallest)")
     table.add_column("run")
     baseline = rows[0]["baseline"]
     for name in ("final", "spread", f"to {baseline}", "spread", "tokens", "seconds"):

@@ -23,7 +23,7 @@ from sparsejax.patterns import NM
 from sparsejax.presets import PRESETS
 from sparsejax.recipe import phases
 from tests.micro_run import micro_config, read_records, with_phases
-from tests.whole_runs import Killed
+from tests.whole_runs import Killed, shared_run
 
 FILES = Path(compare_recipes.__file__).parent / "comparisons"
 CLOCKED = ("seconds", "date", "commit")
@@ -196,17 +196,20 @@ def micro_comparison(text: str) -> Comparison:
     return Comparison(name="micro", baseline="dense", trials=trials)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_without_optimisations():
-    """All runs alike, so that losses can be the same to the bit; in half the time."""
+@pytest.fixture(scope="module")
+def compiled_once():
+    """Without optimisations, which take half the time, and for all runs alike."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "Run", shared_run)
+        patch.setattr(jax, "clear_caches", lambda: None)
+        yield
     jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module")
-def finished(text, quick, tmp_path_factory) -> tuple[Path, list[dict]]:
+def finished(text, quick, compiled_once, tmp_path_factory) -> tuple[Path, list[dict]]:
     """The folder of a comparison that nothing disturbed, and its rows."""
     folder = tmp_path_factory.mktemp("finished")
     return folder, main(micro_comparison(text), folder, folder / "rows.jsonl")
