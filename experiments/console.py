@@ -147,8 +147,7 @@ def _phase_table(config: TrainConfig, planned: tuple[Phase, ...]) -> Table:
             f"{first + 1:,} - {first + phase.steps:,}",
             _name(sparsity.weights),
             _describe_activations(sparsity),
-            sparsity.weight_gradients
-            + (f", 2:4 along tokens ({s})" if (s := sparsity.token_sparsity) else ""),
+            _describe_gradients(sparsity),
         )
         first += phase.steps
     return table
@@ -161,11 +160,23 @@ def _name(pattern: Pattern | None) -> str:
 
 
 def _describe_activations(sparsity: FFNSparsity) -> str:
+    anew = "" if sparsity.mask_reuse else ", selected anew in the backward"
     if not sparsity.experts:
-        return _name(sparsity.activations)
+        return _name(sparsity.activations) + anew
     skip = ", skip_blocks" if sparsity.skip_blocks else ""
     chosen = f"{sparsity.experts_per_token} of {sparsity.experts} experts"
-    return f"{_name(sparsity.activations)}: {chosen} by {sparsity.router}{skip}"
+    how = f"{chosen} by {sparsity.router}{skip}{anew}"
+    return f"{_name(sparsity.activations)}: {how}"
+
+
+def _describe_gradients(sparsity: FFNSparsity) -> str:
+    if sparsity.token_sparsity is None:
+        return sparsity.weight_gradients
+    order = "permuted" if sparsity.permute_tokens else "in order"
+    return (
+        f"{sparsity.weight_gradients}, 2:4 along tokens ({sparsity.token_sparsity}, "
+        f"{order}, {sparsity.dense_features:.0%} of the features dense)"
+    )
 
 
 def _say_paths(sparsity: FFNSparsity, decisions: tuple[Decision, ...]) -> None:

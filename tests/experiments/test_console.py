@@ -46,6 +46,21 @@ def test_a_dry_run_prints_the_plan_and_allocates_nothing(
     assert all(f"│ {kind} " in shown for kind in kinds)
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("", "2:4 along tokens (magnitude, permuted, 5% of the features dense)"),
+        ("--phases.no-permute-tokens", "(magnitude, in order, 5%"),
+        ("--phases.dense-features 0", "permuted, 0% of the features dense)"),
+        ("--phases.no-mask-reuse", "2:4, selected anew in the backward"),
+    ],
+)
+def test_the_plan_tells_ablations_apart(flags, said, capsys):
+    ablation = "--recipe activations --phases.token-sparsity magnitude --dry-run"
+    assert pretrain.run([*ablation.split(), *flags.split()]) == 0
+    assert said in capsys.readouterr().out
+
+
 ON_64 = "--mesh.data 4 --mesh.fsdp 8 --mesh.tensor 2 --batch-size 512".split()
 
 
