@@ -1,21 +1,24 @@
-"""Times the 2:4 GEMM of training against the dense one, and packing against a copy.
+"""Times the 2:4 GEMMs of training against the dense ones, and packing against a copy.
 
     uv run --extra cuda experiments/bench_matmul.py
     uv run --extra cuda experiments/bench_matmul.py --tune
-    uv run --extra cuda experiments/bench_matmul.py --shapes 4096,2048,8192
+    uv run --extra cuda experiments/bench_matmul.py --shapes 4096,2048,8192 --gemms 2 4
 
 GEMMs 1 and 3 are one problem: `X W1` and `dY W2^T` both multiply (T, d) by a weight
-that is 2:4 along d and give (T, F). Operands are random bfloat16; the result is
-compared with float32 before anything is timed; sparse and dense run in turn.
-Packing is one soft-thresholded float32 weight, read once. With `--tune` every shape's
-configs are searched first and the fastest is kept in `pallas_kernels/tuned/`. Where
-PyTorch has cuSPARSELt, `--peer` times its best algorithm in turn with the rest.
+that is 2:4 along d and give (T, F); the others are listed in `ffn_gemms`. Operands are
+random bfloat16; the result is compared with float32 before anything is timed; sparse
+and dense run in turn. Packing a weight is its soft threshold, read once. With `--tune`
+every shape's configs are searched first and the fastest is kept in
+`pallas_kernels/tuned/`. Where PyTorch has cuSPARSELt, `--peer` times its best algorithm
+in turn with the rest.
 
-One H200, 17 shapes with --tune --rounds 3: about 3 minutes. Expected there: the kernel
-alone 1.4 to 1.5 times as fast as cuBLAS, held down by the power limit.
+One H200, 24 shapes with --tune --peer --rounds 3: about 9 minutes. Expected there for
+T of 4096 and more: the kernel alone 1.35 to 1.6 times as fast as cuBLAS, held down by
+the power limit.
 """
 
 import importlib
+import itertools
 import json
 import statistics
 from collections.abc import Callable
@@ -31,14 +34,12 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
+from experiments.ffn_gemms import Gemm, Problem, make_problem
 from experiments.power import PowerSampler
 from experiments.provenance import commit
 from experiments.timing import time_queued
 from pallas_kernels import sparse_matmul_sm90, tuning
 from pallas_kernels.sparse_matmul_sm90 import Shape
-from sparsejax.formats import decompress
-from sparsejax.ops.sparse_matmul import pack_weight
-from sparsejax.packing import Packed, unpack
 
 WIDTHS = (
     (2048, 8192),
@@ -59,10 +60,12 @@ class Config:
         f"{tokens},{d},{f}" for d, f in WIDTHS for tokens in TOKENS
     )
     """T,d,F of each comparison."""
+    gemms: tuple[Gemm, ...] = ("1",)
+    """By the number of their equation; 1 stands for 3 as well."""
     tune: bool = False
     """Search the configs of every shape first, and keep the fastest."""
     peer: bool = False
-    """Also time cuSPARSELt through PyTorch."""
+    """Also time cuSPARSELt through PyTorch, for GEMMs 1 and 3."""
     rounds: int = 5
     results: Path | None = Path("experiments/results/bench_matmul.jsonl")
     """One JSON line per row is appended; None writes nothing."""
@@ -73,11 +76,12 @@ def main(config: Config) -> list[dict]:
     device = jax.devices()[0].device_kind
     rows = []
     with PowerSampler() as power:
-        for shape in [_shape(text) for text in config.shapes]:
-            operands = _operands(shape)
+        sizes = [_sizes(text) for text in config.shapes]
+        for gemm, size in itertools.product(config.gemms, sizes):
+            problem = make_problem(gemm, *size)
             if config.tune:
-                tuning.save(device, [_tune(shape, operands)])
-            row = _row(config, shape, operands, power) | {
+                tuning.save(device, [_tune(problem)])
+            row = _row(config, problem, power) | {
                 "device": device,
                 "jax": jax.__version__,
                 "commit": commit(),
@@ -91,78 +95,52 @@ def main(config: Config) -> list[dict]:
     return rows
 
 
-@dataclass(frozen=True)
-class Operands:
-    """Of Y (T, F) = X (T, d) S(W)^T, W (F, d)."""
-
-    x: jax.Array
-    w: jax.Array
-    scale: jax.Array
-    packed: Packed
-    masked: jax.Array
-    """S(W) in bfloat16, dense: what the dense GEMM reads."""
-
-
-def _shape(text: str) -> Shape:
+def _sizes(text: str) -> tuple[int, int, int]:
     try:
         tokens, d_model, d_hidden = (int(size) for size in text.split(","))
     except ValueError as error:
         raise ValueError(
             f"shape {text!r} is not T,d,F; give for example 4096,2048,8192"
         ) from error
-    shape = Shape(m=d_hidden, n=tokens, k=d_model)
-    if reason := sparse_matmul_sm90.why_unsupported(shape):
-        raise ValueError(f"shape {text!r} (n,k,m here) has no 2:4 kernel: {reason}")
-    return shape
+    return tokens, d_model, d_hidden
 
 
-def _operands(shape: Shape) -> Operands:
-    keys = jax.random.split(jax.random.key(0))
-    x = jax.random.normal(keys[0], (shape.n, shape.k), jnp.bfloat16)
-    w = jax.random.normal(keys[1], (shape.m, shape.k))
-    scale = jnp.full((1, 1), 1.483)
-    packed = jax.jit(partial(pack_weight, axis=-1, dtype=jnp.bfloat16))(w, scale)
-    return Operands(x, w, scale, packed, decompress(unpack(packed)))
-
-
-def _sparse(config: sparse_matmul_sm90.Config, x, packed: Packed) -> jax.Array:
-    return sparse_matmul_sm90.sparse_matmul(
-        packed.values, packed.metadata, x, config=config
-    )
-
-
-def _dense(x, w) -> jax.Array:
-    return jnp.matmul(x, w.T, preferred_element_type=jnp.bfloat16)
-
-
-def _errors(operands: Operands, candidate: jax.Array) -> tuple[float, float]:
+def _errors(problem: Problem, candidate: jax.Array) -> tuple[float, float]:
     """Relative errors against float32 of the candidate and of the dense GEMM, over
     all rows, some at a time: in float32 the product is large."""
-    x, w = operands.x, operands.masked.astype(jnp.float32)
-    results = candidate, _dense(x, operands.masked)
+    results = candidate, problem.dense(problem.masked, problem.b)
     squares = np.zeros(3)
-    for start in range(0, len(x), 2048):
+    for start in range(0, len(candidate), 2048):
         rows = slice(start, start + 2048)
-        exact = jnp.matmul(x[rows].astype(jnp.float32), w.T, precision="highest")
+        exact = problem.exact(rows)
         parts = [exact, *(got[rows].astype(jnp.float32) - exact for got in results)]
         squares += [float(jnp.sum(part**2)) for part in parts]
     ours, dense = np.sqrt(squares[1:] / squares[0])
     return float(ours), float(dense)
 
 
-def _tune(shape: Shape, operands: Operands) -> tuning.Entry:
+def _check(problem: Problem, candidate: jax.Array) -> tuple[float, float]:
+    """The same, no more than a tenth above the dense GEMM's; and where both accumulate
+    and store float32, both are exact."""
+    ours, dense = _errors(problem, candidate)
+    bound = max(1.1 * dense, 1e-5 * problem.shape.float32_out)
+    assert ours <= bound, f"{problem.shape}: error {ours}, dense {dense}"
+    return ours, dense
+
+
+def _tune(problem: Problem) -> tuning.Entry:
+    shape = problem.shape
     configs = tuning.candidates(shape)
     calls = _compile(
         {
-            config: (partial(_sparse, config), (operands.x, operands.packed))
+            config: (partial(problem.sparse, config), (problem.packed, problem.b))
             for config in configs
         }
-        | {None: (_dense, (operands.x, operands.masked))}
+        | {None: (problem.dense, (problem.masked, problem.b))}
     )
     times: dict = {}
     exact = calls[configs[0]]()
-    ours, dense = _errors(operands, exact)
-    assert ours <= 1.1 * dense, f"{shape}: error {ours}, dense {dense}"
+    _check(problem, exact)
 
     def is_correct(config: sparse_matmul_sm90.Config) -> bool:
         # The order of the sums, and so every bit, does not depend on the config.
@@ -198,32 +176,27 @@ def _compile(jobs: dict) -> dict:
         return dict(zip(jobs, pool.map(one, jobs.values()), strict=True))
 
 
-def _row(config: Config, shape: Shape, operands: Operands, power: PowerSampler) -> dict:
-    kernel_config = tuning.config_for(jax.devices()[0].device_kind, shape)
-    x, w, scale = operands.x, operands.w, operands.scale
-    pack = partial(pack_weight, axis=-1, dtype=jnp.bfloat16)
-
-    def pack_and_multiply(x, w, scale):
-        return _sparse(kernel_config, x, pack(w, scale))
-
+def _row(config: Config, problem: Problem, power: PowerSampler) -> dict:
+    kernel_config = tuning.config_for(jax.devices()[0].device_kind, problem.shape)
+    source, b = problem.source, problem.b
     multiplying = _compile(
         {
-            "dense": (_dense, (x, operands.masked)),
-            "sparse": (partial(_sparse, kernel_config), (x, operands.packed)),
-            "pack and sparse": (pack_and_multiply, (x, w, scale)),
+            "dense": (problem.dense, (problem.masked, b)),
+            "sparse": (partial(problem.sparse, kernel_config), (problem.packed, b)),
+            "pack and sparse": (problem.pack_and_multiply, (source, b)),
         }
     )
+    two = jnp.asarray(2, problem.copied.dtype)
     moving = _compile(
         {
-            "scaled copy": (lambda w, scale: w * scale, (w, scale)),
-            "pack": (pack, (w, scale)),
+            "scaled copy": (jnp.multiply, (problem.copied, two)),
+            "pack": (problem.pack, (source,)),
         }
     )
     once, again = multiplying["sparse"](), multiplying["sparse"]()
     np.testing.assert_array_equal(once, again)
-    error, dense_error = _errors(operands, once)
-    assert error <= 1.1 * dense_error, f"{shape}: error {error}, dense {dense_error}"
-    peers = _peers(shape) if config.peer else {}
+    error, dense_error = _check(problem, once)
+    peers = _peers(problem.shape) if config.peer and problem.gemm == "1" else {}
     timings, spans = time_queued(
         {**multiplying, **peers}, baseline="dense", rounds=config.rounds
     )
@@ -233,8 +206,8 @@ def _row(config: Config, shape: Shape, operands: Operands, power: PowerSampler) 
     us = {name: round(1e3 * t.time_ms, 2) for name, t in timing.items()}
     ratio = timing["sparse"]
     return {
-        "name": "GEMM 1 or 3",
-        "shape": {"T": shape.n, "d": shape.k, "F": shape.m},
+        "name": "GEMM 1 or 3" if problem.gemm == "1" else f"GEMM {problem.gemm}",
+        "shape": {"T": problem.tokens, "d": problem.d_model, "F": problem.d_hidden},
         "backend": "mosaic_sm90",
         "dense_us": us["dense"],
         "sparse_us": us["sparse"],
@@ -272,7 +245,7 @@ def _ratio(other: float | None, own: float) -> float | None:
 def _line(row: dict) -> str:
     shape = row["shape"]
     return (
-        f"T {shape['T']:5} d {shape['d']:4} F {shape['F']:5}: dense "
+        f"{row['name']:<11} T {shape['T']:5} d {shape['d']:4} F {shape['F']:5}: dense "
         f"{row['dense_us']:8.1f} us, sparse {row['sparse_us']:8.1f}, "
         f"{row['speedup']:.2f}x ({row['spread'][0]:.2f}-{row['spread'][1]:.2f}), with "
         f"pack {row['speedup_with_pack']:.2f}x; pack {row['pack_us']:.1f}, copy "

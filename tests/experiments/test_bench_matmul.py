@@ -1,13 +1,18 @@
 """The GEMM benchmark at a tiny size, its kernels emulated."""
 
 import json
+from typing import get_args
 
 import jax.numpy as jnp
 import pytest
 
 import hopper
-from experiments import bench_matmul
+from experiments import bench_matmul, ffn_gemms
 from pallas_kernels import sparse_matmul_sm90, tuning
+from sparsejax.ops import sparse_matmul
+from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
+from sparsejax.ops.token_sparsity import fixed_token_order
+from sparsejax.patterns import NM
 
 
 @pytest.fixture
@@ -36,11 +41,45 @@ def test_rows_hold_what_was_measured_and_tuning_is_kept(tuned, tmp_path):
     assert shapes == {(32, 64, 128), (1, 64, 64)}
 
 
+def test_every_gemm_is_timed_and_tuned(tuned):
+    gemms = get_args(ffn_gemms.Gemm)
+    config = bench_matmul.Config(
+        shapes=("128,64,192",), gemms=gemms, tune=True, rounds=1, results=None
+    )
+    rows = bench_matmul.main(config)
+    names = [row["name"] for row in rows]
+    assert names == ["GEMM 1 or 3", "GEMM 2", "GEMM 4", "GEMM 5", "GEMM 6"]
+    assert all(row["shape"] == {"T": 128, "d": 64, "F": 192} for row in rows)
+    # What is tuned is what the FFN asks for.
+    known = tuning.entries(rows[0]["device"])
+    sparsity = FFNSparsity(
+        weights=NM(2, 4), activations=NM(2, 4), token_sparsity="magnitude"
+    )
+    spec = FFNSpec(
+        tokens=128, d_model=64, d_hidden=192, dtype="bfloat16", sparsity=sparsity
+    )
+    asked = {sparse_matmul._shape_on_sm90(gemm) for gemm in spec.gemms()}
+    assert set(known) == asked
+
+
+@pytest.mark.parametrize("gemm", get_args(ffn_gemms.Gemm))
+def test_packing_and_multiplying_gives_the_same_product(tuned, gemm, monkeypatch):
+    monkeypatch.setattr(ffn_gemms, "DENSE_FEATURES", 0.0)
+    problem = ffn_gemms.make_problem(gemm, 128, 64, 192)
+    expected = problem.exact(slice(None))
+    b = problem.b
+    if gemm in ("5", "6"):  # the tokens of both operands come in another order
+        b = b[jnp.argsort(fixed_token_order(128))]
+    got = problem.pack_and_multiply(problem.source, b)
+    error = jnp.linalg.norm(got.astype(jnp.float32) - expected)
+    assert error <= 2**-7 * jnp.linalg.norm(expected)
+
+
 def test_a_wrong_kernel_is_never_timed(tuned, monkeypatch, tmp_path):
     right = sparse_matmul_sm90.sparse_matmul
 
-    def wrong(*operands, config):
-        return right(*operands, config=config) + jnp.bfloat16(0.25)
+    def wrong(*operands, **options):
+        return right(*operands, **options) + jnp.bfloat16(0.25)
 
     monkeypatch.setattr(sparse_matmul_sm90, "sparse_matmul", wrong)
     config = bench_matmul.Config(shapes=("32,64,64",), results=None)
@@ -52,7 +91,7 @@ def test_a_wrong_kernel_is_never_timed(tuned, monkeypatch, tmp_path):
     ("text", "message"),
     [
         ("32,64", "'32,64' is not T,d,F; give for example"),
-        ("32,60,64", "k=60 is not a multiple of 64"),
+        ("32,60,64", "GEMM 1 of T,d,F 32,60,64 .* k=60 is not a multiple of 64"),
     ],
 )
 def test_a_shape_that_cannot_be_timed_is_refused(text, message):

@@ -1,0 +1,175 @@
+"""The FFN's GEMMs with a 2:4 operand, alone: random operands as they lie in memory.
+
+`C = A B` of the kernel is, with A the sparse operand,
+
+    1, 3   Y1^T = S(W1)^T X^T     written as Y1 (T, F)
+    2      Y = A W2               A 2:4 along F
+    4      dX = dY1 W1^T          dY1 likewise, W1 as it is stored, (d, F)
+    5      dW1^T = dY1^T X        dY1 2:4 along T, written as dW1 (d, F), float32
+    6      dW2 = A^T dY           A likewise, float32
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import activations_sm90, sparse_matmul_sm90
+from pallas_kernels.sparse_matmul_sm90 import Config, Shape
+from sparsejax.formats import decompress
+from sparsejax.ops import packed_activations
+from sparsejax.ops.packed_activations import Activations
+from sparsejax.ops.sparse_matmul import multiply_packed, pack_weight
+from sparsejax.ops.token_sparsity import fixed_token_order
+from sparsejax.packing import Packed, unpack
+
+Gemm = Literal["1", "2", "4", "5", "6"]
+
+DENSE_FEATURES = 0.05
+"""Of GEMMs 5 and 6 with packing: the recipe's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One GEMM, its operands, and how the sparse one is made."""
+
+    gemm: Gemm
+    tokens: int
+    d_model: int
+    d_hidden: int
+    shape: Shape
+    source: Any
+    """What is packed: W, Y1, dA, or A by token."""
+    copied: jax.Array
+    """The numbers in it: a copy of them is what packing is compared with."""
+    packed: Packed
+    """A (m, k)."""
+    masked: jax.Array
+    """A dense, as it lies in memory: (m, k), or (k, m) where k counts tokens."""
+    b: jax.Array
+    pack: Callable[[Any], Packed]
+    pack_and_multiply: Callable[[Any, jax.Array], jax.Array]
+    """Of `source` and `b`, everything that a training step does; for GEMMs 5 and 6 with
+    the features that stay dense."""
+
+    def sparse(self, config: Config, packed: Packed, b: jax.Array) -> jax.Array:
+        """The kernel alone."""
+        return sparse_matmul_sm90.sparse_matmul(
+            packed.values,
+            packed.metadata,
+            b,
+            b_k_major=self.shape.b_k_major,
+            transpose_out=self.shape.transpose_out,
+            out_dtype=self._out_dtype,
+            config=config,
+        )
+
+    def dense(self, masked: jax.Array, b: jax.Array) -> jax.Array:
+        """The library's GEMM."""
+        return jnp.matmul(*self._factors(masked, b)).astype(self._out_dtype)
+
+    def exact(self, rows: slice) -> jax.Array:
+        """Rows of C as it is written, in float32."""
+        lhs, rhs = self._factors(self.masked, self.b)
+        lhs, rhs = lhs[rows].astype(jnp.float32), rhs.astype(jnp.float32)
+        return jnp.matmul(lhs, rhs, precision="highest")
+
+    def _factors(self, masked: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        a = masked.T if self.gemm in ("5", "6") else masked
+        b = b.T if self.shape.b_k_major else b
+        return (b.T, a.T) if self.shape.transpose_out else (a, b)
+
+    @property
+    def _out_dtype(self) -> jnp.dtype:
+        return jnp.dtype("float32" if self.shape.float32_out else self.shape.dtype)
+
+
+def make_problem(gemm: Gemm, tokens: int, d_model: int, d_hidden: int) -> Problem:
+    """Random operands of a size.
+
+    Raises:
+      ValueError: no kernel runs this size; says why.
+    """
+    shape = _shape(gemm, tokens, d_model, d_hidden)
+    reason = sparse_matmul_sm90.why_unsupported(shape)
+    if gemm != "1":
+        reason = reason or activations_sm90.why_unsupported(d_hidden, shape.dtype)
+    if reason is not None:
+        raise ValueError(
+            f"GEMM {gemm} of T,d,F {tokens},{d_model},{d_hidden} has no 2:4 kernel: "
+            f"{reason}"
+        )
+    keys = jax.random.split(jax.random.key(0), 3)
+    stored_b = (shape.n, shape.k) if shape.b_k_major else (shape.k, shape.n)
+    b = jax.random.normal(keys[0], stored_b, shape.dtype)
+    if gemm == "1":
+        source = copied = jax.random.normal(keys[1], (d_hidden, d_model))
+        scale = jnp.full((1, 1), 1.483)
+        pack = partial(pack_weight, scale=scale, axis=-1, dtype=jnp.dtype(shape.dtype))
+    else:
+        source = copied = jax.random.normal(keys[1], (tokens, d_hidden), shape.dtype)
+        kept = jax.jit(packed_activations.keep_features)(source)
+        pack = _activations
+        if gemm == "4":
+            pack = partial(packed_activations.gradient, a=kept.a)
+        elif gemm in ("5", "6"):
+            source, copied, pack = kept, kept.a.values, _over_tokens
+    packed = jax.jit(pack)(source)
+    masked = decompress(unpack(packed))
+    return Problem(
+        gemm=gemm,
+        tokens=tokens,
+        d_model=d_model,
+        d_hidden=d_hidden,
+        shape=shape,
+        source=source,
+        copied=copied,
+        packed=packed,
+        masked=masked.T.copy() if gemm in ("5", "6") else masked,
+        b=b,
+        pack=pack,
+        pack_and_multiply=partial(_pack_and_multiply, gemm, shape, pack),
+    )
+
+
+def _shape(gemm: Gemm, tokens: int, d_model: int, d_hidden: int) -> Shape:
+    if gemm == "1":
+        return Shape(m=d_hidden, n=tokens, k=d_model)
+    if gemm in ("2", "4"):
+        by_token = partial(Shape, m=tokens, n=d_model, k=d_hidden, transpose_out=False)
+        return by_token(b_k_major=gemm == "4")
+    return Shape(
+        m=d_hidden,
+        n=d_model,
+        k=tokens,
+        b_k_major=False,
+        transpose_out=gemm == "5",
+        float32_out=True,
+    )
+
+
+def _activations(y_up: jax.Array) -> Packed:
+    return packed_activations.keep_features(y_up).a
+
+
+def _over_tokens(kept: Activations) -> Packed:
+    order = jnp.asarray(fixed_token_order(len(kept.a.values)))
+    return Packed(*activations_sm90.keep_tokens(kept.a.values, kept.a.metadata, order))
+
+
+def _pack_and_multiply(gemm: Gemm, shape: Shape, pack, source, b) -> jax.Array:
+    if gemm in ("5", "6"):
+        order = fixed_token_order(len(b))
+        groups = packed_activations.token_groups(order, source.nonzeros, DENSE_FEATURES)
+        if gemm == "5":
+            return packed_activations.gradient_of_up(groups, b, source.a)
+        return packed_activations.gradient_of_down(groups, source.a, b)
+    return multiply_packed(
+        pack(source),
+        b,
+        b_k_major=shape.b_k_major,
+        transpose_out=shape.transpose_out,
+    )
