@@ -32,6 +32,16 @@ def text(tmp_path_factory) -> str:
     return write_text(tmp_path_factory.mktemp("text"))
 
 
+@pytest.fixture(scope="module")
+def compiled_without_optimisations():
+    """For modules that compile much and run it once: the same results in half the
+    time."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 def pytest_collection_modifyitems(items):
     # The longest first: at the end, a worker would be left alone with them.
     items.sort(key=lambda item: "test_eight_devices" not in item.nodeid)

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-import jax
 import pytest
 
 import hopper
@@ -12,18 +11,9 @@ from pallas_kernels import tuning
 from sparsejax import metrics, plan
 from sparsejax.presets import PRESETS
 
-pytestmark = pytest.mark.usefixtures("quick")
+pytestmark = pytest.mark.usefixtures("quick", "compiled_without_optimisations")
 
 SEQUENCE = 128
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_without_optimisations():
-    """Compiling is most of the time of these tests, and their steps are few."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

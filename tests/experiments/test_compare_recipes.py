@@ -197,15 +197,12 @@ def micro_comparison(text: str) -> Comparison:
 
 
 @pytest.fixture(scope="module")
-def compiled_once():
-    """Without optimisations, which take half the time, and for all runs alike."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
+def compiled_once(compiled_without_optimisations):
+    """For all runs alike."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "Run", shared_run)
         patch.setattr(jax, "clear_caches", lambda: None)
         yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module")
