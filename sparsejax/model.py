@@ -179,13 +179,38 @@ class Transformer(nnx.Module):
     def logits(
         self, features: Float[Array, "*batch d_model"]
     ) -> Float[Array, "*batch vocab"]:
-        """features @ head, operands in `config.dtype`, accumulated in float32."""
+        """features @ head, operands in `config.dtype`, accumulated in float32.
+
+        In the backward the gradient of the logits is rounded to `config.dtype`.
+        """
         head = self.embedding[...].T if self.head is None else self.head[...]
         head = constrain(head.astype(self.config.dtype), self.mesh, None, "tensor")
-        logits = jnp.matmul(features, head, preferred_element_type=jnp.float32)
+        logits = _accumulate_in_float32(features, head)
         if features.ndim < 3:
             return logits
         return constrain(logits, self.mesh, BATCH, None, "tensor")
+
+
+@jax.custom_vjp
+def _accumulate_in_float32(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x @ w in float32. Its gradient is rounded to the dtype of x: autodiff would give
+    the backward's two GEMMs a float32 operand, and they would take three times as long
+    (measured on an H200: a sixth of a step of llama-1b)."""
+    return jnp.matmul(x, w, preferred_element_type=jnp.float32)
+
+
+def _accumulate_fwd(x, w):
+    return _accumulate_in_float32(x, w), (x, w)
+
+
+def _accumulate_bwd(operands, gradient):
+    x, w = operands
+    gradient = gradient.astype(x.dtype)
+    batch = tuple(range(x.ndim - 1))
+    return gradient @ w.T, jnp.tensordot(x, gradient, (batch, batch))
+
+
+_accumulate_in_float32.defvjp(_accumulate_fwd, _accumulate_bwd)
 
 
 def rematerialise(block: Callable, remat: str) -> Callable:

@@ -4,6 +4,7 @@ import dataclasses
 
 import chex
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -176,6 +177,32 @@ def test_a_tied_head_is_the_embedding():
     grads = nnx.jit(nnx.grad(cross_entropy))(model, some_tokens(1, 2))
     # as an input only the first token's row would move
     assert np.all(np.abs(grads["embedding"][...]).max(-1) > 0)
+
+
+def test_the_three_gemms_of_the_head_read_bfloat16():
+    vocabulary = 72  # no other size here
+    config = dataclasses.replace(TINY, vocab_size=vocabulary, dtype="bfloat16")
+    step = jax.make_jaxpr(nnx.grad(cross_entropy))(
+        transformer(config), some_tokens(1, 4)
+    )
+    of_head = [
+        equation.invars
+        for equation in equations(step.jaxpr)
+        if equation.primitive.name == "dot_general"
+        and any(
+            vocabulary in v.aval.shape for v in (*equation.invars, *equation.outvars)
+        )
+    ]
+    assert len(of_head) == 3
+    assert all(v.aval.dtype == jnp.bfloat16 for operands in of_head for v in operands)
+
+
+def equations(jaxpr):
+    """All of a jaxpr, those within others too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from equations(inner)
 
 
 @pytest.mark.parametrize("activation", ["relu2", "swiglu"])
