@@ -277,7 +277,8 @@ def _peers(shape: Shape) -> dict[str, Callable[[], Any]]:
             run()  # raises RuntimeError where there is no such algorithm
             torch.cuda.synchronize()
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+            # XLA's threads may allocate meanwhile.
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.out = run()
 
         def __call__(self) -> "Replay":
