@@ -1,5 +1,6 @@
 """SM clock and power of a GPU while something runs on it."""
 
+import os
 import statistics
 import subprocess
 import threading
@@ -24,17 +25,21 @@ class Draw:
 
 
 class PowerSampler:
-    """Reads both every 20 ms in the background, inside a `with`; reading changes
-    nothing. Without nvidia-smi there is nothing to read."""
+    """Reads both of the first GPU that the process may use, every 20 ms in the
+    background, inside a `with`; reading changes nothing. Without nvidia-smi there is
+    nothing to read."""
 
     def __init__(self) -> None:
         self._samples: list[tuple[float, float, float]] = []
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
+        # An index or a name, as nvidia-smi takes them; the order of both is the same
+        # with CUDA_DEVICE_ORDER=PCI_BUS_ID, and among equal GPUs.
+        first, *_ = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
         try:
             self._process = subprocess.Popen(
-                [*QUERY, *FORMAT], stdout=subprocess.PIPE, text=True
+                [*QUERY, f"--id={first}", *FORMAT], stdout=subprocess.PIPE, text=True
             )
         except FileNotFoundError:
             return self

@@ -6,11 +6,13 @@ from experiments.power import Draw, PowerSampler
 from experiments.timing import time_queued
 
 FAKE = """#!/bin/sh
-while :; do echo "1410, 699.5"; echo "[N/A], 0"; sleep 0.01; done
+case "$*" in *--id=1*) clock=1410 ;; *) clock=300 ;; esac
+while :; do echo "$clock, 699.5"; echo "[N/A], 0"; sleep 0.01; done
 """
 
 
-def test_a_span_has_the_medians_of_what_was_read_in_it(tmp_path, monkeypatch):
+def test_a_span_has_the_medians_of_what_was_read_of_the_own_gpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     (tmp_path / "nvidia-smi").write_text(FAKE)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
