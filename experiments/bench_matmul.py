@@ -12,8 +12,8 @@ every shape's configs are searched first and the fastest is kept in
 `pallas_kernels/tuned/`. Where PyTorch has cuSPARSELt, `--peer` times its best algorithm
 in turn with the rest.
 
-One H200, 24 shapes with --tune --peer --rounds 3: about 9 minutes. Expected there for
-T of 4096 and more: the kernel alone 1.35 to 1.6 times as fast as cuBLAS, held down by
+One H200, 24 shapes with --tune --peer --rounds 3: about 7 minutes. Expected there for
+T of 4096 and more: the kernel alone 1.45 to 1.65 times as fast as cuBLAS, held down by
 the power limit.
 """
 
