@@ -7,6 +7,9 @@
     4      dX = dY1 W1^T          dY1 likewise, W1 as it is stored, (d, F)
     5      dW1^T = dY1^T X        dY1 2:4 along T, written as dW1 (d, F), float32
     6      dW2 = A^T dY           A likewise, float32
+
+In 5 and 6 the features that stay whole have a second row below all others, and so a
+result apart; the dense GEMM has each row once.
 """
 
 from collections.abc import Callable
@@ -21,10 +24,11 @@ from pallas_kernels import activations_sm90, sparse_matmul_sm90
 from pallas_kernels.sparse_matmul_sm90 import Config, Shape
 from sparsejax.formats import decompress
 from sparsejax.ops import packed_activations
-from sparsejax.ops.packed_activations import Activations
+from sparsejax.ops.ffn_spec import dense_feature_count
+from sparsejax.ops.packed_activations import Activations, TokenGroups
 from sparsejax.ops.sparse_matmul import multiply_packed, pack_weight
 from sparsejax.ops.token_sparsity import fixed_token_order
-from sparsejax.packing import Packed, unpack
+from sparsejax.packing import Packed, in_blocks, unpack
 
 Gemm = Literal["1", "2", "4", "5", "6"]
 
@@ -47,16 +51,20 @@ class Problem:
     """The numbers in it: a copy of them is what packing is compared with."""
     packed: Packed
     """A (m, k)."""
+    rows_apart: int
+    """Of A, the last ones: second rows of features that stay whole."""
     masked: jax.Array
     """A dense, as it lies in memory: (m, k), or (k, m) where k counts tokens."""
+    masked_once: jax.Array
+    """Without second rows: what a dense GEMM multiplies."""
     b: jax.Array
     pack: Callable[[Any], Packed]
     pack_and_multiply: Callable[[Any, jax.Array], jax.Array]
     """Of `source` and `b`, everything that a training step does; for GEMMs 5 and 6 with
     the features that stay dense."""
 
-    def sparse(self, config: Config, packed: Packed, b: jax.Array) -> jax.Array:
-        """The kernel alone."""
+    def sparse(self, config: Config, packed: Packed, b: jax.Array) -> Any:
+        """The kernel alone: one result, or two where there are `rows_apart`."""
         return sparse_matmul_sm90.sparse_matmul(
             packed.values,
             packed.metadata,
@@ -64,15 +72,22 @@ class Problem:
             b_k_major=self.shape.b_k_major,
             transpose_out=self.shape.transpose_out,
             out_dtype=self._out_dtype,
+            rows_apart=self.rows_apart,
             config=config,
         )
+
+    def whole(self, results: Any) -> jax.Array:
+        """C, of all rows of A."""
+        if not self.rows_apart:
+            return results
+        return jnp.concatenate(results, axis=int(self.shape.transpose_out))
 
     def dense(self, masked: jax.Array, b: jax.Array) -> jax.Array:
         """The library's GEMM."""
         return jnp.matmul(*self._factors(masked, b)).astype(self._out_dtype)
 
     def exact(self, rows: slice) -> jax.Array:
-        """Rows of C as it is written, in float32."""
+        """Rows of C as it is written, those of second rows of A too, in float32."""
         lhs, rhs = self._factors(self.masked, self.b)
         lhs, rhs = lhs[rows].astype(jnp.float32), rhs.astype(jnp.float32)
         return jnp.matmul(lhs, rhs, precision="highest")
@@ -119,6 +134,9 @@ def make_problem(gemm: Gemm, tokens: int, d_model: int, d_hidden: int) -> Proble
             source, copied, pack = kept, kept.a.values, _over_tokens
     packed = jax.jit(pack)(source)
     masked = decompress(unpack(packed))
+    if gemm in ("5", "6"):
+        masked = masked.T.copy()
+    rows_apart = shape.m - d_hidden if gemm in ("5", "6") else 0
     return Problem(
         gemm=gemm,
         tokens=tokens,
@@ -128,7 +146,9 @@ def make_problem(gemm: Gemm, tokens: int, d_model: int, d_hidden: int) -> Proble
         source=source,
         copied=copied,
         packed=packed,
-        masked=masked.T.copy() if gemm in ("5", "6") else masked,
+        rows_apart=rows_apart,
+        masked=masked,
+        masked_once=masked[:, :d_hidden] if rows_apart else masked,
         b=b,
         pack=pack,
         pack_and_multiply=partial(_pack_and_multiply, gemm, shape, pack),
@@ -141,8 +161,9 @@ def _shape(gemm: Gemm, tokens: int, d_model: int, d_hidden: int) -> Shape:
     if gemm in ("2", "4"):
         by_token = partial(Shape, m=tokens, n=d_model, k=d_hidden, transpose_out=False)
         return by_token(b_k_major=gemm == "4")
+    twice = in_blocks(dense_feature_count(d_hidden, DENSE_FEATURES))
     return Shape(
-        m=d_hidden,
+        m=d_hidden + twice,
         n=d_model,
         k=tokens,
         b_k_major=False,
@@ -156,14 +177,18 @@ def _activations(y_up: jax.Array) -> Packed:
 
 
 def _over_tokens(kept: Activations) -> Packed:
-    order = jnp.asarray(fixed_token_order(len(kept.a.values)))
-    return Packed(*activations_sm90.keep_tokens(kept.a.values, kept.a.metadata, order))
+    groups = _groups(kept, len(kept.a.values))
+    return packed_activations.along_tokens(groups, kept.a)
+
+
+def _groups(kept: Activations, tokens: int) -> TokenGroups:
+    order = fixed_token_order(tokens)
+    return packed_activations.token_groups(order, kept.nonzeros, DENSE_FEATURES)
 
 
 def _pack_and_multiply(gemm: Gemm, shape: Shape, pack, source, b) -> jax.Array:
     if gemm in ("5", "6"):
-        order = fixed_token_order(len(b))
-        groups = packed_activations.token_groups(order, source.nonzeros, DENSE_FEATURES)
+        groups = _groups(source, len(b))
         if gemm == "5":
             return packed_activations.gradient_of_up(groups, b, source.a)
         return packed_activations.gradient_of_down(groups, source.a, b)

@@ -2,15 +2,16 @@
 
 Three kernels that read and write each number once, between the GEMMs:
 
-    keep_features    A = relu(Y1)^2, of four features the two with the largest Y1
+    keep_features    A = relu(Y1)^2, of four features the two largest
     backward         dY1 = dA 2 sqrt(A), where A has its entries
     keep_tokens      X[order]^T, of four tokens the two with the largest |X|
 
 A 2:4 matrix is its kept values and words of positions, in the order of `packing`. A
-warpgroup has 64 tokens by 64 features.
+warpgroup has 64 tokens by 64 features, or 128 tokens where it packs along them.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from jaxlib.mlir.dialects import arith
 from jaxtyping import Array, Float, Int, UInt8, UInt32
 
 from pallas_kernels import group_of_four as four
+from pallas_kernels import two_groups as two
 from pallas_kernels.group_of_four import TILE, constant
 
 _SCALAR = plgpu.Layout.WG_SPLAT
@@ -45,8 +47,8 @@ def keep_features(
 ]:
     """A = relu(Y1)^2 2:4 along the features, in one read of Y1.
 
-    The two of four are those of largest Y1 by its sign (ties: the lower index, NaN:
-    largest), which are those of largest A. Squares are rounded once.
+    The two of four are those of largest A (ties: the lower index, NaN: largest).
+    Squares are rounded once.
 
     Returns:
       A's kept values and their positions; and how many of each 16 tokens have a kept
@@ -76,8 +78,8 @@ def backward(
 ) -> Float[Array, "tokens half_features"]:
     """The kept values of dY1 = dA 2 relu(Y1), at the positions of A = relu(Y1)^2.
 
-    relu(Y1) is the root of A's kept values, which have been rounded: half a unit in
-    the last place of the result comes from that.
+    relu(Y1) is the root of A's kept values, rounded to their dtype: exactly what was
+    squared, unless the square was below the dtype's normal numbers, or infinite.
 
     Raises:
       ValueError: the features are not a multiple of 64, or the dtype not of 16 bits.
@@ -102,22 +104,24 @@ def keep_tokens(
     slots: Int[Array, " features"] | None = None,
     *,
     rest_rows: int = 0,
-) -> tuple[Array, ...]:
+) -> tuple[
+    Float[Array, "rows half_ordered"], UInt32[Array, "row_blocks token_blocks 128"]
+]:
     """The transpose of a matrix that is 2:4 along its features, 2:4 along the tokens.
 
     Of four tokens that follow each other in `order` the two of largest magnitude stay
     (ties: the earlier, NaN: largest). For features that are to lose nothing, the other
-    two go into a second 2:4 matrix: the sum of both is exact.
+    two go into a row below: the sum of both rows is exact.
 
     Args:
       values, metadata: of X (tokens, features).
       order: int32, tokens, or -1 for a row of zeros; a multiple of 64 of them.
-      slots: int32, the row of the second matrix that holds what a feature loses, or
-        -1; each row exactly once.
-      rest_rows: of the second matrix, a multiple of 64.
+      slots: int32, which of the rows below holds what a feature loses, or -1; each of
+        them exactly once.
+      rest_rows: how many there are, a multiple of 64.
     Returns:
-      values (features, ordered / 2) and metadata of X[order]^T; and of the rest where
-      there are slots, (rest_rows, ordered / 2).
+      values (features + rest_rows, ordered / 2) and metadata of X[order]^T, and below
+      it of what is lost.
     Raises:
       ValueError: a size is not a multiple of 64, or the dtype not of 16 bits.
     """
@@ -128,28 +132,25 @@ def keep_tokens(
             f"{ordered} tokens in order and rest_rows={rest_rows} must be multiples of "
             f"{TILE}, and slots are given where there are rest_rows"
         )
-    sizes = [features] + [rest_rows] * (slots is not None)
-    out = []
-    for rows in sizes:
-        halves = (rows // TILE, ordered // TILE, 256)
-        out.append(jax.ShapeDtypeStruct((rows, ordered // 2), values.dtype))
-        out.append(jax.ShapeDtypeStruct(halves, jnp.uint16))
-    packed = _call(
-        partial(_keep_tokens, with_rest=slots is not None),
-        (ordered // TILE, features // TILE),
-        tuple(out),
+    rows = features + rest_rows
+    return _call(
+        partial(
+            _keep_tokens,
+            features=features,
+            ordered=ordered,
+            with_rest=slots is not None,
+        ),
+        (pl.cdiv(ordered, 2 * TILE), features // TILE),
+        (
+            jax.ShapeDtypeStruct((rows, ordered // 2), values.dtype),
+            jax.ShapeDtypeStruct((rows // TILE, ordered // TILE, 128), jnp.uint32),
+        ),
         values,
         metadata,
         order.astype(jnp.int32),
         *(() if slots is None else (slots.astype(jnp.int32),)),
-        scratch=(plgpu.SMEM((TILE, TILE), values.dtype),),
+        scratch=(plgpu.SMEM((TILE, 32), jnp.uint32),),
     )
-    return tuple(_words(x) if x.dtype == jnp.uint16 else x for x in packed)
-
-
-def _words(halves: Array) -> UInt32[Array, "row_blocks k_blocks 128"]:
-    pairs = halves.reshape(*halves.shape[:-1], 128, 2)
-    return lax.bitcast_convert_type(pairs, jnp.uint32)
 
 
 def _check(features: int, dtype: jnp.dtype) -> None:
@@ -165,6 +166,7 @@ def _call(kernel, grid: tuple[int, int], out_type: tuple, *operands, scratch=())
         scratch_types=scratch,
         grid=grid,
         grid_names=("token_block", "feature_block"),
+        kernel_name=f"activations_{kernel.func.__name__.strip('_')}",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
@@ -189,33 +191,30 @@ def _keep_features(
 ) -> None:
     """One thread: 16 features of tokens r and r + 8, as its word of metadata has."""
     thread, first_column = _thread_and_column(feature_block)
-    word, counts = constant(0), [constant(0)] * 4
-    for half in range(2):
-        row, exists = _token(token_block, thread, half, tokens)
-        entries = _load_row(y_up, row, first_column)
-        pairs = []
-        for group in range(4):
-            bits = [four.bits_of(entry) for entry in entries[4 * group : 4 * group + 4]]
-            keys = [four.value_key(b) for b in bits]
-            kept = four.keep_two(keys)
-            squares = []
-            for pick in (kept.first, kept.second):
-                square = _relu_squared(pick(bits), pick(keys))
-                squares.append(four.rounded_bits(square, four.element_type(values)))
-            pairs.append(arith.ori(squares[0], four.shifted(squares[1], 16)))
-            positions = kept.positions()
-            word = arith.ori(word, four.shifted(positions, 4 * group + 16 * half))
-            for square, position in zip(squares, four.pair_of(positions), strict=True):
-                counts[group] = arith.addi(
-                    counts[group], _one_in_byte(position, square, exists)
-                )
+    dtype = four.element_type(y_up)
+    tokens_of_thread = [_token(token_block, thread, half, tokens) for half in range(2)]
+    hidden, exist = [], constant(0)
+    for half, (row, exists) in enumerate(tokens_of_thread):
+        pairs = _load_pairs(y_up, row, first_column)
+        hidden.append([two.relu(pair, dtype) for pair in pairs])
+        sign = arith.select(exists, constant(0x8000 << 16 * half), constant(0))
+        exist = arith.ori(exist, sign)
+    word, counts, out = constant(0), [], ([], [])
+    for group in range(4):
+        entries = two.by_entry(*(pairs[2 * group : 2 * group + 2] for pairs in hidden))
+        kept = two.keep_two(entries)
+        squares = [two.square(entry, dtype) for entry in entries]
+        pair = kept.first(squares), kept.second(squares)
+        for row, half in zip(out, (two.LOWER, two.UPPER), strict=True):
+            row.append(two.bytes_of(*pair, half))
+        word = arith.ori(word, four.shifted(kept.positions(), 4 * group))
+        counts.append(_kept_nonzeros(kept, squares, exist))
+    for (row, exists), pairs in zip(tokens_of_thread, out, strict=True):
         with four.when(exists):
             four.store(values, row, _half(first_column), pairs)
-    four.store(
-        metadata, None, _word_index(token_block, feature_block, metadata), [word]
-    )
-    # A byte per feature: at most 16.
-    counts = [four.sum_over_rows(count) for count in counts]
+    index = _word_index(token_block, feature_block, metadata)
+    four.store(metadata, None, index, [word])
+    counts = [_bytes_of_nibbles(four.sum_over_rows(count)) for count in counts]
     lane = arith.remui(thread, constant(32))
     with four.when(four.below(lane, 4)):
         warp = arith.divui(thread, constant(32))
@@ -223,19 +222,27 @@ def _keep_features(
         four.store(nonzeros, sixteenth, first_column, counts)
 
 
-def _relu_squared(bits: ir.Value, key: ir.Value) -> ir.Value:
-    """Of a float32, float32; NaN stays, its key being positive."""
-    f32 = ir.F32Type.get()
-    positive = arith.cmpi(arith.CmpIPredicate.sgt, key, constant(0))
-    hidden = arith.bitcast(f32, arith.select(positive, bits, constant(0)))
-    return arith.mulf(hidden, hidden)
+def _kept_nonzeros(
+    kept: two.Kept, squares: list[ir.Value], exist: ir.Value
+) -> ir.Value:
+    """Of both tokens that `exist`, one bit of four for each of a group's features."""
+    bits = constant(0)
+    for i, (mask, square) in enumerate(zip(kept.masks, squares, strict=True)):
+        # The sign of a half is set where its 15 bits are not all zero.
+        nonzero = arith.addi(square, constant(0x7FFF7FFF))
+        counted = arith.andi(arith.andi(nonzero, mask), exist)
+        bits = arith.ori(bits, arith.shrui(counted, constant(15 - 4 * i)))
+    return bits
 
 
-def _one_in_byte(position: ir.Value, square: ir.Value, exists: ir.Value) -> ir.Value:
-    """1 in the byte of `position`, if `square`, a 16-bit float, is not zero."""
-    nonzero = arith.cmpi(arith.CmpIPredicate.ne, square, constant(0))
-    one = arith.extui(four.i32(), arith.andi(nonzero, exists))
-    return arith.shli(one, arith.muli(position, constant(8)))
+def _bytes_of_nibbles(counts: ir.Value) -> ir.Value:
+    """Four counts of up to 8 in each half, added: four bytes."""
+    sums = []
+    for shift in (0, 4):
+        nibbles = arith.shrui(counts, constant(shift)) if shift else counts
+        apart = arith.andi(nibbles, constant(0x0F0F0F0F))
+        sums.append(arith.addi(apart, arith.shrui(apart, constant(16))))
+    return two.bytes_of(*sums, 0x5140)
 
 
 def _backward(token_block, feature_block, da, values, metadata, dy, *, tokens: int):
@@ -252,111 +259,161 @@ def _backward(token_block, feature_block, da, values, metadata, dy, *, tokens: i
             own = gradients[4 * group : 4 * group + 4]
             products = []
             for i, position in enumerate(four.positions_in(word, group, half)):
-                root = four.square_root(four.to_float32(squares[2 * group + i]))
-                product = arith.mulf(four.at(position, own), arith.addf(root, root))
+                hidden = _root(squares[2 * group + i])
+                product = arith.mulf(four.at(position, own), arith.addf(hidden, hidden))
                 products.append(four.rounded_bits(product, four.element_type(dy)))
             words.append(arith.ori(products[0], four.shifted(products[1], 16)))
         with four.when(exists):
             four.store(dy, row, _half(first_column), words)
 
 
+def _root(square: ir.Value) -> ir.Value:
+    """Rounded to the square's 16 bits, which is what was squared; as float32."""
+    root = four.square_root(four.to_float32(square))
+    return four.to_float32(arith.truncf(square.type, root))
+
+
 def _keep_tokens(
-    token_block, feature_block, values, metadata, order, *refs, with_rest: bool
+    token_block,
+    feature_block,
+    values,
+    metadata,
+    order,
+    *refs,
+    features: int,
+    ordered: int,
+    with_rest: bool,
 ) -> None:
-    """All 128 threads put the tile into shared memory, dense; then each packs 32
-    tokens of one feature."""
-    *refs, tile = refs
-    thread = four.thread()
-    _decompress(token_block, feature_block, values, metadata, order, tile)
-    four.barrier()
-    column = arith.remui(thread, constant(TILE))
-    side = arith.divui(thread, constant(TILE))
-    feature = arith.addi(arith.muli(feature_block, constant(TILE)), column)
-    slots, (out_values, out_words, *rest) = None, refs
+    """One thread: 16 features of four tokens in order, packed along the tokens. Then
+    all 128 put their words into shared memory, and write whole lines of features."""
+    slots, (out_values, out_words, tile) = None, refs[with_rest:]
+    at = _Part.of_thread(token_block, feature_block, ordered)
+    tokens = _four_tokens(values, metadata, order, at)
     if with_rest:
-        slots, out_values, out_words, *rest = refs
-    for quarter in range(2):
-        quarter_of_tile = arith.addi(arith.muli(side, constant(2)), constant(quarter))
-        first_token = arith.muli(quarter_of_tile, constant(16))
-        groups = []
-        for group in range(4):
-            tokens = [
-                arith.addi(first_token, constant(4 * group + i)) for i in range(4)
-            ]
-            entries = [four.load(tile, token, column, 1)[0] for token in tokens]
-            bits = [four.bits_of(four.to_float32(entry)) for entry in entries]
-            kept = four.keep_two([four.magnitude_key(b) for b in bits])
-            groups.append(([four.raw_bits(entry) for entry in entries], kept))
-        place = token_block, quarter_of_tile
-        _store_quarter(out_values, out_words, feature, place, groups)
-        if slots is not None:
-            (slot,) = four.load(slots, None, feature, 1)
-            rest_values, rest_words = rest
-            with four.when(four.below(constant(-1), slot)):
-                others = [(entries, kept.rest()) for entries, kept in groups]
-                _store_quarter(rest_values, rest_words, slot, place, others)
+        fours = [arith.addi(at.first_feature, constant(4 * i)) for i in range(4)]
+        slots = [slot for i in fours for slot in four.load(refs[0], None, i, 4)]
+    nibbles = []
+    for pair in range(8):
+        entries = [words[pair] for words in tokens]
+        kept = two.keep_two([two.magnitude(word) for word in entries])
+        nibbles.append(kept.positions())
+        both = kept.first(entries), kept.second(entries)
+        for i, half in enumerate((two.LOWER, two.UPPER)):
+            row = arith.addi(at.first_row, constant(2 * pair + i))
+            # Quarters in other banks.
+            column = arith.xori(at.group, arith.muli(at.quarter, constant(8)))
+            four.store(tile, row, column, [two.bytes_of(*both, half)])
+            if slots is None:
+                continue
+            slot = slots[2 * pair + i]
+            with four.when(arith.andi(at.exists, four.below(constant(-1), slot))):
+                lost = kept.rest()
+                word = two.bytes_of(lost.first(entries), lost.second(entries), half)
+                row = arith.addi(slot, constant(features))
+                four.store(out_values, row, _half(at.first_token), [word])
+    _store_positions(out_words, nibbles, at, slots, features)
+    four.barrier()
+    thread = four.thread()
+    chunk = arith.andi(thread, constant(7))
+    token = arith.addi(
+        arith.muli(token_block, constant(2 * TILE)), arith.muli(chunk, constant(16))
+    )
+    for part in range(4):
+        row = arith.addi(arith.divui(thread, constant(8)), constant(16 * part))
+        column = arith.xori(arith.muli(chunk, constant(4)), constant(8 * part))
+        words = four.load(tile, row, column, 4)
+        with four.when(four.below(token, ordered)):
+            row = arith.addi(arith.muli(feature_block, constant(TILE)), row)
+            four.store(out_values, row, _half(token), words)
 
 
-def _decompress(token_block, feature_block, values, metadata, order, tile) -> None:
-    """One thread: 16 features of the tokens in rows r and r + 8 of the tile."""
-    thread, first_column = _thread_and_column(feature_block)
-    start = arith.muli(token_block, constant(TILE))
-    for half in range(2):
-        row = arith.addi(four.metadata_row(thread), constant(8 * half))
-        (token,) = four.load(order, None, arith.addi(start, row), 1)
+class _Part(NamedTuple):
+    """What a thread has of a tile of 128 tokens by 64 features."""
+
+    token_block: ir.Value
+    """Of 128."""
+    feature_block: ir.Value
+    quarter: ir.Value
+    """Of the features."""
+    group: ir.Value
+    """Of four tokens, below 32."""
+    first_row: ir.Value
+    """The first of its features in the tile."""
+    first_feature: ir.Value
+    first_token: ir.Value
+    """In order."""
+    exists: ir.Value
+    """Whether its tokens do."""
+
+    @classmethod
+    def of_thread(cls, token_block, feature_block, ordered: int) -> "_Part":
+        thread = four.thread()
+        quarter = arith.andi(thread, constant(3))
+        group = arith.divui(thread, constant(4))
+        first_row = arith.muli(quarter, constant(16))
+        first_token = arith.addi(
+            arith.muli(token_block, constant(2 * TILE)), arith.muli(group, constant(4))
+        )
+        return cls(
+            token_block=token_block,
+            feature_block=feature_block,
+            quarter=quarter,
+            group=group,
+            first_row=first_row,
+            first_feature=arith.addi(
+                arith.muli(feature_block, constant(TILE)), first_row
+            ),
+            first_token=first_token,
+            exists=four.below(first_token, ordered),
+        )
+
+
+def _four_tokens(values, metadata, order, at: _Part) -> list[list[ir.Value]]:
+    """16 dense features of each of four tokens in order, two to a word."""
+    start = arith.select(at.exists, at.first_token, constant(0))
+    dense = []
+    for token in four.load(order, None, start, 4):
         exists = four.below(constant(-1), token)
         token = arith.select(exists, token, constant(0))
-        block = arith.divui(token, constant(TILE))
-        row_of_block = arith.remui(token, constant(TILE))
-        quarter = arith.andi(thread, constant(3))
-        index = arith.addi(
-            _tile_start(block, feature_block, metadata, words=128),
-            four.metadata_index(row_of_block, quarter),
-        )
+        index = _word_of_row(metadata, token, at.feature_block, at.quarter)
         (word,) = four.load(metadata, None, index, 1)
-        word = arith.shrui(word, arith.muli(_upper(row_of_block), constant(16)))
-        kept = four.load(values, token, _half(first_column), 8)
+        word = arith.shrui(word, arith.muli(_upper(token), constant(16)))
         words = []
-        for group in range(4):
-            positions = four.positions_in(word, group, 0)
-            pair = [four.raw_bits(value) for value in kept[2 * group : 2 * group + 2]]
-            entries = []
-            for i in range(4):
-                entry = arith.select(
-                    four.equal(positions[0], i),
-                    pair[0],
-                    arith.select(four.equal(positions[1], i), pair[1], constant(0)),
-                )
-                entries.append(arith.select(exists, entry, constant(0)))
-            words += [
-                arith.ori(low, four.shifted(high, 16))
-                for low, high in (entries[:2], entries[2:])
-            ]
-        for part in range(2):
-            column = arith.addi(four.metadata_columns(thread), constant(8 * part))
-            four.store(tile, row, column, words[4 * part : 4 * part + 4])
+        pairs = four.load_pairs(values, token, _half(at.first_feature), 4)
+        for group, pair in enumerate(pairs):
+            pair = arith.select(exists, pair, constant(0))
+            words += two.expand(pair, arith.shrui(word, constant(4 * group)))
+        dense.append(words)
+    return dense
 
 
-def _store_quarter(values, metadata, row, place, groups) -> None:
-    """What is kept of 16 tokens of one feature: a row of the transpose."""
-    token_block, quarter = place
-    pairs, positions = [], constant(0)
-    for index, (entries, kept) in enumerate(groups):
-        pairs.append(
-            arith.ori(kept.first(entries), four.shifted(kept.second(entries), 16))
-        )
-        positions = arith.ori(positions, four.shifted(kept.positions(), 4 * index))
-    start = arith.addi(
-        arith.muli(token_block, constant(TILE // 2)), arith.muli(quarter, constant(8))
-    )
-    four.store(values, row, start, pairs)
-    # Rows r and r + 8 of a tile share a word; each writes its half.
-    row_of_tile = arith.remui(row, constant(TILE))
-    word = four.metadata_index(row_of_tile, quarter)
-    half = arith.addi(arith.muli(word, constant(2)), _upper(row_of_tile))
-    tile = arith.divui(row, constant(TILE))
-    index = arith.addi(_tile_start(tile, token_block, metadata, words=256), half)
-    four.store(metadata, None, index, [four.lower_half(positions)])
+def _store_positions(metadata, nibbles, at: _Part, slots, features: int) -> None:
+    """Of 16 features; a word has those of features r and r + 8, four groups of each."""
+    of_four = arith.andi(at.group, constant(3))
+    shift = arith.muli(of_four, constant(4))
+    nibbles = [arith.shli(nibble, shift) for nibble in nibbles]
+    words = [
+        four.or_over_groups(two.bytes_of(nibbles[i], nibbles[i + 4], half))
+        for i in range(4)
+        for half in (two.LOWER, two.UPPER)
+    ]
+    block = arith.divui(at.first_token, constant(TILE))
+    quarter = arith.divui(arith.remui(at.group, constant(16)), constant(4))
+    for i in range(2):  # the rows that this thread of four writes
+        word = four.at(of_four, words[i::2])
+        row = arith.addi(arith.muli(of_four, constant(2)), constant(i))
+        row = arith.addi(at.first_feature, row)
+        with four.when(at.exists):
+            index = _word_of_row(metadata, row, block, quarter)
+            four.store(metadata, None, index, [word])
+        for upper in range(2 * (slots is not None)):
+            slot = four.at(of_four, slots[8 * upper + i : 8 * upper + 8 : 2])
+            with four.when(arith.andi(at.exists, four.below(constant(-1), slot))):
+                lost = arith.shrui(two.complement(word), constant(16 * upper))
+                row_below = arith.addi(slot, constant(features))
+                index = _word_of_row(metadata, row_below, block, quarter)
+                half = four.lower_half(lost)
+                four.store_half(metadata, index, _upper(row_below), half)
 
 
 def _upper(row: ir.Value) -> ir.Value:
@@ -389,6 +446,15 @@ def _load_row(ref: ir.Value, row: ir.Value, column: ir.Value) -> list[ir.Value]:
     return [four.to_float32(entry) for half in halves for entry in half]
 
 
+def _load_pairs(ref: ir.Value, row: ir.Value, column: ir.Value) -> list[ir.Value]:
+    """The same, two to a word."""
+    halves = [
+        four.load_pairs(ref, row, arith.addi(column, constant(start)), 4)
+        for start in (0, 8)
+    ]
+    return [pair for half in halves for pair in half]
+
+
 def _half(column: ir.Value) -> ir.Value:
     """Where the kept value of two columns is."""
     return arith.divui(column, constant(2))
@@ -398,14 +464,21 @@ def _word_index(
     token_block: ir.Value, feature_block: ir.Value, metadata: ir.Value
 ) -> ir.Value:
     """Of a thread's word, all words being in a row."""
-    start = _tile_start(token_block, feature_block, metadata, words=128)
+    start = _tile_start(token_block, feature_block, metadata)
     return arith.addi(start, four.thread())
 
 
-def _tile_start(
-    row_block: ir.Value, k_block: ir.Value, metadata: ir.Value, *, words: int
+def _word_of_row(
+    metadata: ir.Value, row: ir.Value, k_block: ir.Value, quarter: ir.Value
 ) -> ir.Value:
-    """Of the first of a tile's `words`."""
-    _, k_blocks, _ = ir.MemRefType(metadata.type).shape
+    """Of the word with the positions of 16 entries of a row, a quarter of a block."""
+    start = _tile_start(arith.divui(row, constant(TILE)), k_block, metadata)
+    row = arith.remui(row, constant(TILE))
+    return arith.addi(start, four.metadata_index(row, quarter))
+
+
+def _tile_start(row_block: ir.Value, k_block: ir.Value, metadata: ir.Value) -> ir.Value:
+    """Of the first word of a tile."""
+    _, k_blocks, words = ir.MemRefType(metadata.type).shape
     tile = arith.addi(arith.muli(row_block, constant(k_blocks)), k_block)
     return arith.muli(tile, constant(words))

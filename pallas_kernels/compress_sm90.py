@@ -68,6 +68,7 @@ def compress(
         ),
         grid=(layers, rows // TILE, k // TILE),
         grid_names=("layer", "row_block", "k_block"),
+        kernel_name="pack_weight",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),

@@ -188,6 +188,13 @@ def sum_over_rows(value: ir.Value) -> ir.Value:
     return value
 
 
+def or_over_groups(value: ir.Value) -> ir.Value:
+    """Over four threads of a warp, 4 apart."""
+    for distance in (4, 8):
+        value = arith.ori(value, utils.shfl_bfly(value, distance))
+    return value
+
+
 def square_root(value: ir.Value) -> ir.Value:
     """Of a float32, rounded to nearest."""
     root: Any = llvm.inline_asm(
@@ -214,11 +221,23 @@ def load(
     ref: ir.Value, row: ir.Value | None, column: ir.Value, count: int
 ) -> list[ir.Value]:
     """Neighbouring entries of a row (or of a vector), one access."""
-    element = element_type(ref)
+    return _load(element_type(ref), ref, row, column, count)
+
+
+def load_pairs(
+    ref: ir.Value, row: ir.Value, column: ir.Value, count: int
+) -> list[ir.Value]:
+    """Neighbouring pairs of 16-bit entries from `column` of a row on, each an int32."""
+    return _load(i32(), ref, row, column, count)
+
+
+def _load(
+    kind: ir.Type, ref: ir.Value, row: ir.Value | None, column: ir.Value, count: int
+) -> list[ir.Value]:
     loaded = llvm.load(
-        ir.VectorType.get((count,), element),
+        ir.VectorType.get((count,), kind),
         _address(ref, row, column),
-        alignment=count * utils.bitwidth(element) // 8,
+        alignment=count * utils.bitwidth(kind) // 8,
     )
     return [
         vector.extract(loaded, dynamic_position=[], static_position=[i])
@@ -236,6 +255,15 @@ def store(
         stored = vector.insert(word, stored, dynamic_position=[], static_position=[i])
     alignment = len(words) * utils.bitwidth(kind) // 8
     llvm.store(stored, _address(ref, row, column), alignment=alignment)
+
+
+def store_half(ref: ir.Value, index: ir.Value, upper: ir.Value, half: ir.Value) -> None:
+    """The lower (0) or the upper (1) half of a word of a vector."""
+    i64 = ir.IntegerType.get_signless(64)
+    offset = arith.muli(arith.extui(i64, upper), constant(2, 64))
+    i8 = ir.IntegerType.get_signless(8)
+    address = utils.getelementptr(_address(ref, None, index), [offset], i8)
+    llvm.store(half, address, alignment=2)
 
 
 def _address(ref: ir.Value, row: ir.Value | None, column: ir.Value) -> ir.Value:

@@ -210,9 +210,10 @@ def sparse_matmul(
     transpose_out: bool = True,
     activation: Callable[[jax.Array], jax.Array] | None = None,
     out_dtype: jnp.dtype | None = None,
+    rows_apart: int = 0,
     config: Config | None = None,
     multiprocessors: int = 132,
-) -> Float[Array, "_ _"]:
+) -> Float[Array, "_ _"] | tuple[Float[Array, "_ _"], Float[Array, "_ _"]]:
     """`activation(A B)`, accumulated in float32 and rounded once.
 
     The sums are taken in one order, whatever the config and the other columns of B: the
@@ -225,6 +226,8 @@ def sparse_matmul(
       transpose_out: return C^T (n, m) instead of C (m, n).
       activation: applied element-wise to the float32 sums, for example relu squared.
       out_dtype: bfloat16, float16 or float32; None for the dtype of the operands.
+      rows_apart: the product of the last rows of A, a multiple of 64 of them, comes as
+        a second result: a few small GEMMs' worth in the same launch. 0: one result.
       config: None for `default_config`.
       multiprocessors: of the GPU that will run it.
     Raises:
@@ -238,6 +241,11 @@ def sparse_matmul(
         config = default_config(shape, multiprocessors)
     if reason := why_invalid(config, shape):
         raise ValueError(f"no 2:4 GEMM of {shape} with {config}: {reason}")
+    if rows_apart % _ROWS or shape.m % _ROWS * rows_apart or rows_apart >= shape.m:
+        raise ValueError(
+            f"rows_apart={rows_apart} of {shape.m} rows of A: both must be multiples "
+            f"of {_ROWS}, and some rows left"
+        )
     tiles = _tiles(shape, config)
     clusters = min(multiprocessors // config.cluster, math.prod(tiles))
     kernel = partial(
@@ -247,21 +255,25 @@ def sparse_matmul(
         tiles=tiles,
         clusters=clusters,
         activation=activation,
+        first_apart=shape.m - rows_apart,
     )
-    rows, columns = (shape.n, shape.m) if transpose_out else (shape.m, shape.n)
-    return plgpu.kernel(
+    results = [shape.m - rows_apart] + [rows_apart] * bool(rows_apart)
+    sizes = [(n, m) if transpose_out else (m, n) for m in results for n in [shape.n]]
+    out = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((rows, columns), out_dtype),
+        out_type=[jax.ShapeDtypeStruct(size, out_dtype) for size in sizes],
         grid=(clusters,),
         grid_names=("grid",),
         cluster=(config.cluster,),
         cluster_names=("cluster",),
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
+        kernel_name=f"sparse_matmul_{shape.m}x{shape.n}x{shape.k}",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
     )(values, metadata, b)
+    return tuple(out) if rows_apart else out[0]
 
 
 def _shape_of(
@@ -291,13 +303,13 @@ def _kernel(
     values_gmem,
     metadata_gmem,
     b_gmem,
-    out_gmem,
-    *,
+    *out_gmem,
     shape: Shape,
     config: Config,
     tiles: tuple[int, int],
     clusters: int,
     activation,
+    first_apart: int,
 ) -> None:
     # Where half a pair is beyond k, both operands are filled with zeros.
     pairs = pl.cdiv(shape.k, 2 * TILE_K)
@@ -411,7 +423,7 @@ def _kernel(
             sums = lax.fori_loop(0, pairs, multiply_pair, zeros)
             if activation is not None:
                 sums = activation(sums)
-            sums = sums.astype(out_gmem.dtype)
+            sums = sums.astype(out_gmem[0].dtype)
             for index in range(pieces):
                 block, part = divmod(index, tile_n // config.out_columns)
                 rows = block * _ROWS
@@ -426,6 +438,7 @@ def _kernel(
                     piece,
                     out_gmem,
                     (row + rows, column + offset),
+                    first_apart,
                     shape.transpose_out,
                 )
             return carry
@@ -462,7 +475,7 @@ def _kernel(
         ),
         plgpu.SMEM(
             (config.warpgroups, config.out_slots, *out_tile),
-            out_gmem.dtype,
+            out_gmem[0].dtype,
             transforms=_OUT_TRANSFORMS,
         ),
         # Full and empty slots.
@@ -522,8 +535,11 @@ def _multiply_add(shape: Shape, config: Config, half: int):
     return run
 
 
-def _write_piece(piece, smem, out_gmem, origin, transpose: bool) -> None:
-    """Registers to shared memory to C; the second half is left under way."""
+def _write_piece(
+    piece, smem, out_gmem, origin, first_apart: int, transpose: bool
+) -> None:
+    """Registers to shared memory to C, or to what is apart of it; the second half is
+    left under way."""
     layout = plgpu.Layout.WGMMA_TRANSPOSED if transpose else plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(_OUT_TRANSFORMS)))
@@ -537,9 +553,21 @@ def _write_piece(piece, smem, out_gmem, origin, transpose: bool) -> None:
 
     store(plgpu.layout_cast(piece, layout), smem)
     plgpu.commit_smem()
-    row, column = origin[::-1] if transpose else origin
+    row, column = origin
     lines, rows, line = smem.shape
-    for index in range(lines):
-        target = pl.ds(row, rows), pl.ds(column + index * line, line)
-        last = index == lines - 1
-        plgpu.copy_smem_to_gmem(smem.at[index], out_gmem.at[target], commit_group=last)
+
+    def copy(target, row) -> None:
+        first, second = (column, row) if transpose else (row, column)
+        for index in range(lines):
+            part = pl.ds(first, rows), pl.ds(second + index * line, line)
+            last = index == lines - 1
+            plgpu.copy_smem_to_gmem(smem.at[index], target.at[part], commit_group=last)
+
+    if len(out_gmem) == 1:
+        copy(out_gmem[0], row)
+        return
+    lax.cond(
+        row < first_apart,
+        lambda: copy(out_gmem[0], row),
+        lambda: copy(out_gmem[1], row - first_apart),
+    )

@@ -20,6 +20,11 @@ BLOCK = 64
 """Rows, and columns, whose positions are stored together."""
 
 
+def in_blocks(size: int) -> int:
+    """`size` rows or columns, filled up to whole blocks."""
+    return math.ceil(size / BLOCK) * BLOCK
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Packed:
@@ -71,7 +76,7 @@ def pack(c: Compressed) -> Packed:
     if kept % (BLOCK // 2):
         raise ValueError(
             f"k={2 * kept}, the size of the sparse axis, is not a multiple of {BLOCK}; "
-            f"pad it to {math.ceil(2 * kept / BLOCK) * BLOCK}"
+            f"pad it to {in_blocks(2 * kept)}"
         )
     row_blocks = math.ceil(rows / BLOCK)
     fill = [(0, 0)] * len(batch) + [(0, row_blocks * BLOCK - rows), (0, 0)]

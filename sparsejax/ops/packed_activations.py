@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from sparsejax.ops.ffn_spec import dense_feature_count
 from sparsejax.ops.sparse_matmul import multiply_packed
-from sparsejax.packing import BLOCK, Packed
+from sparsejax.packing import Packed, in_blocks
 
 
 class Activations(NamedTuple):
@@ -41,13 +41,15 @@ def gradient(da: Float[Array, "tokens features"], a: Packed) -> Packed:
 
 class WholeFeatures(NamedTuple):
     """The features that lose nothing along the tokens: what their groups of four do not
-    keep goes into a second 2:4 matrix."""
+    keep stands in rows of their own, below those of all features."""
 
+    chosen: Int[Array, " whole"]
+    """Which they are, in the order of those rows."""
     slots: Int[Array, " features"]
     """A feature's row there, or -1."""
-    rank: Int[Array, " features"]
-    """The row whose product is added to a feature's, or `rows`: none."""
     rows: int
+    """More than are chosen where those do not fill a block: their product is not
+    used."""
 
 
 class TokenGroups(NamedTuple):
@@ -70,21 +72,20 @@ def token_groups(
     """Groups for tokens in `order`; a share of the features, those with most non-zeros,
     stays whole.
 
-    Their second matrix comes in blocks of 64 rows: where they do not fill the last one,
-    the next densest features have a row whose product is not used.
+    Their second rows come in blocks of 64: where they do not fill the last one, the
+    next densest features have a row whose product is not used.
     """
-    fill = -order.size % BLOCK
+    fill = in_blocks(order.size) - order.size
     order = np.pad(order.astype(np.int32), (0, fill), constant_values=-1)
     features = nonzeros.size
     count = dense_feature_count(features, dense_features)
     if count == 0:
         return TokenGroups(order, None)
-    rows = -(-count // BLOCK) * BLOCK
+    rows = in_blocks(count)
     _, chosen = lax.top_k(nonzeros, rows)
     row = jnp.arange(rows, dtype=jnp.int32)
-    slots = jnp.full(features, -1, jnp.int32).at[chosen].set(row)
-    used = (slots >= 0) & (slots < count)
-    return TokenGroups(order, WholeFeatures(slots, jnp.where(used, slots, rows), rows))
+    slots = jnp.full(features, -1, jnp.int32).at[chosen].set(row, unique_indices=True)
+    return TokenGroups(order, WholeFeatures(chosen[:count], slots, rows))
 
 
 def gradient_of_up(
@@ -114,25 +115,26 @@ def _over_tokens(
         transpose_out=transpose_out,
         out_dtype=jnp.float32,
     )
-    kept, lost = _along_tokens(groups, sparse)
-    product = multiply(kept)
-    if groups.whole is None or lost is None:
-        return product
-    axis = 1 if transpose_out else 0
-    no_row = [(0, int(i == axis)) for i in range(2)]
-    added = jnp.pad(multiply(lost), no_row)
-    return product + jnp.take(added, groups.whole.rank, axis=axis)
+    packed = along_tokens(groups, sparse)
+    if groups.whole is None:
+        return multiply(packed)
+    chosen = groups.whole.chosen
+    product, lost = multiply(packed, rows_apart=groups.whole.rows)
+    lost = lost[:, : chosen.size] if transpose_out else lost[: chosen.size]
+    # In place; each number once, so that the bits repeat. Number by number along the
+    # columns, since XLA would first transpose all of the product.
+    rows = np.arange(product.shape[0])[:, None]
+    place = product.at[rows, chosen] if transpose_out else product.at[chosen]
+    return place.add(lost, unique_indices=True, mode="promise_in_bounds")
 
 
-def _along_tokens(groups: TokenGroups, x: Packed) -> tuple[Packed, Packed | None]:
-    """X[order]^T 2:4 along the tokens, and what the whole features lose."""
+def along_tokens(groups: TokenGroups, x: Packed) -> Packed:
+    """X[order]^T 2:4 along the tokens, and below it what the whole features lose."""
     order = jnp.asarray(groups.order)
     if groups.whole is None:
-        values, metadata = _keep_tokens(0)(x.values, x.metadata, order)
-        return Packed(values, metadata), None
+        return Packed(*_keep_tokens(0)(x.values, x.metadata, order))
     run = _keep_tokens(groups.whole.rows)
-    values, metadata, *lost = run(x.values, x.metadata, order, groups.whole.slots)
-    return Packed(values, metadata), Packed(*lost)
+    return Packed(*run(x.values, x.metadata, order, groups.whole.slots))
 
 
 # The kernels have no batching rules.

@@ -8,6 +8,7 @@ so. "reference" does the same in the highest precision and is the specification.
 
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from sparsejax.ops.backend import (
     current_platform,
 )
 from sparsejax.ops.dense_matmul import dense_matmul
-from sparsejax.packing import BLOCK, Packed, pack, unpack
+from sparsejax.packing import Packed, in_blocks, pack, unpack
 from sparsejax.patterns import TWO_FOUR
 
 
@@ -232,21 +233,26 @@ def pack_weight(
 
 def _shape_on_sm90(spec: GemmSpec):
     """The kernel's view of `spec`: the sparse operand is its left one, so where that is
-    our right one both are transposed, and so is the product that it writes."""
+    our right one both are transposed, and so is the product that it writes. Features
+    that stay whole have a second row."""
     from pallas_kernels.sparse_matmul_sm90 import Shape
 
     transposed = spec.sparse_operand == "rhs"
     m, n = (spec.n, spec.m) if transposed else (spec.m, spec.n)
     return Shape(
-        m=m,
+        m=m + _whole_rows(spec),
         n=n,
         # Tokens are filled up with rows of zeros.
-        k=-(-spec.k // BLOCK) * BLOCK if spec.over_tokens else spec.k,
+        k=in_blocks(spec.k) if spec.over_tokens else spec.k,
         dtype=spec.dtype,
         b_k_major=not spec.over_tokens and (transposed or spec.rhs_transposed),
         transpose_out=transposed,
         float32_out=spec.over_tokens,
     )
+
+
+def _whole_rows(spec: GemmSpec) -> int:
+    return in_blocks(spec.whole_features) if spec.over_tokens else 0
 
 
 def _is_weight(spec: GemmSpec) -> bool:
@@ -263,7 +269,9 @@ def _why_unsupported_on_sm90(spec: GemmSpec) -> str | None:
     if not _is_weight(spec):
         from pallas_kernels import activations_sm90
 
-        features = _shape_on_sm90(spec).m if spec.over_tokens else spec.k
+        features = spec.k
+        if spec.over_tokens:
+            features = spec.n if spec.sparse_operand == "rhs" else spec.m
         if reason := activations_sm90.why_unsupported(features, spec.dtype):
             return reason
     from pallas_kernels.sparse_matmul_sm90 import why_unsupported
@@ -298,8 +306,7 @@ def _measured_on_sm90(spec: GemmSpec) -> dict[str, float] | None:
 def _describe_on_sm90(spec: GemmSpec) -> tuple[str, float]:
     operand = "weight" if _is_weight(spec) else "activation"
     features = spec.n if spec.sparse_operand == "rhs" else spec.m
-    twice = -(-spec.whole_features // BLOCK) * BLOCK
-    share = 0.5 * (1 + twice / features)
+    share = 0.5 * (1 + _whole_rows(spec) / features)
     return f"2:4 {operand} on the sparse tensor cores", share
 
 
@@ -318,7 +325,8 @@ def multiply_packed(
     b_k_major: bool,
     transpose_out: bool,
     out_dtype: jnp.dtype | None = None,
-) -> Float[Array, "_ _"]:
+    rows_apart: int = 0,
+) -> Any:
     """A B on Hopper's sparse tensor cores, in any order of what is in memory.
 
     Args:
@@ -326,14 +334,18 @@ def multiply_packed(
       b: (n, k) if `b_k_major`, else (k, n).
       transpose_out: return (A B)^T, (n, m).
       out_dtype: None for the dtype of `b`.
+      rows_apart: the product of the last rows of A comes as a second result. 0: one
+        result.
     """
     out_dtype = jnp.dtype(b.dtype if out_dtype is None else out_dtype)
-    run = _kernel_on_sm90(b_k_major, transpose_out, out_dtype)
+    run = _kernel_on_sm90(b_k_major, transpose_out, out_dtype, rows_apart)
     return run(a.values.astype(b.dtype), a.metadata, b)
 
 
 @lru_cache
-def _kernel_on_sm90(b_k_major: bool, transpose_out: bool, out_dtype: jnp.dtype):
+def _kernel_on_sm90(
+    b_k_major: bool, transpose_out: bool, out_dtype: jnp.dtype, rows_apart: int
+):
     # The kernel has no batching rule: under vmap one matrix follows the other.
     @jax.custom_batching.sequential_vmap
     def run(values, metadata, b):
@@ -356,6 +368,7 @@ def _kernel_on_sm90(b_k_major: bool, transpose_out: bool, out_dtype: jnp.dtype):
             b_k_major=b_k_major,
             transpose_out=transpose_out,
             out_dtype=out_dtype,
+            rows_apart=rows_apart,
             config=tuning.config_for(current_device_kind(), shape),
             # Other devices have none to count, and only lower it.
             multiprocessors=getattr(current_device(), "core_count", None) or 132,

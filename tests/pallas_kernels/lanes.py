@@ -9,14 +9,16 @@ import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import pytest
 from jaxlib.mlir.dialects import arith as real_arith
 
-from pallas_kernels import activations_sm90, compress_sm90, group_of_four
+from pallas_kernels import activations_sm90, compress_sm90, group_of_four, two_groups
 
 THREADS = 128
 INTEGERS = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+PTX_TYPES = {ml_dtypes.bfloat16: "bf16", np.float16: "f16"}
 
 
 class Lanes(np.ndarray):
@@ -151,20 +153,70 @@ class _Threads:
         return addresses
 
     def load(self, memory: Memory, row, column, count: int) -> list[Lanes]:
-        size = memory.array.dtype.itemsize
-        addresses = self.bytes_of(memory, row, column, count, size)
-        found = np.zeros(addresses.shape, np.uint8)
-        found[self.active] = memory.bytes[addresses[self.active]]
         dtype = memory.array.dtype
         # MLIR's integers have no sign.
-        loaded = found.view(INTEGERS[8 * size] if dtype.kind == "i" else dtype)
+        kind = INTEGERS[8 * dtype.itemsize] if dtype.kind == "i" else dtype
+        return self._load(memory, row, column, count, np.dtype(kind))
+
+    def load_pairs(self, memory: Memory, row, column, count: int) -> list[Lanes]:
+        assert memory.array.dtype.itemsize == 2
+        return self._load(memory, row, column, count, np.dtype(np.uint32))
+
+    def _load(self, memory: Memory, row, column, count: int, kind) -> list[Lanes]:
+        addresses = self.bytes_of(memory, row, column, count, kind.itemsize)
+        found = np.zeros(addresses.shape, np.uint8)
+        found[self.active] = memory.bytes[addresses[self.active]]
+        loaded = found.view(kind)
         return [lanes(loaded[:, i]) for i in range(count)]
+
+    def store_half(self, memory: Memory, index, upper, half) -> None:
+        assert half.dtype == np.uint16 and memory.array.dtype == np.uint32
+        halves = Memory(memory.array.view(np.uint16))
+        self.store(halves, None, 2 * np.asarray(index) + np.asarray(upper), [half])
 
     def store(self, memory: Memory, row, column, words) -> None:
         size = words[0].dtype.itemsize
         addresses = self.bytes_of(memory, row, column, len(words), size)
         stored = np.stack([np.asarray(word) for word in words], axis=1).view(np.uint8)
         memory.bytes[addresses[self.active]] = stored[self.active]
+
+
+def _bytes_of(low, high, selectors) -> Lanes:
+    both = np.stack([np.asarray(low), np.asarray(high)], axis=1).view(np.uint8)
+    result = np.zeros((THREADS, 4), np.uint8)
+    for i in range(4):
+        selector = np.asarray(selectors) >> (4 * i) & 15
+        byte = both[np.arange(THREADS), selector & 7]
+        sign = np.where(byte >> 7, 255, 0)
+        result[:, i] = np.where(selector >> 3, sign, byte)
+    return lanes(result.view(np.uint32)[:, 0])
+
+
+def _relu(word, _, *, dtype) -> Lanes:
+    x = np.asarray(word).reshape(-1, 1).view(dtype)
+    nan = np.isnan(x.astype(np.float32))
+    positive = np.where(np.signbit(x), 0, x.view(np.uint16))
+    bits = np.where(nan, 0x7FFF, positive).astype(np.uint16)
+    return lanes(bits.view(np.uint32)[:, 0])
+
+
+def _multiply(left, right, *, dtype) -> Lanes:
+    factors = [np.asarray(w).reshape(-1, 1).view(dtype) for w in (left, right)]
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        exact = factors[0].astype(np.float32) * factors[1].astype(np.float32)
+        product = exact.astype(dtype)
+    nan = np.isnan(exact)
+    bits = np.where(nan, 0x7FFF, product.view(np.uint16)).astype(np.uint16)
+    return lanes(bits.view(np.uint32)[:, 0])
+
+
+def _instruction(name: str, *operands) -> Lanes:
+    assert all(operand.type == np.uint32 for operand in operands)
+    operation, *_, kind = name.split(".")
+    if operation == "prmt":
+        return _bytes_of(*operands)
+    dtype = {"bf16x2": ml_dtypes.bfloat16, "f16x2": np.float16}[kind]
+    return {"max": _relu, "mul": _multiply}[operation](*operands, dtype=dtype)
 
 
 def _shuffle(value, distance: int) -> Lanes:
@@ -183,11 +235,13 @@ def emulated() -> Iterator[None]:
         shfl_bfly=_shuffle,
     )
     with pytest.MonkeyPatch.context() as patch:
-        for module in (group_of_four, activations_sm90, compress_sm90):
+        for module in (group_of_four, two_groups, activations_sm90, compress_sm90):
             patch.setattr(module, "arith", ARITH)
             patch.setattr(module, "ir", IR)
             patch.setattr(module, "utils", utils, raising=False)
-        for name in ("load", "store", "when"):
+        patch.setattr(two_groups, "_instruction", _instruction)
+        patch.setattr(two_groups, "_ptx_type", PTX_TYPES.__getitem__)
+        for name in ("load", "load_pairs", "store", "store_half", "when"):
             patch.setattr(group_of_four, name, getattr(threads, name))
         patch.setattr(group_of_four, "barrier", lambda: None)
         patch.setattr(

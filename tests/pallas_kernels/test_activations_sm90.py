@@ -2,6 +2,7 @@
 where there is a GPU."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -67,7 +68,7 @@ def same(got, expected) -> None:
 def kept_features(y_up) -> Packed:
     """A = relu(Y1)^2 by the plain definition."""
     hidden = jnp.maximum(y_up, 0)
-    return pack(compress(hidden * hidden, mask=nm_mask(y_up, NM(2, 4))))
+    return pack(compress(hidden * hidden, mask=nm_mask(hidden, NM(2, 4))))
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -93,10 +94,16 @@ def test_the_gradient_is_formed_at_the_kept_positions(kernels, tokens):
     positions = np.asarray(unpack(a).metadata).astype(int)
     columns = np.repeat(np.arange(0, FEATURES, 4), 2) + positions
     gradient = np.take_along_axis(np.asarray(da, np.float32), columns, axis=1)
-    root = np.sqrt(np.asarray(a.values, np.float32))
+    root = np.asarray(
+        jnp.sqrt(a.values.astype(jnp.float32)).astype(a.dtype), np.float32
+    )
     with np.errstate(invalid="ignore", over="ignore"):
         expected = jnp.asarray(gradient * (2 * root)).astype(jnp.bfloat16)
     same(got, expected)
+
+
+def sparse_rows(c, rows):
+    return replace(c, values=c.values[rows], metadata=c.metadata[rows])
 
 
 def transposed(x, mask) -> Packed:
@@ -104,10 +111,10 @@ def transposed(x, mask) -> Packed:
 
 
 @pytest.mark.parametrize("with_rest", [False, True])
-def test_keeps_the_two_largest_of_four_tokens(kernels, with_rest):
-    tokens = 100
+@pytest.mark.parametrize(("tokens", "ordered"), [(30, 64), (100, 128), (150, 192)])
+def test_keeps_the_two_largest_of_four_tokens(kernels, tokens, ordered, with_rest):
     packed = kept_features(random((tokens, FEATURES)))
-    order = np.full(128, -1, np.int32)
+    order = np.full(ordered, -1, np.int32)
     order[:tokens] = np.random.default_rng(1).permutation(tokens)
     dense = jnp.pad(decompress(unpack(packed)), ((0, 1), (0, 0)))[order]
     mask = magnitude_mask(dense, axis=0)
@@ -122,14 +129,15 @@ def test_keeps_the_two_largest_of_four_tokens(kernels, with_rest):
         slots if slots is None else jnp.asarray(slots),
         rest_rows=64 * with_rest,
     )
-    pairs = [(transposed(dense, mask), slice(None))]
+    kept = unpack(Packed(*got))
+    like = [transposed(dense, mask)]
     if with_rest:
-        pairs.append((transposed(dense, ~mask), np.argsort(slots)[64:]))
-    for i, (expected, rows) in enumerate(pairs):
-        kept = unpack(Packed(*got[2 * i : 2 * i + 2]))
-        like = unpack(expected)
-        same(kept.values, like.values[rows])
-        np.testing.assert_array_equal(kept.metadata, like.metadata[rows])
+        rest = transposed(dense, ~mask)
+        like.append(pack(sparse_rows(unpack(rest), np.argsort(slots)[64:])))
+    like = [unpack(packed) for packed in like]
+    same(kept.values, jnp.concatenate([c.values for c in like]))
+    positions = jnp.concatenate([c.metadata for c in like])
+    np.testing.assert_array_equal(kept.metadata, positions)
 
 
 def lowered(function, *shapes) -> str:

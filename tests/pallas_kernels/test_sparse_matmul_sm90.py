@@ -119,6 +119,27 @@ def test_operands_that_do_not_fit_are_refused():
         product(Shape(m=64, n=8, k=64), a, b, out_dtype=jnp.int32)
 
 
+@pytest.mark.parametrize("transpose_out", [True, False])
+def test_rows_apart_lower_to_a_result_of_their_own(transpose_out):
+    shape = Shape(m=448, n=192, k=128, b_k_major=False, transpose_out=transpose_out)
+    operands = jax.eval_shape(lambda: arguments(shape))
+    run = partial(product, shape, rows_apart=64, out_dtype=jnp.float32)
+    first, apart = jax.eval_shape(run, *operands)
+    sizes = [(192, 384), (192, 64)] if transpose_out else [(384, 192), (64, 192)]
+    assert [first.shape, apart.shape] == sizes
+    assert "mosaic_gpu" in lowered(shape, rows_apart=64, out_dtype=jnp.float32)
+
+
+@pytest.mark.parametrize(("m", "rows_apart"), [(256, 100), (200, 64), (128, 128)])
+def test_rows_apart_that_no_tile_ends_at_are_refused(m, rows_apart):
+    shape = Shape(m=m, n=64, k=64, transpose_out=False)
+    with pytest.raises(ValueError, match=f"rows_apart={rows_apart} of {m} rows of A"):
+        jax.eval_shape(
+            partial(product, shape, rows_apart=rows_apart),
+            *jax.eval_shape(lambda: arguments(shape)),
+        )
+
+
 def test_the_heuristic_is_always_valid():
     generator = np.random.default_rng(0)
     for _ in range(200):
@@ -188,6 +209,21 @@ def check(cases: list[tuple[Shape, dict]]) -> None:
             # 1.1: the sums are taken in another order than the library's.
             bound = 1.1 * relative_error(dense, exact)
             assert relative_error(got, exact) <= bound, (shape, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transpose_out", [True, False])
+@pytest.mark.parametrize("apart", [64, 192, 1024])
+def test_rows_apart_are_those_of_the_whole_product_on_a_gpu(transpose_out, apart):
+    shape = Shape(m=1088, n=640, k=448, b_k_major=False, transpose_out=transpose_out)
+    operands = arguments(shape)
+    axis = int(transpose_out)
+    for out_dtype in (None, jnp.float32):
+        run = partial(product, shape, out_dtype=out_dtype)
+        expected = jnp.split(run(*operands), [shape.m - apart], axis=axis)
+        got = run(*operands, rows_apart=apart)
+        for ours, theirs in zip(got, expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.gpu

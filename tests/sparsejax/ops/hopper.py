@@ -33,6 +33,7 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
         b_k_major=True,
         transpose_out=True,
         out_dtype=None,
+        rows_apart=0,
         config,
         multiprocessors=132,
     ):
@@ -53,14 +54,16 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
         # In float32: XLA on CPUs lacks the product of bfloat16 in some orders.
         a = decompress(unpack(Packed(values, metadata))).astype(jnp.float32)
         b = (b.T if b_k_major else b).astype(jnp.float32)
-        product = jnp.matmul(a, b)
-        return (product.T if transpose_out else product).astype(out_dtype)
+        product = jnp.matmul(a, b).astype(out_dtype)
+        parts = jnp.split(product, [len(product) - rows_apart] if rows_apart else 1)
+        parts = tuple(part.T if transpose_out else part for part in parts)
+        return parts if rows_apart else parts[0]
 
     def keep_features_on_gpu(y_up):
         calls.append("keep_features")
         assert y_up.shape[1] % 64 == 0
         hidden = jax.nn.relu(y_up)
-        a = compress(hidden * hidden, mask=nm_mask(y_up, TWO_FOUR))
+        a = compress(hidden * hidden, mask=nm_mask(hidden, TWO_FOUR))
         packed, tail = pack(a), -y_up.shape[0] % 16
         nonzero = jnp.pad(decompress(a) != 0, ((0, tail), (0, 0)))
         counts = nonzero.reshape(-1, 16, y_up.shape[1]).sum(axis=1, dtype=jnp.uint8)
@@ -78,11 +81,13 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
         x = decompress(unpack(Packed(values, metadata)))
         x = jnp.where(order[:, None] < 0, 0, x[order])
         mask = magnitude_mask(x, axis=0)
-        out = [pack(compress(x.T, mask=mask.T))]
+        x, mask = x.T, mask.T
         if slots is not None:
             rows = jnp.argsort(slots)[-rest_rows:]
-            out.append(pack(compress(x.T[rows], mask=~mask.T[rows])))
-        return tuple(leaf for packed in out for leaf in jax.tree.leaves(packed))
+            x = jnp.concatenate([x, x[rows]])
+            mask = jnp.concatenate([mask, ~mask[rows]])
+        packed = pack(compress(x, mask=mask))
+        return packed.values, packed.metadata
 
     jax.clear_caches()  # of traces made with the real kernels
     patch.setattr(activations_sm90, "keep_features", keep_features_on_gpu)

@@ -1,0 +1,163 @@
+"""What one thread does with two groups of four 16-bit numbers at a time.
+
+The same entry of both groups is one word, an int32 with one number in each half: the
+integer instructions of a GPU then rank and select both groups at once. Everything here
+builds MLIR, in the body of an `inline_mgpu` function.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.group_of_four import constant, i32, shifted
+
+LOWER, UPPER = 0x5410, 0x7632
+"""Bytes of two words: both lower halves, both upper halves."""
+
+SIGNS = 0x80008000
+"""Of both halves."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Which two of each group stay, in order."""
+
+    masks: Sequence[ir.Value]
+    """Of each entry: all bits of a half where it stays, else none."""
+
+    def first(self, of: Sequence[ir.Value]) -> ir.Value:
+        """Of four words, the first kept entry of both groups."""
+        return _choose(self.masks[0], of[0], _choose(self.masks[1], of[1], of[2]))
+
+    def second(self, of: Sequence[ir.Value]) -> ir.Value:
+        """Likewise the second."""
+        return _choose(self.masks[3], of[3], _choose(self.masks[2], of[2], of[1]))
+
+    def rest(self) -> "Kept":
+        """The other two."""
+        return Kept([_not(mask) for mask in self.masks])
+
+    def positions(self) -> ir.Value:
+        """Both indices, two bits each, in the lower four bits of a half."""
+        one, two, three, four = self.masks
+        later = _not(one)
+        bits = [
+            arith.andi(later, two),
+            arith.andi(later, _not(two)),
+            arith.ori(four, _not(three)),
+            arith.ori(four, three),
+        ]
+        nibble = constant(0)
+        for i, bit in enumerate(bits):
+            nibble = arith.ori(nibble, arith.andi(bit, constant(0x00010001 << i)))
+        return nibble
+
+
+def keep_two(keys: Sequence[ir.Value]) -> Kept:
+    """The two largest of four in both groups; of equal ones the first.
+
+    Keys are numbers of 15 bits, such as those of a float that is not negative (its
+    infinity and then its NaN are largest).
+    """
+    ahead: dict[tuple[int, int], ir.Value] = {}
+    for i in range(4):
+        raised = arith.ori(keys[i], constant(SIGNS))
+        for j in range(i + 1, 4):
+            # A half's sign is left where keys[i] >= keys[j].
+            ahead[i, j] = arith.subi(raised, keys[j])
+            ahead[j, i] = _not(ahead[i, j])
+    masks = []
+    for i in range(4):
+        a, b, c = (ahead[i, j] for j in range(4) if j != i)
+        ahead_of_two = arith.ori(arith.andi(a, b), arith.andi(c, arith.ori(a, b)))
+        masks.append(_spread_signs(ahead_of_two))
+    return Kept(masks)
+
+
+def by_entry(first: Sequence[ir.Value], second: Sequence[ir.Value]) -> list[ir.Value]:
+    """Four words of entries, from each group's own two words, (0, 1) and (2, 3)."""
+    pairs = list(zip(first, second, strict=True))
+    return [bytes_of(*pair, half) for pair in pairs for half in (LOWER, UPPER)]
+
+
+def expand(pair: ir.Value, positions: ir.Value) -> list[ir.Value]:
+    """A group's four entries as two words, (0, 1) and (2, 3), from its two kept ones
+    and their positions in the lower four bits; the others are 0."""
+    first = arith.andi(shifted(positions, 3), constant(24))
+    second = arith.andi(shifted(positions, 1), constant(24))
+    # Eight selectors of bytes: 4 is a byte of 0, the pair's are 0 to 3.
+    selectors = arith.subi(
+        arith.subi(constant(0x44444444), arith.shli(constant(0x44 - 0x10), first)),
+        arith.shli(constant(0x44 - 0x32), second),
+    )
+    halves = selectors, arith.shrui(selectors, constant(16))
+    return [bytes_of(pair, constant(0), half) for half in halves]
+
+
+def complement(words: ir.Value) -> ir.Value:
+    """The positions that were not kept, of every four bits of a word of positions."""
+    bits = [arith.shrui(words, constant(i)) if i else words for i in range(4)]
+    p0, p1, q0, q1 = bits
+    parts = [
+        arith.andi(_not(arith.ori(p0, p1)), q1),
+        _not(q1),
+        arith.ori(p1, _not(arith.andi(q0, q1))),
+        _not(p1),
+    ]
+    result = constant(0)
+    for i, part in enumerate(parts):
+        own = arith.andi(part, constant(0x11111111))
+        result = arith.ori(result, shifted(own, i))
+    return result
+
+
+def magnitude(word: ir.Value) -> ir.Value:
+    """|x| of both halves."""
+    return arith.andi(word, constant(~SIGNS))
+
+
+def relu(word: ir.Value, dtype: ir.Type) -> ir.Value:
+    """max(x, 0) of both halves; NaN stays, without its sign."""
+    return _instruction(f"max.NaN.{_ptx_type(dtype)}x2", word, constant(0))
+
+
+def square(word: ir.Value, dtype: ir.Type) -> ir.Value:
+    """x^2 of both halves, rounded once."""
+    return _instruction(f"mul.{_ptx_type(dtype)}x2", word, word)
+
+
+def bytes_of(low: ir.Value, high: ir.Value, selectors: int | ir.Value) -> ir.Value:
+    """Four bytes of two words; a selector has four bits for each, 0 to 7."""
+    if isinstance(selectors, int):
+        selectors = constant(selectors)
+    # Of a selector with bit 3 set, the byte's sign eight times.
+    return _instruction("prmt.b32", low, high, selectors)
+
+
+def _spread_signs(word: ir.Value) -> ir.Value:
+    """All bits of a half are its sign."""
+    return bytes_of(word, word, 0xBB99)
+
+
+def _choose(mask: ir.Value, yes: ir.Value, no: ir.Value) -> ir.Value:
+    return arith.ori(arith.andi(mask, yes), arith.andi(_not(mask), no))
+
+
+def _not(word: ir.Value) -> ir.Value:
+    return arith.xori(word, constant(-1))
+
+
+def _ptx_type(dtype: ir.Type) -> str:
+    return {"bf16": "bf16", "f16": "f16"}[str(dtype)]
+
+
+def _instruction(name: str, *operands: ir.Value) -> ir.Value:
+    numbered = ", ".join(f"${i}" for i in range(len(operands) + 1))
+    constraints = ",".join(["=r"] + ["r"] * len(operands))
+    result: Any = llvm.inline_asm(
+        i32(), list(operands), f"{name} {numbered};", constraints, asm_dialect=0
+    )
+    return result
