@@ -36,6 +36,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from experiments.kernel_times import kernel_times
 from experiments.provenance import commit
 from experiments.timing import Timing, time_interleaved, time_queued
 from sparsejax.ops.backend import Backend, current_device_kind, current_platform
@@ -290,6 +291,7 @@ def main(
         | {
             "error": errors[timing.name],
             "temporaries_mib": memory[timing.name].temp_size_in_bytes / 2**20,
+            "kernel_us": _kernel_us(calls[timing.name]),
         }
         for timing in timings
     ]
@@ -299,6 +301,12 @@ def main(
             file.writelines(json.dumps(row) + "\n" for row in rows)
     _print(config, rows)
     return rows
+
+
+def _kernel_us(call: Callable[[], object]) -> dict[str, float]:
+    """Of the GPU's kernels in one step, by name, by themselves: the chip has rested, so
+    that their sum is below the time of a step among others."""
+    return {name: round(1e3 * ms, 1) for name, ms in kernel_times(call).items()}
 
 
 def _row(config: Config, timing: Timing, arguments: Sequence[str]) -> dict:

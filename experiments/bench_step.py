@@ -14,9 +14,6 @@ One H200, `llama-1b`: about two minutes, most of it compilation.
 """
 
 import json
-import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -26,6 +23,7 @@ from typing import Literal
 import jax
 import tyro
 
+from experiments.kernel_times import by_kind, kernel_times
 from experiments.provenance import commit
 from experiments.timing import Timing, time_interleaved
 from sparsejax import metrics
@@ -113,7 +111,8 @@ def main(config: Config) -> list[dict]:
         if timing.name != DENSE_STEP:
             row |= {"error": errors}
         if config.profile:
-            row["kernel_ms"] = kernel_times(partial(steps.call, timing.name))
+            by_name = kernel_times(partial(steps.call, timing.name))
+            row["kernel_ms"] = by_kind(by_name)
         rows.append(row)
         print(_line(row), flush=True)
     if config.results is not None:
@@ -206,45 +205,6 @@ def _line(row: dict) -> str:
     for kind, ms in row.get("kernel_ms", {}).items():
         text += f"\n  {ms:9.2f} ms  {kind}"
     return text
-
-
-KINDS = {
-    "2:4 GEMM or packing": ("mosaic", "sparse_matmul", "compress"),
-    "attention": ("cudnn", "sdpa", "fmha", "flash"),
-    "dense GEMM": ("gemm", "nvjet", "cublas", "cutlass", "xmma"),
-    "copy": ("memcpy", "memset"),
-}
-"""Kinds of GPU kernels, by what stands in their names; the first that fits."""
-
-
-def kernel_times(call: Callable[[], object]) -> dict[str, float]:
-    """Milliseconds that the GPU spends in each of `KINDS` during a call, and in all
-    else, under its name where it is above a hundredth."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            call()
-        (file,) = Path(folder).rglob("*.xplane.pb")
-        data = jax.profiler.ProfileData.from_file(str(file))
-    by_name: defaultdict[str, float] = defaultdict(float)
-    for plane in data.planes:
-        if not plane.name.startswith("/device:GPU"):
-            continue
-        for line in plane.lines:
-            if line.name.startswith("Stream"):
-                for event in line.events:
-                    by_name[event.name] += event.duration_ns / 1e6
-    return group_kernels(by_name)
-
-
-def group_kernels(ms_by_name: Mapping[str, float]) -> dict[str, float]:
-    """The times of kernels summed by kind, the longest first."""
-    total = sum(ms_by_name.values())
-    kinds: defaultdict[str, float] = defaultdict(float)
-    for name, ms in ms_by_name.items():
-        own = [k for k, parts in KINDS.items() if any(p in name.lower() for p in parts)]
-        rest = name if ms > total / 100 else "other kernels"
-        kinds[own[0] if own else rest] += ms
-    return dict(sorted(kinds.items(), key=lambda item: item[1], reverse=True))
 
 
 if __name__ == "__main__":

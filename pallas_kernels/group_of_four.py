@@ -38,11 +38,6 @@ class Kept:
             self.flags[3], of[3], arith.select(self.flags[2], of[2], of[1])
         )
 
-    def rest(self) -> "Kept":
-        """The other two."""
-        one = constant(1, 1)
-        return Kept(self.ranks, [arith.xori(flag, one) for flag in self.flags])
-
     def positions(self) -> ir.Value:
         """Both indices, two bits each: the group's metadata."""
         indices = [constant(i) for i in range(4)]
@@ -69,14 +64,6 @@ def magnitude_key(bits: ir.Value) -> ir.Value:
     largest."""
     magnitude = arith.andi(bits, constant(0x7FFFFFFF))
     return arith.select(is_nan(bits), constant(0x7FFFFFFF), magnitude)
-
-
-def value_key(bits: ir.Value) -> ir.Value:
-    """In the order of x; -0 equals 0, and every NaN is the same, and largest."""
-    magnitude = arith.andi(bits, constant(0x7FFFFFFF))
-    negative = arith.cmpi(arith.CmpIPredicate.slt, bits, constant(0))
-    signed = arith.select(negative, arith.subi(constant(0), magnitude), magnitude)
-    return arith.select(is_nan(bits), constant(0x7FFFFFFF), signed)
 
 
 def is_nan(bits: ir.Value) -> ir.Value:

@@ -13,6 +13,12 @@ if EIGHT_DEVICES not in os.environ.get("XLA_FLAGS", ""):
     # test_eight_devices runs them, in processes that have the devices.
     collect_ignore = ["on_eight_devices"]
 
+if jax.default_backend() == "cpu":
+    # Compiling is most of the time, and what LLVM makes faster runs for moments. In the
+    # environment for the processes that tests start.
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    jax.config.update("jax_disable_most_optimizations", True)
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # On a GPU float32 GEMMs would otherwise round their operands to TF32.
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -30,16 +36,6 @@ def compiled_programs_are_freed():
 def text(tmp_path_factory) -> str:
     """A glob of the files that the runs of a module read."""
     return write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def compiled_without_optimisations():
-    """For modules that compile much and run it once: the same results in half the
-    time."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def pytest_collection_modifyitems(items):

@@ -19,8 +19,6 @@ def test_on_eight_devices(file):
     # Not the outer run's worker: pytest-xdist names it in the environment.
     environment = {k: v for k, v in os.environ.items() if "PYTEST" not in k}
     environment |= {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    # Compiling is most of their time, and what LLVM makes faster runs for moments.
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n", "0", "--durations=5", str(file)],
         cwd=ROOT,

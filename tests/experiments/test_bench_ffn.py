@@ -13,8 +13,6 @@ from experiments.bench_ffn import Config
 from experiments.timing import time_interleaved
 from pallas_kernels import tuning
 
-pytestmark = pytest.mark.usefixtures("compiled_without_optimisations")
-
 TINY = Config(tokens=40, d_model=8, d_hidden=64, v=8, rounds=2, results=None)
 
 

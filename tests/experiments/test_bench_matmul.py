@@ -15,8 +15,6 @@ from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
 from sparsejax.ops.token_sparsity import fixed_token_order
 from sparsejax.patterns import NM
 
-pytestmark = pytest.mark.usefixtures("compiled_without_optimisations")
-
 
 @pytest.fixture
 def tuned(monkeypatch, tmp_path):

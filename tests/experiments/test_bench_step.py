@@ -11,7 +11,7 @@ from pallas_kernels import tuning
 from sparsejax import metrics, plan
 from sparsejax.presets import PRESETS
 
-pytestmark = pytest.mark.usefixtures("quick", "compiled_without_optimisations")
+pytestmark = pytest.mark.usefixtures("quick")
 
 SEQUENCE = 128
 
@@ -90,30 +90,3 @@ def test_the_sparse_step_runs_on_the_kernels_of_a_gpu_that_has_them(
     backends = [gemm.split(": ")[1] for gemm in sparse["gemms"]]
     assert backends == ["mosaic_sm90", "xla"] * 2 + ["xla"] * 2
     assert sparse["mfu_executed"] < sparse["mfu_dense_equivalent"]
-
-
-def test_kernels_are_grouped_by_what_they_compute():
-    ms = {
-        "mosaic_gpu_sparse_matmul_0": 16.0,
-        "compress": 4.0,
-        "nvjet_sm90_tst_128x256_64x4_1x2_h_bz_NNT": 32.0,
-        "sm90_xmma_gemm_bf16bf16_bf16f32_f32": 8.0,
-        "cutlass_fmha_gemm": 2.0,
-        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop": 24.0,
-        "MemcpyD2D": 1.0,
-        "loop_multiply_fusion_3": 3.0,
-        "input_reduce_fusion_1": 0.5,
-        "loop_add_fusion": 0.25,
-    }
-    assert list(bench_step.group_kernels(ms).items()) == [
-        ("dense GEMM", 40.0),
-        ("attention", 26.0),
-        ("2:4 GEMM or packing", 20.0),
-        ("loop_multiply_fusion_3", 3.0),
-        ("copy", 1.0),
-        ("other kernels", 0.75),
-    ]
-
-
-def test_without_kernels_there_is_nothing_to_group():
-    assert bench_step.group_kernels({}) == {}

@@ -197,7 +197,7 @@ def micro_comparison(text: str) -> Comparison:
 
 
 @pytest.fixture(scope="module")
-def compiled_once(compiled_without_optimisations):
+def compiled_once():
     """For all runs alike."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "Run", shared_run)

@@ -17,8 +17,6 @@ from sparsejax.patterns import NM
 from sparsejax.pruning import magnitude_mask, nm_mask
 from tests.pallas_kernels.lanes import Memory, emulated, lanes
 
-pytestmark = pytest.mark.usefixtures("compiled_without_optimisations")
-
 TOKENS = [1, 100]
 FEATURES = 128
 GARBAGE = 0xA5

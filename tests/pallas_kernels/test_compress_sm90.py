@@ -13,8 +13,6 @@ from sparsejax.packing import pack
 from sparsejax.pruning import magnitude_mask, soft_threshold
 from tests.pallas_kernels.lanes import Memory, emulated, lanes
 
-pytestmark = pytest.mark.usefixtures("compiled_without_optimisations")
-
 SHAPES = [(1, 64, 64), (2, 192, 128)]  # layers, rows, k
 
 

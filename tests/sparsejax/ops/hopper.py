@@ -54,9 +54,11 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
         # In float32: XLA on CPUs lacks the product of bfloat16 in some orders.
         a = decompress(unpack(Packed(values, metadata))).astype(jnp.float32)
         b = (b.T if b_k_major else b).astype(jnp.float32)
-        product = jnp.matmul(a, b).astype(out_dtype)
+        product = jnp.matmul(a, b)
         parts = jnp.split(product, [len(product) - rows_apart] if rows_apart else 1)
-        parts = tuple(part.T if transpose_out else part for part in parts)
+        parts = tuple(
+            (part.T if transpose_out else part).astype(out_dtype) for part in parts
+        )
         return parts if rows_apart else parts[0]
 
     def keep_features_on_gpu(y_up):

@@ -19,8 +19,6 @@ from sparsejax.ops.sparse_matmul import sparse_matmul
 from sparsejax.packing import pack
 from sparsejax.patterns import NM
 
-pytestmark = pytest.mark.usefixtures("compiled_without_optimisations")
-
 TWO_FOUR = NM(2, 4)
 ACTIVATIONS = FFNSparsity(activations=TWO_FOUR)
 ALL_SIX = FFNSparsity(
