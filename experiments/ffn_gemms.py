@@ -84,7 +84,8 @@ class Problem:
 
     def dense(self, masked: jax.Array, b: jax.Array) -> jax.Array:
         """The library's GEMM."""
-        return jnp.matmul(*self._factors(masked, b)).astype(self._out_dtype)
+        factors = self._factors(masked, b)
+        return jnp.matmul(*factors, preferred_element_type=self._out_dtype)
 
     def exact(self, rows: slice) -> jax.Array:
         """Rows of C as it is written, those of second rows of A too, in float32."""

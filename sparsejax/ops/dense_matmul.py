@@ -19,9 +19,12 @@ def dense_matmul(
 
     `out_dtype` defaults to the dtype of `lhs`.
     """
-    accumulate = jnp.promote_types(lhs.dtype, jnp.float32)
-    out = jnp.matmul(lhs, rhs, precision=precision, preferred_element_type=accumulate)
-    return out.astype(lhs.dtype if out_dtype is None else out_dtype)
+    out_dtype = jnp.dtype(lhs.dtype if out_dtype is None else out_dtype)
+    # XLA accumulates products of 16-bit floats in float32 whatever it then writes, and
+    # asked for float32 it writes that, to be read again and rounded.
+    written = jnp.promote_types(jnp.promote_types(lhs.dtype, rhs.dtype), out_dtype)
+    out = jnp.matmul(lhs, rhs, precision=precision, preferred_element_type=written)
+    return out.astype(out_dtype)
 
 
 def _reference(lhs: jax.Array, rhs: jax.Array, **kwargs) -> jax.Array:
