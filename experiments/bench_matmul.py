@@ -154,11 +154,14 @@ def _tune(problem: Problem) -> tuning.Entry:
         return times
 
     best, sparse_us = tuning.search(shape, is_correct, time_us)
+    packing = _compile({"pack": (problem.pack, (problem.source,))})
+    (pack,), _ = time_queued(packing, baseline="pack", rounds=3)
     return tuning.Entry(
         shape=shape,
         config=best,
         sparse_us=round(sparse_us, 2),
         dense_us=round(times[None], 2),
+        pack_us=round(1e3 * pack.time_ms, 2),
         jax=jax.__version__,
         date=f"{datetime.now(UTC):%Y-%m-%d}",
         commit=commit(),

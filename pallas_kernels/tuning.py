@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 from pallas_kernels.sparse_matmul_sm90 import Config, Shape, default_config, why_invalid
 
 FOLDER = Path(__file__).parent / "tuned"
 
 NEIGHBOUR = 2.0
-"""An entry also speaks for numbers of columns up to this factor away from its own."""
+"""An entry also speaks for numbers of tokens up to this factor away from its own."""
 
 LEAST_FLOPS = 2**34
 """Smaller GEMMs that nobody measured are left to the dense library: what a launch costs
@@ -33,6 +34,9 @@ class Entry:
     """Median time of the kernel alone."""
     dense_us: float
     """Of the dense library's GEMM of the same shape, interleaved in the same run."""
+    pack_us: float
+    """Of making A: of a weight once per optimiser step, of an activation at every
+    call."""
     jax: str
     date: str
     commit: str | None
@@ -70,17 +74,34 @@ def save(device_kind: str, found: Iterable[Entry]) -> None:
     entries.cache_clear()
 
 
+def tokens_axis(shape: Shape) -> Literal["m", "n", "k"]:
+    """Which size of an FFN's GEMM counts tokens: it alone changes from run to run.
+
+    A weight gradient, in float32, is summed over them; a product with a weight as its
+    sparse operand is written transposed, a row per token of B; else they are A's rows.
+    """
+    if shape.float32_out:
+        return "k"
+    return "n" if shape.transpose_out else "m"
+
+
+def tokens(shape: Shape) -> int:
+    """How many tokens an FFN's GEMM has."""
+    return getattr(shape, tokens_axis(shape))
+
+
 def nearest(device_kind: str, shape: Shape) -> Entry | None:
-    """The entry for `shape`, or for the closest number of columns of B within
-    `NEIGHBOUR`, everything else being equal."""
+    """The entry for `shape`, or for the closest number of tokens within `NEIGHBOUR`,
+    everything else being equal."""
 
     def distance(entry: Entry) -> float:
-        return abs(math.log(entry.shape.n / shape.n))
+        return abs(math.log(tokens(entry.shape) / tokens(shape)))
 
+    same_tokens = {tokens_axis(shape): tokens(shape)}
     alike = [
         entry
         for entry in entries(device_kind).values()
-        if dataclasses.replace(entry.shape, n=shape.n) == shape
+        if dataclasses.replace(entry.shape, **same_tokens) == shape
     ]
     best = min(alike, key=distance, default=None)
     if best is None or distance(best) > math.log(NEIGHBOUR):
@@ -102,7 +123,7 @@ def why_slower(device_kind: str, shape: Shape) -> str | None:
     if entry is not None and entry.sparse_us >= entry.dense_us:
         return (
             f"measured slower: {entry.sparse_us:.1f} us, dense {entry.dense_us:.1f} "
-            f"us, at {entry.shape.n} columns"
+            f"us, at {tokens(entry.shape)} tokens"
         )
     if entry is None and 2 * shape.m * shape.n * shape.k < LEAST_FLOPS:
         sizes = (shape.m, shape.n, shape.k)

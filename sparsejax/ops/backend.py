@@ -84,8 +84,9 @@ class Decision:
     """FLOPs executed / FLOPs of the dense GEMM (rows that pad to V not counted)."""
     reason: str
     measured_us: Mapping[str, float] | None = None
-    """Times by backend, "dense" included: measured for this GEMM, or for the nearest
-    number of tokens and taken in proportion. None where nothing near was measured."""
+    """Times by backend, "dense" included, and of "packing" the sparse operand: measured
+    for this GEMM, or for the nearest number of tokens and taken in proportion. None
+    where nothing near was measured."""
 
 
 def current_platform() -> str:

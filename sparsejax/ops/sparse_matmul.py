@@ -292,14 +292,16 @@ def _why_slower_on_sm90(spec: GemmSpec) -> str | None:
 def _measured_on_sm90(spec: GemmSpec) -> dict[str, float] | None:
     from pallas_kernels import tuning
 
-    entry = tuning.nearest(spec.device_kind, _shape_on_sm90(spec))
+    shape = _shape_on_sm90(spec)
+    entry = tuning.nearest(spec.device_kind, shape)
     if entry is None:
         return None
-    # An entry for another number of columns speaks for this one in proportion.
-    share = _shape_on_sm90(spec).n / entry.shape.n
+    # An entry for another number of tokens speaks for this one in proportion.
+    share = tuning.tokens(shape) / tuning.tokens(entry.shape)
     return {
         "mosaic_sm90": entry.sparse_us * share,
         "dense": entry.dense_us * share,
+        "packing": entry.pack_us * (1 if _is_weight(spec) else share),
     }
 
 

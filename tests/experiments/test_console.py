@@ -118,8 +118,8 @@ MASKED = "xla: dense GEMM over the masked weight; skips nothing (100%)"
 @pytest.mark.parametrize(
     ("sparse_us", "path"),
     [
-        (54.5, f"{ON_TENSOR_CORES}; measured 109 us, dense 164 us"),
-        (91.0, f"{MASKED}; measured mosaic_sm90 182 us, dense 164 us"),
+        (54.5, f"{ON_TENSOR_CORES}; measured 109 us, dense 164 us, packing 10 us"),
+        (91.0, f"{MASKED}; measured mosaic_sm90 182 us, dense 164 us, packing 10 us"),
         (None, ON_TENSOR_CORES),
     ],
     ids=["faster", "slower", "not measured"],
@@ -133,6 +133,7 @@ def test_the_times_behind_a_choice_are_said(sparse_us, path, capsys, monkeypatch
             config=default_config(shape),
             sparse_us=sparse_us,
             dense_us=82.1,
+            pack_us=10.0,
             jax="0",
             date="2000-01-01",
             commit="0",

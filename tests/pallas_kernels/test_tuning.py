@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import tuning
@@ -27,6 +28,7 @@ def entry(shape: Shape, sparse_us: float = 1.0, **config) -> Entry:
         config=replace(default_config(shape), **config),
         sparse_us=sparse_us,
         dense_us=2.0,
+        pack_us=10.0,
         jax="0.11.2",
         date="2026-01-01",
         commit=None,
@@ -45,8 +47,11 @@ def test_every_shipped_config_lowers(file):
         shape, config = Shape(**row["shape"]), Config(**row["config"])
         assert why_invalid(config, shape) is None
         assert row["sparse_us"] > 0 < row["dense_us"] and row["date"] and row["jax"]
-        if (config, shape.k) not in lowered:
-            lowered.add((config, shape.k))
+        assert row["pack_us"] > 0
+        # Whatever the number of tokens.
+        tokens = {tuning.tokens_axis(shape): 1024}
+        if (alike := (config, replace(shape, **tokens))) not in lowered:
+            lowered.add(alike)
             assert "mosaic_gpu" in lowered_text(shape, config)
 
 
@@ -58,6 +63,7 @@ def lowered_text(shape: Shape, config: Config) -> str:
         sparse_matmul,
         b_k_major=shape.b_k_major,
         transpose_out=shape.transpose_out,
+        out_dtype=jnp.float32 if shape.float32_out else None,
         config=config,
     )
     traced = jax.jit(run).trace(
@@ -96,6 +102,25 @@ def test_an_entry_speaks_for_its_neighbours_alone():
     assert tuning.nearest(GPU, replace(SHAPE, k=192)) is None
     assert tuning.config_for(GPU, replace(SHAPE, n=501)).width == 3
     assert tuning.config_for(GPU, replace(SHAPE, k=192)) == default_config(SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [
+        (SHAPE, "n"),
+        (replace(SHAPE, n=128, transpose_out=False), "m"),
+        (replace(SHAPE, n=128, b_k_major=False, float32_out=True), "k"),
+    ],
+    ids=["weight", "activation", "weight gradient"],
+)
+def test_neighbours_differ_in_their_tokens_alone(shape, axis):
+    tuning.save(GPU, [entry(shape)])
+    assert tuning.tokens_axis(shape) == axis
+    for size in ("m", "n", "k"):
+        doubled = replace(shape, **{size: 2 * getattr(shape, size)})
+        found = tuning.nearest(GPU, doubled)
+        assert found == (entry(shape) if size == axis else None)
+        assert tuning.tokens(doubled) == tuning.tokens(shape) * (1 + (size == axis))
 
 
 def test_a_config_that_does_not_fit_a_neighbour_is_not_taken_there():

@@ -112,6 +112,7 @@ def entry(shape: Shape, sparse_us: float, dense_us: float) -> tuning.Entry:
         config=default_config(shape),
         sparse_us=sparse_us,
         dense_us=dense_us,
+        pack_us=10.0,
         jax="0",
         date="2000-01-01",
         commit="0",
@@ -129,11 +130,12 @@ def test_it_is_never_chosen_where_it_lost(monkeypatch, faster):
     assert decision.measured_us == {
         "mosaic_sm90": 2 * known.sparse_us,
         "dense": 2 * known.dense_us,
+        "packing": known.pack_us,
     }
     if not faster:
         assert "measured slower: 120.0 us, dense 100.0 us" in decision.reason
     assert spec().explain("mosaic_sm90")[0].backend == "mosaic_sm90"
-    # Four times the columns are too far from what was measured.
+    # Four times the tokens are too far from what was measured.
     assert spec(tokens=4 * 2048 + 1).explain()[0].measured_us is None
 
 

@@ -78,6 +78,7 @@ def entry(shape: Shape, *, faster: bool) -> tuning.Entry:
         config=default_config(shape),
         sparse_us=100.0,
         dense_us=150.0 if faster else 90.0,
+        pack_us=10.0,
         jax="0",
         date="2000-01-01",
         commit="0",
