@@ -77,7 +77,7 @@ def announce(config: TrainConfig, *, predicted: bool = False) -> None:
     STDOUT.print(_flops_table(config))
     STDOUT.print(_phase_table(config, planned))
     for sparsity in sparsities:
-        _say_paths(sparsity, decisions[sparsity])
+        _say_paths(sparsity, decisions[sparsity], config.micro_batches)
     if predicted:
         STDOUT.print(_memory_table(config, mesh, tokens_per_device, sparsities))
         if mesh.devices > 1:
@@ -179,7 +179,9 @@ def _describe_gradients(sparsity: FFNSparsity) -> str:
     )
 
 
-def _say_paths(sparsity: FFNSparsity, decisions: tuple[Decision, ...]) -> None:
+def _say_paths(
+    sparsity: FFNSparsity, decisions: tuple[Decision, ...], micro_batches: int
+) -> None:
     executed = statistics.fmean(decision.executed_share for decision in decisions)
     say(f"FFN, {_kind(sparsity)} phase: {executed:.0%} of the dense FLOPs executed")
     for decision in decisions:
@@ -189,12 +191,39 @@ def _say_paths(sparsity: FFNSparsity, decisions: tuple[Decision, ...]) -> None:
         )
     if any(decision.measured_us is not None for decision in decisions):
         say("  measured: each GEMM alone, at the nearest tokens timed, in proportion")
+        _say_expected(decisions, micro_batches)
     for reason in dict.fromkeys(f"{d.backend}: {d.reason}" for d in decisions):
         say(f"  why: {reason}")
     if not sparsity.is_dense and executed == 1.0:
         say(
             "  this device has no sparse path for these patterns: quality is that of "
             "the sparse phase, speed a little below dense"
+        )
+
+
+def _say_expected(decisions: tuple[Decision, ...], micro_batches: int) -> None:
+    """Whether the sparse GEMMs that were measured are faster, with their packing."""
+    sparse_us = dense_us = 0.0
+    for decision in decisions:
+        times = decision.measured_us
+        if times is None or decision.backend not in times:
+            continue
+        # A weight is packed once per step, an activation in every micro-batch.
+        of_weight = decision.spec.sparse_operand == "rhs"
+        of_weight = of_weight and not decision.spec.over_tokens
+        packing = times["packing"] / (micro_batches if of_weight else 1)
+        sparse_us += times[decision.backend] + packing
+        dense_us += times["dense"]
+    if not dense_us:
+        return
+    say(
+        f"  the sparse ones with packing: {sparse_us:,.0f} us a layer and micro-batch, "
+        f"dense {dense_us:,.0f} us ({dense_us / sparse_us:.2f} times as fast)"
+    )
+    if sparse_us >= dense_us:
+        say(
+            "  slower than dense at this size: take more tokens per micro-batch, more "
+            "micro-batches per step, or --recipe dense"
         )
 
 

@@ -115,6 +115,37 @@ ON_TENSOR_CORES = "mosaic_sm90: 2:4 weight on the sparse tensor cores (50%)"
 MASKED = "xla: dense GEMM over the masked weight; skips nothing (100%)"
 
 
+def test_a_sparse_phase_that_packing_makes_slower_than_dense_is_told(
+    capsys, monkeypatch
+):
+    def shown(micro_batches: int) -> str:
+        batch = f"--batch-size {micro_batches} --micro-batches {micro_batches}"
+        one_device = "--preset llama-1b --recipe weights --mesh.data 1 --dry-run"
+        assert pretrain.run(f"{batch} {one_device}".split()) == 0
+        return capsys.readouterr().out
+
+    shape = Shape(m=8448, n=4096, k=2048)
+    known = tuning.Entry(
+        shape=shape,
+        config=default_config(shape),
+        sparse_us=50.0,
+        dense_us=100.0,
+        pack_us=60.0,
+        jax="0",
+        date="2000-01-01",
+        commit="0",
+    )
+    monkeypatch.setattr(tuning, "entries", lambda kind: {shape: known})
+    hopper.pretend(monkeypatch)
+    monkeypatch.setattr(metrics, "current_device_kind", lambda: "NVIDIA H200")
+    once = shown(1)
+    assert "packing: 220 us a layer and micro-batch, dense 200 us (0.91" in once
+    assert "slower than dense at this size: take more tokens" in once
+    twice = shown(2)
+    assert "packing: 160 us a layer and micro-batch, dense 200 us (1.25" in twice
+    assert "slower than dense" not in twice
+
+
 @pytest.mark.parametrize(
     ("sparse_us", "path"),
     [
@@ -152,6 +183,10 @@ def test_the_times_behind_a_choice_are_said(sparse_us, path, capsys, monkeypatch
         f"  1  Y1 = X W1       {path}",
     ]
     assert ("measured: each GEMM alone" in shown) == (sparse_us is not None)
+    # GEMMs 1 and 3, each with a packing; what lost is not run, and not counted.
+    together = "the sparse ones with packing: 238 us a layer and micro-batch, dense 328"
+    assert (together in shown) == (sparse_us == 54.5)
+    assert "slower than dense at this size" not in shown
 
 
 def test_a_mesh_left_open_is_planned_on_at_least_one_replica(capsys):
