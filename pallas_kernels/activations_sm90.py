@@ -237,12 +237,13 @@ def _kept_nonzeros(
 
 def _bytes_of_nibbles(counts: ir.Value) -> ir.Value:
     """Four counts of up to 8 in each half, added: four bytes."""
-    sums = []
-    for shift in (0, 4):
-        nibbles = arith.shrui(counts, constant(shift)) if shift else counts
-        apart = arith.andi(nibbles, constant(0x0F0F0F0F))
-        sums.append(arith.addi(apart, arith.shrui(apart, constant(16))))
-    return two.bytes_of(*sums, 0x5140)
+    even, odd = (
+        arith.andi(nibbles, constant(0x0F0F0F0F))
+        for nibbles in (counts, arith.shrui(counts, constant(4)))
+    )
+    even = arith.addi(even, arith.shrui(even, constant(16)))
+    odd = arith.addi(odd, arith.shrui(odd, constant(16)))
+    return two.bytes_of(even, odd, 0x5140)
 
 
 def _backward(token_block, feature_block, da, values, metadata, dy, *, tokens: int):

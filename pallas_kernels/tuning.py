@@ -87,7 +87,18 @@ def tokens_axis(shape: Shape) -> Literal["m", "n", "k"]:
 
 def tokens(shape: Shape) -> int:
     """How many tokens an FFN's GEMM has."""
-    return getattr(shape, tokens_axis(shape))
+    return {"m": shape.m, "n": shape.n, "k": shape.k}[tokens_axis(shape)]
+
+
+def with_tokens(shape: Shape, count: int) -> Shape:
+    """The GEMM with another number of tokens."""
+    match tokens_axis(shape):
+        case "m":
+            return replace(shape, m=count)
+        case "n":
+            return replace(shape, n=count)
+        case "k":
+            return replace(shape, k=count)
 
 
 def nearest(device_kind: str, shape: Shape) -> Entry | None:
@@ -97,11 +108,10 @@ def nearest(device_kind: str, shape: Shape) -> Entry | None:
     def distance(entry: Entry) -> float:
         return abs(math.log(tokens(entry.shape) / tokens(shape)))
 
-    same_tokens = {tokens_axis(shape): tokens(shape)}
     alike = [
         entry
         for entry in entries(device_kind).values()
-        if dataclasses.replace(entry.shape, **same_tokens) == shape
+        if with_tokens(entry.shape, tokens(shape)) == shape
     ]
     best = min(alike, key=distance, default=None)
     if best is None or distance(best) > math.log(NEIGHBOUR):
