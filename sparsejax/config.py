@@ -83,9 +83,10 @@ class ModelConfig:
     kv_heads: Count = 2
     """Key and value heads; fewer than `heads` is grouped-query attention."""
     d_hidden: Count = 512
-    """F, neurons per FFN (for "swiglu": per branch)."""
-    activation: Literal["relu2", "swiglu"] = "relu2"
-    """The FFN: W2 relu(W1 x)^2, or Wd (silu(Wg x) * Wu x)."""
+    """F, neurons per FFN (of a gated one: per branch)."""
+    activation: Literal["relu2", "swiglu", "reglu2"] = "relu2"
+    """The FFN: W2 relu(W1 x)^2, or gated Wd (s(Wg x) * Wu x) with s silu ("swiglu") or
+    relu^2 ("reglu2")."""
     tie_embeddings: bool = False
     rope_base: Positive = 10_000.0
     norm_epsilon: Positive = 1e-6
@@ -98,6 +99,11 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         return self.d_model // self.heads
+
+    @property
+    def gated(self) -> bool:
+        """Whether the FFN has a third weight, Wg."""
+        return self.activation != "relu2"
 
     def __post_init__(self) -> None:
         check_intervals(self, "model.")
@@ -337,7 +343,13 @@ class TrainConfig:
             raise ValueError(
                 f"recipe={self.recipe!r} makes activations sparse, which "
                 f"model.activation='swiglu' cannot be (silu is nowhere zero); use "
-                f"--recipe weights or --model.activation relu2"
+                f"--recipe weights or --model.activation reglu2 or relu2"
+            )
+        if self.model.gated and self.recipe == "paper":
+            raise ValueError(
+                f"recipe='paper' routes tokens to experts, which an FFN with "
+                f"model.activation={self.model.activation!r} does not have; use "
+                f"--recipe default or --model.activation relu2"
             )
         if self.keep_every % (self.checkpoint_every or 1) or (
             self.keep_every and not self.checkpoint_every

@@ -21,7 +21,7 @@ from sparsejax.ops.ffn import ffn
 from sparsejax.ops.ffn_layout import FFNLayout
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity, check_divisible
 from sparsejax.ops.ffn_weights import PackedFFN, pack_ffn
-from sparsejax.ops.gated_ffn import gated_ffn
+from sparsejax.ops.gated_ffn import GatedActivation, check_gated, gated_ffn
 from sparsejax.pruning import soft_threshold_scale
 from sparsejax.router import (
     balanced_clusters,
@@ -31,7 +31,7 @@ from sparsejax.router import (
 )
 from sparsejax.sharding import BATCH, constrain
 
-Activation = Literal["relu2", "swiglu"]
+Activation = Literal["relu2"] | GatedActivation
 
 
 class SoftThresholdScale(nnx.Variable[jax.Array]):
@@ -200,6 +200,7 @@ class SparseFFN(nnx.Module):
 
     relu2: relu(X W1)^2 W2, W1 = `w_up` (d_model, d_hidden), W2 = `w_down`.
     swiglu: (silu(X Wg) * X Wu) Wd, weights may be sparse, activations not.
+    reglu2: (relu(X Wg)^2 * X Wu) Wd, both may be, without a router.
 
     State that is not trained: `scales`, beta per sparse weight in the order (gate,) up,
     down; `centres` (experts, d_model), where the activation pattern is V:N:M; `packed`,
@@ -238,7 +239,7 @@ class SparseFFN(nnx.Module):
         )
         self.w_gate = nnx.data(
             nnx.Param(fan_in_normal(rngs.params(), (d_model, d_hidden)))
-            if activation == "swiglu"
+            if activation != "relu2"
             else None
         )
         self.scales = SoftThresholdScale(self._scales())
@@ -272,15 +273,18 @@ class SparseFFN(nnx.Module):
             )
         tokens = x.reshape(-1, self.d_model).astype(self.dtype)
         packed = None if self.packed is None else self.packed.get_value()
-        if self.w_gate is not None:
+        if self.activation != "relu2":
+            assert self.w_gate is not None
             out = gated_ffn(
                 tokens,
                 self.w_gate[...],
                 self.w_up[...],
                 self.w_down[...],
+                activation=self.activation,
                 sparsity=self.sparsity,
                 packed=packed,
                 scales=self.scales[...],
+                key=key,
                 layout=self.layout,
                 backend=self.backend,
             )
@@ -335,17 +339,11 @@ class SparseFFN(nnx.Module):
         its centres, set it on `nnx.clone(model)`.
 
         Raises:
-          ValueError: groups or experts do not divide the widths, or activations are to
-            be sparse in a SwiGLU FFN.
+          ValueError: groups or experts do not divide the widths, or a gated FFN cannot
+            have these activations.
         """
-        if self.activation == "swiglu":
-            for name in ("activations", "token_sparsity"):
-                if getattr(sparsity, name) is not None:
-                    raise ValueError(
-                        f"{name}={getattr(sparsity, name)} in a SwiGLU FFN: silu "
-                        f"leaves no zeros, so only weights can be sparse; set "
-                        f"{name}=None or activation='relu2'"
-                    )
+        if self.activation != "relu2":
+            check_gated(self.activation, sparsity)
         check_divisible(self.d_model, self.d_hidden, sparsity)
         experts = sparsity.experts
         if experts is None:

@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
 from sparsejax.ops.gated_ffn import GatedFFNSpec
 from sparsejax.patterns import NM
 from sparsejax.plan import flops_per_token
-from sparsejax.pruning import flip_rate, magnitude_mask, nm_mask, soft_threshold
+from sparsejax.pruning import flip_rate, magnitude_mask, soft_threshold
 from sparsejax.router import true_mass
 
 ONE_DEVICE = MeshConfig(data=1)
@@ -72,7 +73,9 @@ def ffn_decisions(
 ) -> tuple[Decision, ...]:
     """What runs each FFN GEMM of this model on one device of the mesh, and why, for
     `tokens` tokens on all of it."""
-    kind = GatedFFNSpec if config.activation == "swiglu" else FFNSpec
+    kind = FFNSpec
+    if config.activation != "relu2":
+        kind = partial(GatedFFNSpec, activation=config.activation)
     spec = kind(
         tokens=tokens,
         d_model=config.d_model,
@@ -121,10 +124,13 @@ def ffn_statistics(
     w_read: Float[Array, "d_model d_hidden"],
     sparsity: FFNSparsity,
     expert_index: Int[Array, "tokens experts_per_token"] | None,
+    *,
+    w_gate: Float[Array, "d_model d_hidden"] | None = None,
 ) -> dict[str, Array]:
-    """The health of one squared-ReLU FFN on the tokens x.
+    """The health of one FFN with a squared ReLU on the tokens x.
 
-    Mass is A^2, A = relu(Y1)^2. All shares are means over tokens that have any mass.
+    Mass is A^2, A = relu(Y1)^2, or relu(G)^2 U of a gated one. All shares are means
+    over tokens that have any mass.
       natural_density: non-zeros of A before any mask, a share of tokens x neurons.
       density: the same after router and 2:4.
       two_four_mass: mass inside the router's experts (all neurons without a router)
@@ -134,12 +140,18 @@ def ffn_statistics(
         inside the best g experts; random_mass, g / E; tokens_per_expert (E,).
 
     Args:
-      w_read: W1 as GEMM 1 reads it: S(W1) where it is sparse.
+      w_read: W1 (gated: Wu) as GEMM 1 reads it: S(W) where it is sparse.
       expert_index: None without a router, or with "true_mass", which needs none.
+      w_gate: Wg of a gated FFN, likewise.
     """
-    y_up = jnp.matmul(x, w_read.astype(x.dtype), preferred_element_type=jnp.float32)
-    active = y_up > 0
-    mass = jax.nn.relu(y_up) ** 4
+    multiply = partial(jnp.matmul, x, preferred_element_type=jnp.float32)
+    y_up = multiply(w_read.astype(x.dtype))
+    if w_gate is None:
+        a = jax.nn.relu(y_up) ** 2
+    else:
+        a = jax.nn.relu(multiply(w_gate.astype(x.dtype))) ** 2 * y_up
+    active = a != 0
+    mass = a**2
     total = mass.sum(axis=1)
     inside = jnp.ones_like(active)
     report: dict[str, Array] = {}
@@ -155,7 +167,7 @@ def ffn_statistics(
             "random_mass": jnp.float32(chosen / experts),
             "tokens_per_expert": jnp.bincount(expert_index.reshape(-1), length=experts),
         }
-    kept = inside & nm_mask(y_up, NM(2, 4))
+    kept = inside & magnitude_mask(a, NM(2, 4))
     used = active if sparsity.activations is None else active & kept
     mass_inside = jnp.where(inside, mass, 0).sum(1)
     return report | {
@@ -182,7 +194,7 @@ def model_statistics(
 ) -> dict[str, Array]:
     """`ffn_statistics` of every layer, each value (layers, ...), and beta.
 
-    A gated FFN has no squared ReLU: only beta (gate, up, down) is reported.
+    A SwiGLU FFN has no squared ReLU: only beta (gate, up, down) is reported.
     """
     ffn = model.blocks.ffn
     report: dict[str, Array] = {"beta": ffn.scales[...]}
@@ -196,10 +208,20 @@ def model_statistics(
         state, x = layer
         ffn: SparseFFN = nnx.merge(graph, state)
         x = x.reshape(-1, x.shape[-1])
-        w = ffn.w_up[...]
+        into_hidden = [ffn.w_up] if ffn.w_gate is None else [ffn.w_gate, ffn.w_up]
+        *gate, w_up = (w[...] for w in into_hidden)
         if ffn.sparsity.weights:
-            w = ffn.scales[...][0] * soft_threshold(w, axis=0)
-        return ffn_statistics(x, w, ffn.sparsity, ffn.route(x, tokens))
+            *gate, w_up = (
+                ffn.scales[...][i] * soft_threshold(w, axis=0)
+                for i, w in enumerate((*gate, w_up))
+            )
+        return ffn_statistics(
+            x,
+            w_up,
+            ffn.sparsity,
+            ffn.route(x, tokens),
+            w_gate=gate[0] if gate else None,
+        )
 
     return report | jax.lax.map(of_layer, (stacked, inputs))
 

@@ -16,10 +16,8 @@ from sparsejax.patterns import NM
 
 ONE_DEVICE = MeshConfig(data=1)
 
-GEMM_NUMBERS = {
-    "relu2": (1, 2, 3, 4, 5, 6),
-    "swiglu": (1, 1, 2, 3, 4, 4, 5, 5, 6),
-}
+_GATED = (1, 1, 2, 3, 4, 4, 5, 5, 6)
+GEMM_NUMBERS = {"relu2": (1, 2, 3, 4, 5, 6), "swiglu": _GATED, "reglu2": _GATED}
 """The FFN's GEMMs, each 2 tokens d_model d_hidden FLOPs, by the row of `ffn_spec`'s
 table that they stand in: the gate doubles rows 1, 4 and 5."""
 
@@ -44,7 +42,7 @@ def parameter_count(config: ModelConfig) -> ParameterCount:
     """The number of trained parameters of `model.Transformer(config)`."""
     d, layers = config.d_model, config.layers
     kv_width = config.kv_heads * config.head_dim
-    matrices = 3 if config.activation == "swiglu" else 2
+    matrices = 3 if config.gated else 2
     vocabulary = config.vocab_size * d
     return ParameterCount(
         embedding=vocabulary,
@@ -204,19 +202,19 @@ def memory_bytes(
     attention (scores are never stored):
       remat "none": x, two normed inputs, query, key, value, attention's result, the
         residual between the branches, and the FFN's hidden values (relu2: relu(Y1),
-        of a token's experts only if routed and mask_reuse; swiglu: gate and up).
+        of a token's experts only if routed and mask_reuse; gated: gate and up).
       remat "full": x; and one layer's "none" while it is recomputed.
       remat "dots": x and the outputs of the plain GEMMs: query, key, value, attention's
-        projection, and the FFN's hidden values of all neurons in float32, as they were
-        accumulated; and one layer's "none". A GEMM that a kernel of ours runs is
-        recomputed instead: for a sparse FFN this is an upper bound.
+        projection, and the FFN's hidden values of all neurons; and one layer's "none".
+        A GEMM that a kernel of ours runs is recomputed instead: for a sparse FFN this
+        is an upper bound.
     The embedding's rows and what the head reads are one x each.
 
     Args:
       tokens_per_device: of one micro-batch, on one of data x fsdp parts.
       mesh: `data` is not read, for replicas hold the same.
     """
-    d, branches = config.d_model, 2 if config.activation == "swiglu" else 1
+    d, branches = config.d_model, 2 if config.gated else 1
     element, tensor = _element(config), mesh.tensor
     parameters = parameter_count(config)
     matrices = (parameters.total - parameters.norms) // (mesh.fsdp * tensor)
@@ -230,7 +228,7 @@ def memory_bytes(
     per_layer, recomputed = {
         "none": (everything, 0),
         "full": (element * d, everything),
-        "dots": (element * (2 * d + qkv) + 4 * hidden, everything),
+        "dots": (element * (2 * d + qkv + hidden), everything),
     }[config.remat]
     saved = config.layers * per_layer + recomputed + 2 * d * element
     packed = 0
@@ -291,7 +289,7 @@ def gathered_bytes(config: ModelConfig, sparsity: FFNSparsity = DENSE) -> Gather
     read = dense
     if sparsity.weights is not None:
         read = config.d_model * config.d_hidden // 2 * (4 * element + 1) // 4
-    into_hidden = 2 if config.activation == "swiglu" else 1
+    into_hidden = 2 if config.gated else 1
     recomputes = config.remat != "none" and sparsity.weights is not None
     return GatheredBytes(
         attention=element * parameters.attention // layers,

@@ -13,11 +13,8 @@ from sparsejax.ops.ffn_spec import FFNSparsity
 from sparsejax.ops.ffn_weights import FFNWeights, multiply, multiply_by_weight
 from sparsejax.ops.packed_activations import Activations, token_groups
 from sparsejax.ops.sparse_matmul import multiply_packed, sparse_matmul
-from sparsejax.ops.token_sparsity import (
-    densest_features,
-    fixed_token_order,
-    sparsify_tokens,
-)
+from sparsejax.ops.token_sparsity import fixed_token_order
+from sparsejax.ops.weight_gradients import weight_gradients
 from sparsejax.packing import unpack
 from sparsejax.patterns import NM
 from sparsejax.pruning import magnitude_mask, nm_mask
@@ -77,8 +74,8 @@ def backward(
         selected = jnp.where(mask, dy_up, 0)
     # (T, d) = (T, F) @ (F, d)
     dx = multiply(backends[3], selected, w.up.T)
-    dw_up, dw_down = weight_gradients(
-        sparsity, backends, x, dy_up, hidden * hidden, dy, key
+    (dw_up,), dw_down = weight_gradients(
+        sparsity, backends[4:], x, [dy_up], hidden * hidden, dy, key
     )
     return dx, dw_up, dw_down
 
@@ -98,16 +95,11 @@ def _backward_packed(
     # (T, d) = (T, F) @ (F, d), W1 as it is stored
     dx = multiply_packed(dy_up, w.up, b_k_major=True, transpose_out=False)
     if "mosaic_sm90" not in backends[4:]:
-        dw = weight_gradients(
-            sparsity,
-            backends,
-            x,
-            decompress(unpack(dy_up)),
-            decompress(unpack(kept.a)),
-            dy,
-            key,
+        dense_dy_up, a = (decompress(unpack(packed)) for packed in (dy_up, kept.a))
+        (dw_up,), dw_down = weight_gradients(
+            sparsity, backends[4:], x, [dense_dy_up], a, dy, key
         )
-        return dx, *dw
+        return dx, dw_up, dw_down
     tokens = x.shape[0]
     order = np.arange(tokens)
     if sparsity.permute_tokens:
@@ -115,37 +107,3 @@ def _backward_packed(
     groups = token_groups(order, kept.nonzeros, sparsity.dense_features)
     dw_up = packed_activations.gradient_of_up(groups, x, dy_up)
     return dx, dw_up, packed_activations.gradient_of_down(groups, kept.a, dy)
-
-
-def weight_gradients(
-    sparsity: FFNSparsity,
-    backends: tuple,
-    x: jax.Array,
-    dy_up: jax.Array,
-    a: jax.Array,
-    dy: jax.Array,
-    key: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """GEMMs 5 and 6 over all tokens, 2:4 along the tokens where asked."""
-    if sparsity.token_sparsity is not None:
-        tokens = x.shape[0]
-        order = np.arange(tokens)
-        if sparsity.permute_tokens:
-            order = fixed_token_order(tokens)
-        dense = densest_features(jnp.sum(a != 0, axis=0), sparsity.dense_features)
-        x, dy_up, a, dy = (_by_fours(m[order]) for m in (x, dy_up, a, dy))
-        key_up, key_down = (None, None) if key is None else jax.random.split(key)
-        method = sparsity.token_sparsity
-        dy_up = sparsify_tokens(dy_up, dense[None], method, key_up)
-        a = sparsify_tokens(a, dense[None], method, key_down)
-    accumulate = jnp.promote_types(x.dtype, jnp.float32)
-    # (d, F) = (d, T) @ (T, F)
-    dw_up = multiply(backends[4], x.T, dy_up, out_dtype=accumulate)
-    # (F, d) = (F, T) @ (T, d)
-    dw_down = multiply(backends[5], a.T, dy, out_dtype=accumulate)
-    return dw_up, dw_down
-
-
-def _by_fours(x: jax.Array) -> jax.Array:
-    """Zero rows appended up to a whole number of groups of four."""
-    return jnp.pad(x, ((0, -x.shape[0] % 4), (0, 0)))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsejax.formats import Compressed, decompress
-from sparsejax.ops.ffn_all_neurons import keep_once, weight_gradients
+from sparsejax.ops.ffn_all_neurons import keep_once
 from sparsejax.ops.ffn_layout import FFNLayout, gather_experts, own_experts
 from sparsejax.ops.ffn_spec import FFNSparsity
 from sparsejax.ops.ffn_weights import FFNWeights, multiply_by_weight
@@ -21,6 +21,7 @@ from sparsejax.ops.token_sparsity import (
     fixed_token_order,
     sparsify_tokens,
 )
+from sparsejax.ops.weight_gradients import weight_gradients
 from sparsejax.packing import Packed
 from sparsejax.patterns import NM, VNM
 from sparsejax.pruning import magnitude_mask, nm_mask
@@ -123,7 +124,9 @@ def backward(
     else:
         dy_up = _all_neurons(dy_up_rows, routed)
         hidden = _all_neurons(hidden_rows, routed)
-    dw_up, dw_down = weight_gradients(sparsity, backends, x, dy_up, hidden**2, dy, key)
+    (dw_up,), dw_down = weight_gradients(
+        sparsity, backends[4:], x, [dy_up], hidden**2, dy, key
+    )
     return dx, dw_up, dw_down
 
 

@@ -1,19 +1,24 @@
-"""The gated feed-forward network (SwiGLU) with 2:4 weights: nine GEMMs.
+"""The gated feed-forward network: nine GEMMs.
 
-    1a G = X Wg     1b U = X Wu     2  Y = A Wd     with A = silu(G) * U
+    1a G = X Wg     1b U = X Wu     2  Y = A Wd     with A = s(G) * U
     3  dA = dY Wd^T
-    4a dX += dG Wg^T    4b dX += dU Wu^T    with dG = dA * U * silu'(G), dU = dA silu(G)
+    4a dX += dG Wg^T    4b dX += dU Wu^T    with dG = dA * U * s'(G), dU = dA s(G)
     5a dWg = X^T dG     5b dWu = X^T dU     6  dWd = A^T dY
 
-As in the squared-ReLU FFN, GEMMs 1 and 3 read S(W), GEMMs 2 and 4 the dense weight.
-SiLU gives no zeros, so there is no activation sparsity.
+"swiglu" has s = silu, "reglu2" s = relu^2. As in the squared-ReLU FFN, GEMMs 1 and 3
+may read S(W), GEMMs 2 and 4 the dense weight. relu^2 leaves zeros, and dG and dU are
+zero where A is, so that GEMMs 2, 4, 5 and 6 may have 2:4 activations; SiLU leaves none.
 """
 
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Key
 
 from sparsejax.ops.backend import (
     Backend,
@@ -27,23 +32,32 @@ from sparsejax.ops.ffn_layout import (
     gather_packed,
     gather_weight,
     on_mesh,
+    own_key,
     packed_specs,
     sum_over_neurons,
     sum_over_tokens,
     token_spec,
     weight_spec,
 )
-from sparsejax.ops.ffn_spec import DENSE, FFNCall, FFNSparsity
+from sparsejax.ops.ffn_spec import DENSE, FFNCall, FFNSparsity, dense_feature_count
 from sparsejax.ops.ffn_weights import (
     PackedFFN,
     multiply,
     multiply_by_weight,
     pack_ffn,
 )
+from sparsejax.ops.weight_gradients import weight_gradients
+from sparsejax.patterns import TWO_FOUR, Pattern
+from sparsejax.pruning import magnitude_mask
+
+GatedActivation = Literal["swiglu", "reglu2"]
 
 
+@dataclass(frozen=True, kw_only=True)
 class GatedFFNSpec(FFNCall):
     """The static facts of one gated FFN call."""
+
+    activation: GatedActivation = "swiglu"
 
     @classmethod
     def of(
@@ -54,6 +68,7 @@ class GatedFFNSpec(FFNCall):
         w_down: Float[Array, "d_hidden d_model"],
         sparsity: FFNSparsity,
         *,
+        activation: GatedActivation = "swiglu",
         token_shards: int = 1,
         hidden_shards: int = 1,
     ) -> "GatedFFNSpec":
@@ -77,6 +92,7 @@ class GatedFFNSpec(FFNCall):
             d_hidden=d_hidden,
             dtype=str(x.dtype),
             sparsity=sparsity,
+            activation=activation,
             device=current_platform(),
             device_kind=current_device_kind(),
             token_shards=token_shards,
@@ -84,21 +100,24 @@ class GatedFFNSpec(FFNCall):
         )
 
     def __post_init__(self) -> None:
-        if self.sparsity.activations or self.sparsity.token_sparsity:
-            raise ValueError(
-                f"a gated FFN has no sparse activations (silu is nowhere zero), got "
-                f"activations={self.sparsity.activations}, "
-                f"token_sparsity={self.sparsity.token_sparsity!r}; use weights=NM(2, 4)"
-                f" alone, or the squared-ReLU FFN"
-            )
+        check_gated(self.activation, self.sparsity)
         super().__post_init__()
 
     def gemms(self) -> tuple[GemmSpec, ...]:
         """Nine GEMMs of one device, in the order 1a, 1b, 2, 3, 4a, 4b, 5a, 5b, 6."""
         t, d = self.tokens // self.token_shards, self.d_model
         f = self.d_hidden // self.hidden_shards
-        pattern = self.sparsity.weights
-        weight = {"sparse_operand": "rhs", "pattern": pattern} if pattern else {}
+        s = self.sparsity
+        no_kernel = "no kernel packs those of a gated FFN"
+        along_tokens = TWO_FOUR if s.token_sparsity else None
+        weight = _sparse("rhs", s.weights)
+        activation = _sparse("lhs", s.activations, why_not_packed=no_kernel)
+        gradient = partial(
+            _sparse,
+            pattern=along_tokens,
+            why_not_packed=no_kernel,
+            whole_features=dense_feature_count(f, s.dense_features),
+        )
 
         def gemm(name: str, m: int, k: int, n: int, **facts) -> GemmSpec:
             shared = {
@@ -111,14 +130,36 @@ class GatedFFNSpec(FFNCall):
         return (
             gemm("1a G = X Wg", t, d, f, **weight),
             gemm("1b U = X Wu", t, d, f, **weight),
-            gemm("2  Y = A Wd", t, f, d),
+            gemm("2  Y = A Wd", t, f, d, **activation),
             gemm("3  dA = dY Wd^T", t, d, f, **weight),
-            gemm("4a dX = dG Wg^T", t, f, d),
-            gemm("4b dX += dU Wu^T", t, f, d),
-            gemm("5a dWg = X^T dG", d, t, f, over_tokens=True),
-            gemm("5b dWu = X^T dU", d, t, f, over_tokens=True),
-            gemm("6  dWd = A^T dY", f, t, d, over_tokens=True),
+            gemm("4a dX = dG Wg^T", t, f, d, **activation),
+            gemm("4b dX += dU Wu^T", t, f, d, **activation),
+            gemm("5a dWg = X^T dG", d, t, f, over_tokens=True, **gradient("rhs")),
+            gemm("5b dWu = X^T dU", d, t, f, over_tokens=True, **gradient("rhs")),
+            gemm("6  dWd = A^T dY", f, t, d, over_tokens=True, **gradient("lhs")),
         )
+
+
+def check_gated(activation: GatedActivation, sparsity: FFNSparsity) -> None:
+    """Raises ValueError where a gated FFN cannot have the sparsity."""
+    if activation == "swiglu":
+        for name in ("activations", "token_sparsity"):
+            if (value := getattr(sparsity, name)) is not None:
+                raise ValueError(
+                    f"{name}={value} in a SwiGLU FFN: silu leaves no zeros, so only "
+                    f"weights can be sparse; set {name}=None, or activation='reglu2' "
+                    f"or 'relu2'"
+                )
+    if sparsity.experts:
+        raise ValueError(
+            f"activations={sparsity.activations} in a gated FFN: a router needs "
+            f"activation='relu2'; use NM(2, 4) activations"
+        )
+
+
+def _sparse(operand: str, pattern: Pattern | None, **facts: Any) -> dict[str, Any]:
+    """What a `GemmSpec` says of its sparse operand, nothing where there is none."""
+    return {"sparse_operand": operand, "pattern": pattern, **facts} if pattern else {}
 
 
 def gated_ffn(
@@ -127,28 +168,38 @@ def gated_ffn(
     w_up: Float[Array, "d_model d_hidden"],
     w_down: Float[Array, "d_hidden d_model"],
     *,
+    activation: GatedActivation = "swiglu",
     sparsity: FFNSparsity = DENSE,
     packed: PackedFFN | None = None,
     scales: Float[Array, "3"] | None = None,
+    key: Key[Array, ""] | None = None,
     layout: FFNLayout | None = None,
     backend: Backend | None = None,
 ) -> Float[Array, "tokens d_model"]:
-    """`(silu(x S(Wg)) * (x S(Wu))) Wd`, its gradient straight through S.
+    """`(s(x S(Wg)) * (x S(Wu))) Wd`, its gradient straight through S and masks.
 
-    Numerics, arguments and errors as `ffn`; only `sparsity.weights` may be set.
+    Numerics, arguments and errors as `ffn`. Of four neighbouring neurons the two with
+    the largest |A| stay where the activations are 2:4.
 
     Args:
+      activation: s. "swiglu" is silu, which allows sparse weights alone; "reglu2" is
+        relu^2, which allows 2:4 activations as well.
       scales: the frozen beta of (Wg, Wu, Wd^T), for packing here if `packed` is None.
+      key: for `token_sparsity` "mvue" and "mvue_approximate".
     Raises:
-      ValueError: shapes do not fit, or the sparsity is not one of weights.
+      ValueError: shapes do not fit, an argument that `sparsity` needs is missing, or
+        the activation does not allow it.
       NotImplementedError: the named backend cannot run a GEMM; says why.
-    Source: arXiv 2002.05202 (SwiGLU), 2409.09099 (S). The nine-GEMM form is ours.
+    Source: arXiv 2002.05202 (gates), 2503.16672 (activations), 2409.09099 (S). The
+      nine-GEMM form is ours.
     """
     shards = {}
     if layout is not None:
         layout.check(x.shape[0], w_up.shape[1], sparsity)
         shards = layout.shards
-    spec = GatedFFNSpec.of(x, w_gate, w_up, w_down, sparsity, **shards)
+    spec = GatedFFNSpec.of(
+        x, w_gate, w_up, w_down, sparsity, activation=activation, **shards
+    )
     backends = tuple(decision.backend for decision in spec.explain(backend))
     if sparsity.weights is None:
         packed = None
@@ -169,40 +220,66 @@ def gated_ffn(
             layout=layout,
             backend=backend,
         )
+    if sparsity.needs_key and key is None:
+        raise ValueError(
+            f"token_sparsity={sparsity.token_sparsity!r} draws random numbers; pass "
+            f"key, a new one at every step"
+        )
+    key = key if sparsity.needs_key else None
     packed = jax.lax.stop_gradient(packed)
-    return _gated_ffn(backends, layout, x, w_gate, w_up, w_down, packed)
+    how = _How(activation, sparsity, backends, layout)
+    return _gated_ffn(how, x, w_gate, w_up, w_down, packed, key)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gated_ffn(backends, layout, x, w_gate, w_up, w_down, packed):
-    return _fwd(backends, layout, x, w_gate, w_up, w_down, packed)[0]
+class _How(NamedTuple):
+    """What is static in a call."""
+
+    activation: GatedActivation
+    sparsity: FFNSparsity
+    backends: tuple[Backend, ...]
+    layout: FFNLayout | None
 
 
-def _fwd(backends, layout, x, w_gate, w_up, w_down, packed):
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gated_ffn(how, x, w_gate, w_up, w_down, packed, key):
+    return _fwd(how, x, w_gate, w_up, w_down, packed, key)[0]
+
+
+def _fwd(how, x, w_gate, w_up, w_down, packed, key):
     weights = (w_gate, w_up, w_down)
-    tokens = token_spec(layout)
+    tokens = token_spec(how.layout)
     forward = on_mesh(
-        layout,
-        partial(_forward, backends, layout),
-        in_specs=(tokens, *_weight_specs(layout, packed)),
-        out_specs=(tokens, device_spec(layout)),
+        how.layout,
+        partial(_forward, how),
+        in_specs=(tokens, *_weight_specs(how.layout, packed)),
+        out_specs=(tokens, device_spec(how.layout)),
     )
-    y, (gate, up) = forward(x, weights, packed)
-    return y, (x, gate, up, weights, packed)
+    y, hidden = forward(x, weights, packed)
+    return y, (x, hidden, weights, packed, key)
 
 
-def _bwd(backends, layout, saved, dy):
-    x, gate, up, weights, packed = saved
-    tokens = token_spec(layout)
-    weight_specs, packed_specs = _weight_specs(layout, packed)
+def _bwd(how, saved, dy):
+    x, hidden, weights, packed, key = saved
+    tokens = token_spec(how.layout)
+    weight_specs, packed_specs = _weight_specs(how.layout, packed)
     backward = on_mesh(
-        layout,
-        partial(_backward, backends, layout),
-        in_specs=(tokens, device_spec(layout), weight_specs, packed_specs, tokens),
+        how.layout,
+        partial(_backward, how),
+        in_specs=(
+            tokens,
+            device_spec(how.layout),
+            weight_specs,
+            packed_specs,
+            tokens,
+            PartitionSpec(),
+        ),
         out_specs=(tokens, weight_specs),
     )
-    dx, dw = backward(x, (gate, up), weights, packed, dy)
-    return dx, *dw, None
+    dx, dw = backward(x, hidden, weights, packed, dy, key)
+    return dx, *dw, None, None
+
+
+_gated_ffn.defvjp(_fwd, _bwd)
 
 
 def _weight_specs(layout, packed):
@@ -223,41 +300,58 @@ def _as_read(layout, dtype, weights, packed):
     return dense, [gather_packed(layout, c) for c in in_order]
 
 
-def _forward(backends, layout, x, weights, packed):
+def _forward(how, x, weights, packed):
+    """Y, and what the backward needs besides x and the weights."""
+    activation, sparsity, backends, layout = how
     (wg, wu, wd), (packed_gate, packed_up, _) = _as_read(
         layout, x.dtype, weights, packed
     )
     # (T, F) = (T, d) @ (d, F)
-    gate = multiply_by_weight(backends[0], x, wg, packed_gate)
-    up = multiply_by_weight(backends[1], x, wu, packed_up)
+    hidden = gate, up = (
+        multiply_by_weight(backends[0], x, wg, packed_gate),
+        multiply_by_weight(backends[1], x, wu, packed_up),
+    )
+    a = _activate(activation, gate, up)
+    if sparsity.activations is not None:
+        mask = magnitude_mask(a, TWO_FOUR)
+        # Where G is 0, so are A, dG and dU.
+        kept = lax.optimization_barrier(jnp.where(mask, gate, 0))
+        hidden = (kept if sparsity.mask_reuse else gate), up
+        a = _activate(activation, kept, up)
     # (T, d) = (T, F) @ (F, d)
-    y = multiply(backends[2], jax.nn.silu(gate) * up, wd)
-    return sum_over_neurons(layout, y), (gate, up)
+    y = multiply(backends[2], a, wd)
+    return sum_over_neurons(layout, y), hidden
 
 
-def _backward(backends, layout, x, hidden, weights, packed, dy):
-    gate, up = hidden
+def _activate(activation: GatedActivation, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """A."""
+    if activation == "swiglu":
+        return jax.nn.silu(gate) * up
+    hidden = jax.nn.relu(gate)
+    return hidden * hidden * up
+
+
+def _backward(how, x, hidden, weights, packed, dy, key):
+    """dX and the weight gradients, of one device's part of the operands."""
+    activation, sparsity, backends, layout = how
     w_gate, w_up, w_down = weights
     (wg, wu, wd), (_, _, packed_down) = _as_read(layout, dy.dtype, weights, packed)
     # (T, F) = (T, d) @ (d, F)
     da = multiply_by_weight(backends[3], dy, wd.T, packed_down)
-    a, pull_back = jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, gate, up)
-    dgate, dup = pull_back(da)
+    a, pull_back = jax.vjp(partial(_activate, activation), *hidden)
+    selected = dgate, dup = pull_back(da)
+    if sparsity.activations is not None and not sparsity.mask_reuse:
+        selected = [jnp.where(magnitude_mask(g, TWO_FOUR), g, 0) for g in selected]
     # (T, d) = (T, F) @ (F, d), the sum of both in float32
     accumulate = jnp.promote_types(x.dtype, jnp.float32)
-    dx = multiply(backends[4], dgate, wg.T, out_dtype=accumulate)
-    dx += multiply(backends[5], dup, wu.T, out_dtype=accumulate)
-    # (d, F) = (d, T) @ (T, F)
-    dw_gate = multiply(backends[6], x.T, dgate, out_dtype=w_gate.dtype)
-    dw_up = multiply(backends[7], x.T, dup, out_dtype=w_up.dtype)
-    # (F, d) = (F, T) @ (T, d)
-    dw_down = multiply(backends[8], a.T, dy, out_dtype=w_down.dtype)
+    dx = multiply(backends[4], selected[0], wg.T, out_dtype=accumulate)
+    dx += multiply(backends[5], selected[1], wu.T, out_dtype=accumulate)
+    (dw_gate, dw_up), dw_down = weight_gradients(
+        sparsity, backends[6:], x, [dgate, dup], a, dy, own_key(layout, key)
+    )
     dw = (
-        sum_over_tokens(layout, dw_gate, 1),
-        sum_over_tokens(layout, dw_up, 1),
-        sum_over_tokens(layout, dw_down, 0),
+        sum_over_tokens(layout, dw_gate.astype(w_gate.dtype), 1),
+        sum_over_tokens(layout, dw_up.astype(w_up.dtype), 1),
+        sum_over_tokens(layout, dw_down.astype(w_down.dtype), 0),
     )
     return sum_over_neurons(layout, dx.astype(x.dtype)), dw
-
-
-_gated_ffn.defvjp(_fwd, _bwd)

@@ -79,6 +79,8 @@ def starting_point(generator: Generator) -> TrainConfig:
             settings["phases"]["permute_tokens"] = bool(generator.integers(2))
     if recipe == "weights" and generator.random() < 0.5:
         settings["model"]["activation"] = "swiglu"
+    elif recipe != "paper" and generator.random() < 0.3:
+        settings["model"]["activation"] = "reglu2"
     if generator.random() < 0.5:
         settings["mesh"] = {
             axis: one_of(generator, (1, 1, 2)) for axis in ("data", "fsdp", "tensor")

@@ -16,6 +16,7 @@ ODD_TEXTS = (
     "--steps",
     "paper",
     "swiglu",
+    "reglu2",
     "bfloat16",
     "ü 漢 \U0001f4a5",
     "line\nbreak",

@@ -35,6 +35,8 @@ def config_for(text: str, variant: str) -> TrainConfig:
     if variant == "swiglu":
         model = replace(model, activation="swiglu", tie_embeddings=True)
         config = replace(config, recipe="weights")
+    if variant == "reglu2":
+        model = replace(model, activation="reglu2")
     if variant == "skip_blocks":
         config = replace(config, recipe="paper")
         config = with_phases(config, experts=8, block_rows=4, skip_blocks=True)
@@ -69,12 +71,15 @@ def on(config: TrainConfig, mesh: str) -> TrainConfig:
     return replace(config, mesh=MeshConfig(data=data, fsdp=fsdp, tensor=tensor))
 
 
+GATES_AND_ROUTERS = ("true_mass", "swiglu", "reglu2", "skip_blocks")
+
+
 @pytest.mark.parametrize(
     ("variant", "mesh"),
     [
         *(("default", mesh) for mesh in MESHES),
         *(("paper", mesh) for mesh in MESHES),
-        *((variant, "all") for variant in ("true_mass", "swiglu", "skip_blocks")),
+        *((variant, "all") for variant in GATES_AND_ROUTERS),
     ],
 )
 def test_losses_and_gradients_are_those_of_one_device(variant, mesh, text):

@@ -54,6 +54,10 @@ from sparsejax.recipe import phases
             ),
             "recipe='activations' makes activations sparse",
         ),
+        (
+            lambda: TrainConfig(recipe="paper", model=ModelConfig(activation="reglu2")),
+            "recipe='paper' routes tokens .* use --recipe default or",
+        ),
         *(
             (
                 lambda name=name, value=value: TrainConfig(

@@ -22,6 +22,7 @@ from sparsejax.layers import (
 )
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
 from sparsejax.patterns import NM, VNM
+from sparsejax.pruning import magnitude_mask
 
 WEIGHTS = FFNSparsity(weights=NM(2, 4))
 TWO_FOUR = FFNSparsity(weights=NM(2, 4), activations=NM(2, 4))
@@ -190,6 +191,19 @@ def test_swiglu_ffn_matches_numpy(sparsity):
     np.testing.assert_allclose(layer(x), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("sparsity", [DENSE, WEIGHTS, TWO_FOUR])
+def test_reglu2_ffn_matches_numpy(sparsity):
+    layer = SparseFFN(D, F, activation="reglu2", sparsity=sparsity, rngs=nnx.Rngs(0))
+    read = soft_thresholded if sparsity.weights else np.asarray
+    w_gate, w_up = (read(np.asarray(w[...])) for w in (layer.w_gate, layer.w_up))
+    x = normal(5, D)
+    a = np.maximum(x @ w_gate, 0) ** 2 * (x @ w_up)
+    if sparsity.activations:
+        a = np.where(magnitude_mask(a), a, 0)
+    expected = a @ np.asarray(layer.w_down[...])
+    np.testing.assert_allclose(layer(x), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_initial_weights_have_their_fan_in_deviation():
     layer = SparseFFN(64, 256, down_scale=0.5, rngs=nnx.Rngs(0))
     # 16384 samples: the deviation is known to about 0.6 %
@@ -225,6 +239,8 @@ def test_widths_without_groups_of_four_stay_usable_when_dense():
 def test_shapes_and_settings_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="activations=.*silu"):
         SparseFFN(D, F, activation="swiglu", sparsity=TWO_FOUR, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="a router needs activation='relu2'"):
+        SparseFFN(D, F, activation="reglu2", sparsity=VENOM, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="d_hidden=40 is not a multiple of m=16"):
         SparseFFN(D, 40, sparsity=VENOM, rngs=nnx.Rngs(0))
     layer = SparseFFN(D, F, rngs=nnx.Rngs(0))

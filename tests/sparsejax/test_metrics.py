@@ -178,7 +178,36 @@ def test_the_statistics_of_a_model_are_those_of_each_layer(sparsity):
         assert_equal_reports({k: v[layer] for k, v in report.items()}, expected)
 
 
-def test_a_gated_model_reports_beta_alone():
+@pytest.mark.parametrize("sparsity", [DENSE, TWO_FOUR], ids=["dense", "2:4"])
+def test_statistics_of_a_gated_ffn_are_those_of_its_activations(sparsity):
+    generator = np.random.default_rng(0)
+    x, w_gate, w_up = (generator.normal(size=s) for s in ((7, 8), (8, 24), (8, 24)))
+    x, w_gate, w_up = (a.astype(np.float32) for a in (x, w_gate, w_up))
+    a = np.maximum(x @ w_gate, 0) ** 2 * (x @ w_up)
+    fours = np.abs(a).reshape(7, 6, 4)
+    threshold = np.sort(fours, axis=2)[:, :, 2:3]
+    kept = (fours >= threshold).reshape(a.shape)
+    used = a if sparsity.activations is None else a * kept
+    expected = {
+        "natural_density": np.mean(a != 0),
+        "density": np.mean(used != 0),
+        "two_four_mass": np.mean(((a * kept) ** 2).sum(1) / (a**2).sum(1)),
+        "dead_neurons": np.mean((a == 0).all(axis=0)),
+    }
+    report = ffn_statistics(x, w_up, sparsity, None, w_gate=w_gate)
+    assert_equal_reports(report, expected)
+
+
+def test_a_gated_model_with_squared_relu_reports_every_layer():
+    config = replace(MODEL, activation="reglu2")
+    model = Transformer(config, sparsity=TWO_FOUR, rngs=nnx.Rngs(0))
+    report = model_statistics(model, jnp.arange(6)[None])
+    assert report["beta"].shape == (2, 3)
+    assert report["density"].shape == (2,)
+    assert np.all(report["density"] <= 0.5 * (report["natural_density"] > 0))
+
+
+def test_a_swiglu_model_reports_beta_alone():
     config = replace(MODEL, activation="swiglu")
     sparsity = FFNSparsity(weights=NM(2, 4))
     model = Transformer(config, sparsity=sparsity, rngs=nnx.Rngs(0))
@@ -190,7 +219,7 @@ def test_a_gated_model_reports_beta_alone():
 # Masks.
 
 
-@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+@pytest.mark.parametrize("activation", ["relu2", "swiglu", "reglu2"])
 def test_masks_are_of_every_weight_that_may_be_sparse(activation):
     config = replace(MODEL, activation=activation)
     model = Transformer(config, rngs=nnx.Rngs(0))

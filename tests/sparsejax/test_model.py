@@ -205,7 +205,7 @@ def equations(jaxpr):
             yield from equations(inner)
 
 
-@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+@pytest.mark.parametrize("activation", ["relu2", "swiglu", "reglu2"])
 def test_bfloat16_computes_with_float32_masters_and_gradients(activation):
     config = dataclasses.replace(TINY, activation=activation)
     low = transformer(

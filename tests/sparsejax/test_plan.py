@@ -180,7 +180,7 @@ def test_shares_and_factors_out_of_range_are_refused():
         whole_run_speedup(1.4, -1)
 
 
-@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+@pytest.mark.parametrize("activation", ["relu2", "swiglu", "reglu2"])
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 def test_activation_memory_is_what_the_backward_keeps(activation, remat):
     # sizes that no axis of a weight has, to tell activations from weights
@@ -273,7 +273,7 @@ def test_projections_kept_by_the_plain_gemms_are_split_but_not_their_sums():
     dots = dataclasses.replace(SPLIT, remat="dots")
     memory = memory_bytes(dots, tokens_per_device=1, mesh=CUBE)
     none = memory_bytes(SPLIT, tokens_per_device=1, mesh=CUBE)
-    per_layer = 2 * (2 * 16 + (16 + 2 * 8) // 2) + 4 * 64 // 2
+    per_layer = 2 * (2 * 16 + (16 + 2 * 8) // 2) + 2 * 64 // 2
     one_layer = (none.activations - 2 * 2 * 16) // 3
     assert memory.activations == 3 * per_layer + one_layer + 2 * 2 * 16
 
@@ -420,14 +420,14 @@ def collectives(jaxpr, sizes):
 
 @pytest.mark.parametrize("sparsity", [DENSE, WEIGHTS], ids=["dense", "2:4"])
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
-@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+@pytest.mark.parametrize("activation", ["relu2", "swiglu", "reglu2"])
 def test_an_ffn_on_a_mesh_sends_what_is_planned(activation, remat, sparsity):
     config = dataclasses.replace(SPLIT, activation=activation, remat=remat)
     d, hidden, tokens, sizes = 16, 64, 128, {"data": 2, "fsdp": 4, "tensor": 2}
     mesh = AbstractMesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 3
     )
-    gates = 1 if activation == "swiglu" else 0
+    gates = 0 if activation == "relu2" else 1
     shapes = [(d, hidden)] * (1 + gates) + [(hidden, d)]
     weights = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     x = jax.ShapeDtypeStruct((tokens, d), jnp.bfloat16)

@@ -1,0 +1,65 @@
+"""GEMMs 5 and 6 over all tokens and neurons, dense or 2:4 along the tokens."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsejax.ops.backend import Backend
+from sparsejax.ops.ffn_spec import FFNSparsity
+from sparsejax.ops.ffn_weights import multiply
+from sparsejax.ops.token_sparsity import (
+    densest_features,
+    fixed_token_order,
+    sparsify_tokens,
+)
+
+
+def weight_gradients(
+    sparsity: FFNSparsity,
+    backends: Sequence[Backend],
+    x: jax.Array,
+    into_hidden: Sequence[jax.Array],
+    a: jax.Array,
+    dy: jax.Array,
+    key: jax.Array | None,
+) -> tuple[list[jax.Array], jax.Array]:
+    """x^T g for each g of `into_hidden`, and a^T dy, over all tokens; in float32.
+
+    With `token_sparsity` every g and a are 2:4 along the tokens, but for the features
+    with most non-zeros in a.
+
+    Args:
+      backends: of each product.
+      into_hidden: gradients before the activation, (tokens, d_hidden) each.
+      a: after it, (tokens, d_hidden).
+    """
+    if sparsity.token_sparsity is not None:
+        tokens, method = x.shape[0], sparsity.token_sparsity
+        order = np.arange(tokens)
+        if sparsity.permute_tokens:
+            order = fixed_token_order(tokens)
+        dense = densest_features(jnp.sum(a != 0, axis=0), sparsity.dense_features)
+        x, *sparse, dy = (_by_fours(m[order]) for m in (x, *into_hidden, a, dy))
+        keys = [None] * len(sparse)
+        if key is not None:
+            keys = list(jax.random.split(key, len(sparse)))
+        *into_hidden, a = (
+            sparsify_tokens(matrix, dense[None], method, key)
+            for matrix, key in zip(sparse, keys, strict=True)
+        )
+    accumulate = jnp.promote_types(x.dtype, jnp.float32)
+    *first, last = backends
+    # (d, F) = (d, T) @ (T, F)
+    gradients = [
+        multiply(backend, x.T, g, out_dtype=accumulate)
+        for backend, g in zip(first, into_hidden, strict=True)
+    ]
+    # (F, d) = (F, T) @ (T, d)
+    return gradients, multiply(last, a.T, dy, out_dtype=accumulate)
+
+
+def _by_fours(x: jax.Array) -> jax.Array:
+    """Zero rows appended up to a whole number of groups of four."""
+    return jnp.pad(x, ((0, -x.shape[0] % 4), (0, 0)))
