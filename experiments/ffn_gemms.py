@@ -24,10 +24,9 @@ from pallas_kernels import activations_sm90, sparse_matmul_sm90
 from pallas_kernels.sparse_matmul_sm90 import Config, Shape
 from sparsejax.formats import decompress
 from sparsejax.ops import packed_activations
-from sparsejax.ops.ffn_spec import dense_feature_count
+from sparsejax.ops.ffn_spec import FFNSparsity, dense_feature_count
 from sparsejax.ops.packed_activations import Activations, TokenGroups
 from sparsejax.ops.sparse_matmul import multiply_packed, pack_weight
-from sparsejax.ops.token_sparsity import fixed_token_order
 from sparsejax.packing import Packed, in_blocks, unpack
 
 Gemm = Literal["1", "2", "4", "5", "6"]
@@ -183,8 +182,8 @@ def _over_tokens(kept: Activations) -> Packed:
 
 
 def _groups(kept: Activations, tokens: int) -> TokenGroups:
-    order = fixed_token_order(tokens)
-    return packed_activations.token_groups(order, kept.nonzeros, DENSE_FEATURES)
+    sparsity = FFNSparsity(dense_features=DENSE_FEATURES)
+    return packed_activations.token_groups(sparsity, tokens, kept.nonzeros)
 
 
 def _pack_and_multiply(gemm: Gemm, shape: Shape, pack, source, b) -> jax.Array:

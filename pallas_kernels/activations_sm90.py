@@ -1,10 +1,12 @@
 """2:4 activations of a squared-ReLU FFN for Hopper's sparse tensor cores.
 
-Three kernels that read and write each number once, between the GEMMs:
+Kernels that read and write each number once, between the GEMMs:
 
-    keep_features    A = relu(Y1)^2, of four features the two largest
-    backward         dY1 = dA 2 sqrt(A), where A has its entries
-    keep_tokens      X[order]^T, of four tokens the two with the largest |X|
+    keep_features         A = relu(Y1)^2, of four features the two largest
+    backward              dY1 = dA 2 sqrt(A), where A has its entries
+    keep_gated_features   A = relu(G)^2 * U, of four features the two of largest |A|
+    gated_backward        dG = dA U 2 relu(G) and dU = dA relu(G)^2, there
+    keep_tokens           X[order]^T, of four tokens the two with the largest |X|
 
 A 2:4 matrix is its kept values and words of positions, in the order of `packing`. A
 warpgroup has 64 tokens by 64 features, or 128 tokens where it packs along them.
@@ -60,7 +62,7 @@ def keep_features(
     _check(features, y_up.dtype)
     blocks = pl.cdiv(tokens, TILE)
     return _call(
-        partial(_keep_features, tokens=tokens),
+        partial(_keep_features, tokens=tokens, gated=False),
         (blocks, features // TILE),
         (
             jax.ShapeDtypeStruct((tokens, features // 2), y_up.dtype),
@@ -68,6 +70,76 @@ def keep_features(
             jax.ShapeDtypeStruct((4 * blocks, features), jnp.uint8),
         ),
         y_up,
+    )
+
+
+def keep_gated_features(
+    gate: Float[Array, "tokens features"], up: Float[Array, "tokens features"]
+) -> tuple[
+    Float[Array, "tokens half_features"],
+    UInt32[Array, "token_blocks feature_blocks 128"],
+    UInt8[Array, "token_sixteenths features"],
+    Float[Array, "tokens half_features"],
+    Float[Array, "tokens half_features"],
+]:
+    """A = relu(G)^2 * U 2:4 along the features, in one read of G and U.
+
+    The two of four are those of largest |A| (ties: the lower index, NaN: largest). The
+    square is rounded, then the product.
+
+    Returns:
+      as `keep_features`; and relu(G) and U at the kept positions.
+    Raises:
+      ValueError: as `keep_features`, or G and U differ.
+    """
+    tokens, features = gate.shape
+    _check(features, gate.dtype)
+    if (up.shape, up.dtype) != (gate.shape, gate.dtype):
+        raise ValueError(
+            f"gate {gate.dtype}{gate.shape} and up {up.dtype}{up.shape} must be alike"
+        )
+    blocks = pl.cdiv(tokens, TILE)
+    kept = jax.ShapeDtypeStruct((tokens, features // 2), gate.dtype)
+    return _call(
+        partial(_keep_features, tokens=tokens, gated=True),
+        (blocks, features // TILE),
+        (
+            kept,
+            jax.ShapeDtypeStruct((blocks, features // TILE, 128), jnp.uint32),
+            jax.ShapeDtypeStruct((4 * blocks, features), jnp.uint8),
+            kept,
+            kept,
+        ),
+        gate,
+        up,
+    )
+
+
+def gated_backward(
+    da: Float[Array, "tokens features"],
+    hidden: Float[Array, "tokens half_features"],
+    up: Float[Array, "tokens half_features"],
+    metadata: UInt32[Array, "token_blocks feature_blocks 128"],
+) -> tuple[Float[Array, "tokens half_features"], Float[Array, "tokens half_features"]]:
+    """The kept values of dG = dA U 2 relu(G) and dU = dA relu(G)^2, rounded once.
+
+    Args:
+      hidden, up, metadata: relu(G) and U where A is kept, as `keep_gated_features` has
+        them.
+    Raises:
+      ValueError: the features are not a multiple of 64, or the dtype not of 16 bits.
+    """
+    tokens, features = da.shape
+    _check(features, da.dtype)
+    kept = jax.ShapeDtypeStruct(hidden.shape, da.dtype)
+    return _call(
+        partial(_gated_backward, tokens=tokens),
+        (pl.cdiv(tokens, TILE), features // TILE),
+        (kept, kept),
+        da,
+        hidden,
+        up,
+        metadata,
     )
 
 
@@ -186,32 +258,44 @@ def _on_tile(kernel, arrays: int, *refs) -> None:
     run(*blocks, *refs)
 
 
-def _keep_features(
-    token_block, feature_block, y_up, values, metadata, nonzeros, *, tokens: int
-) -> None:
+def _keep_features(token_block, feature_block, *refs, tokens: int, gated: bool) -> None:
     """One thread: 16 features of tokens r and r + 8, as its word of metadata has."""
+    inputs, (values, metadata, nonzeros, *more) = refs[: 1 + gated], refs[1 + gated :]
     thread, first_column = _thread_and_column(feature_block)
-    dtype = four.element_type(y_up)
+    dtype = four.element_type(values)
     tokens_of_thread = [_token(token_block, thread, half, tokens) for half in range(2)]
-    hidden, exist = [], constant(0)
+    loaded, exist = [], constant(0)
     for half, (row, exists) in enumerate(tokens_of_thread):
-        pairs = _load_pairs(y_up, row, first_column)
-        hidden.append([two.relu(pair, dtype) for pair in pairs])
+        hidden, *up = (_load_pairs(ref, row, first_column) for ref in inputs)
+        loaded.append([[two.relu(pair, dtype) for pair in hidden], *up])
         sign = arith.select(exists, constant(0x8000 << 16 * half), constant(0))
         exist = arith.ori(exist, sign)
-    word, counts, out = constant(0), [], ([], [])
+    word, counts = constant(0), []
+    outputs = [values, *more]
+    written = [([], []) for _ in outputs]
     for group in range(4):
-        entries = two.by_entry(*(pairs[2 * group : 2 * group + 2] for pairs in hidden))
-        kept = two.keep_two(entries)
-        squares = [two.square(entry, dtype) for entry in entries]
-        pair = kept.first(squares), kept.second(squares)
-        for row, half in zip(out, (two.LOWER, two.UPPER), strict=True):
-            row.append(two.bytes_of(*pair, half))
+        own = slice(2 * group, 2 * group + 2)
+        hidden, *up = (
+            two.by_entry(*(pairs[own] for pairs in of_both))
+            for of_both in zip(*loaded, strict=True)
+        )
+        a = [two.square(entry, dtype) for entry in hidden]
+        keys = hidden
+        if gated:
+            a = [two.product(*both, dtype) for both in zip(a, up[0], strict=True)]
+            keys = [two.magnitude(entry) for entry in a]
+        kept = two.keep_two(keys)
+        of_outputs = [a, hidden, *up] if gated else [a]
+        for rows, entries in zip(written, of_outputs, strict=True):
+            pair = kept.first(entries), kept.second(entries)
+            for row, half in zip(rows, (two.LOWER, two.UPPER), strict=True):
+                row.append(two.bytes_of(*pair, half))
         word = arith.ori(word, four.shifted(kept.positions(), 4 * group))
-        counts.append(_kept_nonzeros(kept, squares, exist))
-    for (row, exists), pairs in zip(tokens_of_thread, out, strict=True):
-        with four.when(exists):
-            four.store(values, row, _half(first_column), pairs)
+        counts.append(_kept_nonzeros(kept, a, exist))
+    for ref, rows in zip(outputs, written, strict=True):
+        for (row, exists), pairs in zip(tokens_of_thread, rows, strict=True):
+            with four.when(exists):
+                four.store(ref, row, _half(first_column), pairs)
     index = _word_index(token_block, feature_block, metadata)
     four.store(metadata, None, index, [word])
     counts = [_bytes_of_nibbles(four.sum_over_rows(count)) for count in counts]
@@ -223,13 +307,13 @@ def _keep_features(
 
 
 def _kept_nonzeros(
-    kept: two.Kept, squares: list[ir.Value], exist: ir.Value
+    kept: two.Kept, entries: list[ir.Value], exist: ir.Value
 ) -> ir.Value:
     """Of both tokens that `exist`, one bit of four for each of a group's features."""
     bits = constant(0)
-    for i, (mask, square) in enumerate(zip(kept.masks, squares, strict=True)):
+    for i, (mask, entry) in enumerate(zip(kept.masks, entries, strict=True)):
         # The sign of a half is set where its 15 bits are not all zero.
-        nonzero = arith.addi(square, constant(0x7FFF7FFF))
+        nonzero = arith.addi(two.magnitude(entry), constant(0x7FFF7FFF))
         counted = arith.andi(arith.andi(nonzero, mask), exist)
         bits = arith.ori(bits, arith.shrui(counted, constant(15 - 4 * i)))
     return bits
@@ -248,24 +332,54 @@ def _bytes_of_nibbles(counts: ir.Value) -> ir.Value:
 
 def _backward(token_block, feature_block, da, values, metadata, dy, *, tokens: int):
     """One thread: as in the forward."""
+
+    def gradient(da: ir.Value, square: ir.Value) -> list[ir.Value]:
+        hidden = _root(square)
+        return [arith.mulf(da, arith.addf(hidden, hidden))]
+
+    place = token_block, feature_block
+    _at_positions(gradient, place, da, [values], metadata, [dy], tokens)
+
+
+def _gated_backward(
+    token_block, feature_block, da, hidden, up, metadata, dgate, dup, *, tokens: int
+):
+    """Likewise. Products of three numbers of 8 bits are exact in float32."""
+
+    def gradients(da: ir.Value, hidden: ir.Value, up: ir.Value) -> list[ir.Value]:
+        hidden, up = four.to_float32(hidden), four.to_float32(up)
+        of_hidden = arith.mulf(da, hidden)
+        twice = arith.addf(of_hidden, of_hidden)
+        return [arith.mulf(twice, up), arith.mulf(of_hidden, hidden)]
+
+    place = token_block, feature_block
+    _at_positions(gradients, place, da, [hidden, up], metadata, [dgate, dup], tokens)
+
+
+def _at_positions(gradients, place, da, kept, metadata, out, tokens: int) -> None:
+    """What `gradients` makes of dA at each kept position and of the values there."""
+    token_block, feature_block = place
     thread, first_column = _thread_and_column(feature_block)
     index = _word_index(token_block, feature_block, metadata)
     (word,) = four.load(metadata, None, index, 1)
     for half in range(2):
         row, exists = _token(token_block, thread, half, tokens)
-        gradients = _load_row(da, row, first_column)
-        squares = four.load(values, row, _half(first_column), 8)
-        words = []
+        dense = _load_row(da, row, first_column)
+        there = [four.load(ref, row, _half(first_column), 8) for ref in kept]
+        words: list[list[ir.Value]] = [[] for _ in out]
         for group in range(4):
-            own = gradients[4 * group : 4 * group + 4]
-            products = []
+            own = dense[4 * group : 4 * group + 4]
+            pairs = []
             for i, position in enumerate(four.positions_in(word, group, half)):
-                hidden = _root(squares[2 * group + i])
-                product = arith.mulf(four.at(position, own), arith.addf(hidden, hidden))
-                products.append(four.rounded_bits(product, four.element_type(dy)))
-            words.append(arith.ori(products[0], four.shifted(products[1], 16)))
-        with four.when(exists):
-            four.store(dy, row, _half(first_column), words)
+                values = [entries[2 * group + i] for entries in there]
+                products = gradients(four.at(position, own), *values)
+                dtype = four.element_type(out[0])
+                pairs.append([four.rounded_bits(p, dtype) for p in products])
+            for row_of_words, low, high in zip(words, *pairs, strict=True):
+                row_of_words.append(arith.ori(low, four.shifted(high, 16)))
+        for ref, row_of_words in zip(out, words, strict=True):
+            with four.when(exists):
+                four.store(ref, row, _half(first_column), row_of_words)
 
 
 def _root(square: ir.Value) -> ir.Value:

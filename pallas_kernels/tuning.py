@@ -77,10 +77,11 @@ def save(device_kind: str, found: Iterable[Entry]) -> None:
 def tokens_axis(shape: Shape) -> Literal["m", "n", "k"]:
     """Which size of an FFN's GEMM counts tokens: it alone changes from run to run.
 
-    A weight gradient, in float32, is summed over them; a product with a weight as its
-    sparse operand is written transposed, a row per token of B; else they are A's rows.
+    A weight gradient, in float32, is summed over them, both operands a row per token; a
+    product with a weight as its sparse operand is written transposed, a row per token
+    of B; else they are A's rows.
     """
-    if shape.float32_out:
+    if shape.float32_out and not shape.b_k_major:
         return "k"
     return "n" if shape.transpose_out else "m"
 

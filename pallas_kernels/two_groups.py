@@ -126,7 +126,12 @@ def relu(word: ir.Value, dtype: ir.Type) -> ir.Value:
 
 def square(word: ir.Value, dtype: ir.Type) -> ir.Value:
     """x^2 of both halves, rounded once."""
-    return _instruction(f"mul.{_ptx_type(dtype)}x2", word, word)
+    return product(word, word, dtype)
+
+
+def product(left: ir.Value, right: ir.Value, dtype: ir.Type) -> ir.Value:
+    """x y of both halves, rounded once."""
+    return _instruction(f"mul.{_ptx_type(dtype)}x2", left, right)
 
 
 def bytes_of(low: ir.Value, high: ir.Value, selectors: int | ir.Value) -> ir.Value:

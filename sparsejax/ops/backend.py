@@ -35,7 +35,10 @@ class GemmSpec:
     """Grouped over this many experts: a row meets only its expert's weights."""
     experts_per_token: int = 1
     over_tokens: bool = False
-    """A weight gradient: k counts tokens and m features, else m counts tokens."""
+    """A weight gradient, float32: k counts tokens and m features, else m counts tokens.
+    """
+    float32_out: bool = False
+    """Another one whose result is float32."""
     rhs_transposed: bool = False
     """rhs is the transpose of what is stored: k is its contiguous axis."""
     whole_features: int = 0

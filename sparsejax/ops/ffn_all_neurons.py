@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from sparsejax.formats import decompress
@@ -13,7 +12,6 @@ from sparsejax.ops.ffn_spec import FFNSparsity
 from sparsejax.ops.ffn_weights import FFNWeights, multiply, multiply_by_weight
 from sparsejax.ops.packed_activations import Activations, token_groups
 from sparsejax.ops.sparse_matmul import multiply_packed, sparse_matmul
-from sparsejax.ops.token_sparsity import fixed_token_order
 from sparsejax.ops.weight_gradients import weight_gradients
 from sparsejax.packing import unpack
 from sparsejax.patterns import NM
@@ -100,10 +98,6 @@ def _backward_packed(
             sparsity, backends[4:], x, [dense_dy_up], a, dy, key
         )
         return dx, dw_up, dw_down
-    tokens = x.shape[0]
-    order = np.arange(tokens)
-    if sparsity.permute_tokens:
-        order = fixed_token_order(tokens)
-    groups = token_groups(order, kept.nonzeros, sparsity.dense_features)
+    groups = token_groups(sparsity, x.shape[0], kept.nonzeros)
     dw_up = packed_activations.gradient_of_up(groups, x, dy_up)
     return dx, dw_up, packed_activations.gradient_of_down(groups, kept.a, dy)

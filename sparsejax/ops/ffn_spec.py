@@ -182,10 +182,39 @@ class FFNCall(ABC):
         """What runs each of the GEMMs, and why. A named backend that has no dense GEMM
         runs the sparse ones alone.
 
+        The activations are packed for all GEMMs that read them token by token, and from
+        that for the weight gradients, or for none of them.
+
         Raises:
           NotImplementedError: the named backend cannot run one of them; says why.
         """
-        return tuple(_choose(gemm, backend) for gemm in self.gemms())
+        gemms = self.gemms()
+        decisions = tuple(_choose(gemm, backend) for gemm in gemms)
+        packed = [decision.backend == "mosaic_sm90" for decision in decisions]
+        by_token = [i for i, gemm in enumerate(gemms) if _reads_activations(gemm)]
+        over_tokens = [i for i, gemm in enumerate(gemms) if gemm.over_tokens]
+        alone = []
+        if not _alike(packed, by_token):
+            alone += by_token
+        tokenwise = not alone and all(packed[i] for i in by_token)
+        if not _alike(packed, over_tokens) or packed[over_tokens[0]] > tokenwise:
+            alone += over_tokens
+        if not alone:
+            return decisions
+        why = "sparse tensor cores run GEMMs 2 and 4 together, and 5 and 6 after them"
+        changed = [
+            replace(gemm, why_not_packed=why) if i in alone else gemm
+            for i, gemm in enumerate(gemms)
+        ]
+        return tuple(_choose(gemm, backend) for gemm in changed)
+
+
+def _alike(packed: list[bool], of: list[int]) -> bool:
+    return len({packed[i] for i in of}) <= 1
+
+
+def _reads_activations(gemm: GemmSpec) -> bool:
+    return gemm.sparse_operand == "lhs" and not gemm.over_tokens
 
 
 class FFNSpec(FFNCall):
@@ -235,8 +264,6 @@ class FFNSpec(FFNCall):
         along_tokens = NM(2, 4) if s.token_sparsity else None
         routed, columns = bool(s.experts), s.weight_gradients == "expert_columns"
 
-        anew = None if s.mask_reuse else "mask_reuse=False selects anew in dY1"
-
         def gemm(name, m, k, n, operand, pattern, by_expert, **facts):
             return GemmSpec(
                 name=name,
@@ -259,7 +286,7 @@ class FFNSpec(FFNCall):
             by_expert=columns,
             over_tokens=True,
             whole_features=dense_feature_count(f, s.dense_features),
-            why_not_packed=_why_not_packed_over_tokens(s),
+            why_not_packed=why_not_packed_over_tokens(s),
         )
         return (
             gemm("1  Y1 = X W1", t, d, f, "rhs", s.weights, s.skip_blocks),
@@ -274,29 +301,20 @@ class FFNSpec(FFNCall):
                 activations,
                 routed,
                 rhs_transposed=True,
-                why_not_packed=anew,
+                why_not_packed=why_not_packed_anew(s),
             ),
             gradient("5  dW1 = X^T dY1", d, t, f, "rhs"),
             gradient("6  dW2 = A^T dY", f, t, d, "lhs"),
         )
 
-    def explain(self, backend: Backend | None = None) -> tuple[Decision, ...]:
-        """As in `FFNCall`. The activations are packed for GEMMs 2 and 4 alike, and for
-        GEMMs 5 and 6 from that, or for none of them."""
-        decisions = super().explain(backend)
-        packed = [d.backend == "mosaic_sm90" for d in decisions]
-        if packed[1] == packed[3] and packed[4] == packed[5] <= packed[1]:
-            return decisions
-        tokenwise = packed[1] and packed[3]
-        alone = (4, 5) if tokenwise else (1, 3, 4, 5)
-        why = "sparse tensor cores run GEMMs 2 and 4 together, and 5 and 6 after them"
-        gemms = [d.spec for d in decisions]
-        for index in alone:
-            gemms[index] = replace(gemms[index], why_not_packed=why)
-        return tuple(_choose(gemm, backend) for gemm in gemms)
+
+def why_not_packed_anew(sparsity: FFNSparsity) -> str | None:
+    """Why nothing packs what GEMM 4 reads, or None."""
+    return None if sparsity.mask_reuse else "mask_reuse=False selects anew in dY1"
 
 
-def _why_not_packed_over_tokens(sparsity: FFNSparsity) -> str | None:
+def why_not_packed_over_tokens(sparsity: FFNSparsity) -> str | None:
+    """Why nothing packs what GEMMs 5 and 6 read, or None."""
     if not isinstance(sparsity.activations, NM):
         return "they are not 2:4 along the features"
     if sparsity.needs_key:

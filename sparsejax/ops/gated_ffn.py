@@ -20,6 +20,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Key
 
+from sparsejax.formats import decompress
+from sparsejax.ops import packed_activations
 from sparsejax.ops.backend import (
     Backend,
     GemmSpec,
@@ -39,14 +41,24 @@ from sparsejax.ops.ffn_layout import (
     token_spec,
     weight_spec,
 )
-from sparsejax.ops.ffn_spec import DENSE, FFNCall, FFNSparsity, dense_feature_count
+from sparsejax.ops.ffn_spec import (
+    DENSE,
+    FFNCall,
+    FFNSparsity,
+    dense_feature_count,
+    why_not_packed_anew,
+    why_not_packed_over_tokens,
+)
 from sparsejax.ops.ffn_weights import (
     PackedFFN,
     multiply,
     multiply_by_weight,
     pack_ffn,
 )
+from sparsejax.ops.packed_activations import GatedActivations, token_groups
+from sparsejax.ops.sparse_matmul import multiply_packed, sparse_matmul
 from sparsejax.ops.weight_gradients import weight_gradients
+from sparsejax.packing import unpack
 from sparsejax.patterns import TWO_FOUR, Pattern
 from sparsejax.pruning import magnitude_mask
 
@@ -108,15 +120,20 @@ class GatedFFNSpec(FFNCall):
         t, d = self.tokens // self.token_shards, self.d_model
         f = self.d_hidden // self.hidden_shards
         s = self.sparsity
-        no_kernel = "no kernel packs those of a gated FFN"
         along_tokens = TWO_FOUR if s.token_sparsity else None
         weight = _sparse("rhs", s.weights)
-        activation = _sparse("lhs", s.activations, why_not_packed=no_kernel)
+        activation = partial(_sparse, "lhs", s.activations)
         gradient = partial(
             _sparse,
             pattern=along_tokens,
-            why_not_packed=no_kernel,
+            why_not_packed=why_not_packed_over_tokens(s),
             whole_features=dense_feature_count(f, s.dense_features),
+        )
+        # dX is the sum of two products in float32.
+        part = activation(
+            float32_out=True,
+            rhs_transposed=True,
+            why_not_packed=why_not_packed_anew(s),
         )
 
         def gemm(name: str, m: int, k: int, n: int, **facts) -> GemmSpec:
@@ -130,10 +147,10 @@ class GatedFFNSpec(FFNCall):
         return (
             gemm("1a G = X Wg", t, d, f, **weight),
             gemm("1b U = X Wu", t, d, f, **weight),
-            gemm("2  Y = A Wd", t, f, d, **activation),
+            gemm("2  Y = A Wd", t, f, d, **activation()),
             gemm("3  dA = dY Wd^T", t, d, f, **weight),
-            gemm("4a dX = dG Wg^T", t, f, d, **activation),
-            gemm("4b dX += dU Wu^T", t, f, d, **activation),
+            gemm("4a dX = dG Wg^T", t, f, d, **part),
+            gemm("4b dX += dU Wu^T", t, f, d, **part),
             gemm("5a dWg = X^T dG", d, t, f, over_tokens=True, **gradient("rhs")),
             gemm("5b dWu = X^T dU", d, t, f, over_tokens=True, **gradient("rhs")),
             gemm("6  dWd = A^T dY", f, t, d, over_tokens=True, **gradient("lhs")),
@@ -312,6 +329,11 @@ def _forward(how, x, weights, packed):
         multiply_by_weight(backends[1], x, wu, packed_up),
     )
     a = _activate(activation, gate, up)
+    if sparsity.activations is not None and backends[2] == "mosaic_sm90":
+        packed_a, kept = packed_activations.keep_gated_features(gate, up)
+        # (T, d) = (T, F) @ (F, d)
+        y = sparse_matmul(packed_a, wd, backend=backends[2])
+        return sum_over_neurons(layout, y), kept
     if sparsity.activations is not None:
         mask = magnitude_mask(a, TWO_FOUR)
         # Where G is 0, so are A, dG and dU.
@@ -333,25 +355,63 @@ def _activate(activation: GatedActivation, gate: jax.Array, up: jax.Array) -> ja
 
 def _backward(how, x, hidden, weights, packed, dy, key):
     """dX and the weight gradients, of one device's part of the operands."""
-    activation, sparsity, backends, layout = how
+    backends, layout = how.backends, how.layout
     w_gate, w_up, w_down = weights
     (wg, wu, wd), (_, _, packed_down) = _as_read(layout, dy.dtype, weights, packed)
     # (T, F) = (T, d) @ (d, F)
     da = multiply_by_weight(backends[3], dy, wd.T, packed_down)
-    a, pull_back = jax.vjp(partial(_activate, activation), *hidden)
-    selected = dgate, dup = pull_back(da)
-    if sparsity.activations is not None and not sparsity.mask_reuse:
-        selected = [jnp.where(magnitude_mask(g, TWO_FOUR), g, 0) for g in selected]
-    # (T, d) = (T, F) @ (F, d), the sum of both in float32
-    accumulate = jnp.promote_types(x.dtype, jnp.float32)
-    dx = multiply(backends[4], selected[0], wg.T, out_dtype=accumulate)
-    dx += multiply(backends[5], selected[1], wu.T, out_dtype=accumulate)
-    (dw_gate, dw_up), dw_down = weight_gradients(
-        sparsity, backends[6:], x, [dgate, dup], a, dy, own_key(layout, key)
-    )
+    if isinstance(hidden, GatedActivations):
+        gradients = _backward_packed(how, x, hidden, (wg, wu), dy, da, key)
+    else:
+        gradients = _backward_masked(how, x, hidden, (wg, wu), dy, da, key)
+    dx, dw_gate, dw_up, dw_down = gradients
     dw = (
         sum_over_tokens(layout, dw_gate.astype(w_gate.dtype), 1),
         sum_over_tokens(layout, dw_up.astype(w_up.dtype), 1),
         sum_over_tokens(layout, dw_down.astype(w_down.dtype), 0),
     )
     return sum_over_neurons(layout, dx.astype(x.dtype)), dw
+
+
+def _backward_masked(how, x, hidden, w_into_hidden, dy, da, key):
+    """dX and the weight gradients, all in float32, from dense G and U."""
+    activation, sparsity, backends, layout = how
+    a, pull_back = jax.vjp(partial(_activate, activation), *hidden)
+    selected = dgate, dup = pull_back(da)
+    if sparsity.activations is not None and not sparsity.mask_reuse:
+        selected = [jnp.where(magnitude_mask(g, TWO_FOUR), g, 0) for g in selected]
+    accumulate = jnp.promote_types(x.dtype, jnp.float32)
+    # (T, d) = (T, F) @ (F, d), the sum of both in float32
+    dx, more = (
+        multiply(backend, g, w.T, out_dtype=accumulate)
+        for backend, g, w in zip(backends[4:6], selected, w_into_hidden, strict=True)
+    )
+    (dw_gate, dw_up), dw_down = weight_gradients(
+        sparsity, backends[6:], x, [dgate, dup], a, dy, own_key(layout, key)
+    )
+    return dx + more, dw_gate, dw_up, dw_down
+
+
+def _backward_packed(how, x, kept, w_into_hidden, dy, da, key):
+    """The same where A, dG and dU are packed: dense only for dense GEMMs 5 and 6."""
+    _, sparsity, backends, layout = how
+    gradients = packed_activations.gated_gradients(da, kept)
+    dx, more = (
+        # (T, d) = (T, F) @ (F, d), Wg and Wu as they are stored
+        multiply_packed(
+            g, w, b_k_major=True, transpose_out=False, out_dtype=jnp.dtype(jnp.float32)
+        )
+        for g, w in zip(gradients, w_into_hidden, strict=True)
+    )
+    if "mosaic_sm90" not in backends[6:]:
+        *into_hidden, a = (decompress(unpack(p)) for p in (*gradients, kept.a))
+        (dw_gate, dw_up), dw_down = weight_gradients(
+            sparsity, backends[6:], x, into_hidden, a, dy, own_key(layout, key)
+        )
+        return dx + more, dw_gate, dw_up, dw_down
+    groups = token_groups(sparsity, x.shape[0], kept.nonzeros)
+    dw_gate, dw_up = (
+        packed_activations.gradient_of_up(groups, x, g) for g in gradients
+    )
+    dw_down = packed_activations.gradient_of_down(groups, kept.a, dy)
+    return dx + more, dw_gate, dw_up, dw_down

@@ -14,8 +14,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from sparsejax.ops.ffn_spec import dense_feature_count
+from sparsejax.ops.ffn_spec import FFNSparsity, dense_feature_count
 from sparsejax.ops.sparse_matmul import multiply_packed
+from sparsejax.ops.token_sparsity import fixed_token_order
 from sparsejax.packing import Packed, in_blocks
 
 
@@ -37,6 +38,44 @@ def keep_features(y_up: Float[Array, "tokens features"]) -> Activations:
 def gradient(da: Float[Array, "tokens features"], a: Packed) -> Packed:
     """dY1 = dA 2 relu(Y1) at A's positions, all others being zero."""
     return Packed(_gradient(da, a.values, a.metadata), a.metadata)
+
+
+class GatedActivations(NamedTuple):
+    """Where A = relu(G)^2 * U is kept: all that the backward of a gated FFN needs."""
+
+    hidden: Packed
+    """relu(G), (tokens, features)."""
+    up: Packed
+    """U, at the same positions."""
+    nonzeros: Int[Array, " features"]
+    """How many tokens have a kept entry of A that is not zero."""
+
+    @property
+    def a(self) -> Packed:
+        """A, with the roundings it was made with."""
+        hidden, dtype = self.hidden.values, jnp.finfo(self.hidden.dtype)
+        square = lax.reduce_precision(hidden * hidden, dtype.nexp, dtype.nmant)
+        return Packed(square * self.up.values, self.hidden.metadata)
+
+
+def keep_gated_features(
+    gate: Float[Array, "tokens features"], up: Float[Array, "tokens features"]
+) -> tuple[Packed, GatedActivations]:
+    """A, of four features the two with the largest |A|; and what the backward needs."""
+    values, metadata, counts, hidden, kept_up = _keep_gated_features(gate, up)
+    nonzeros = counts.astype(jnp.int32).sum(axis=0)
+    kept = Packed(hidden, metadata), Packed(kept_up, metadata)
+    return Packed(values, metadata), GatedActivations(*kept, nonzeros)
+
+
+def gated_gradients(
+    da: Float[Array, "tokens features"], kept: GatedActivations
+) -> tuple[Packed, Packed]:
+    """dG = dA U 2 relu(G) and dU = dA relu(G)^2 at A's positions, all others zero."""
+    metadata = kept.hidden.metadata
+    gradients = _gated_gradients(da, kept.hidden.values, kept.up.values, metadata)
+    dgate, dup = (Packed(values, metadata) for values in gradients)
+    return dgate, dup
 
 
 class WholeFeatures(NamedTuple):
@@ -67,18 +106,20 @@ class TokenGroups(NamedTuple):
 
 
 def token_groups(
-    order: np.ndarray, nonzeros: Int[Array, " features"], dense_features: float
+    sparsity: FFNSparsity, tokens: int, nonzeros: Int[Array, " features"]
 ) -> TokenGroups:
-    """Groups for tokens in `order`; a share of the features, those with most non-zeros,
-    stays whole.
+    """Groups for tokens in their fixed order, or as they come; a share of the features,
+    those with most non-zeros, stays whole.
 
     Their second rows come in blocks of 64: where they do not fill the last one, the
     next densest features have a row whose product is not used.
     """
-    fill = in_blocks(order.size) - order.size
-    order = np.pad(order.astype(np.int32), (0, fill), constant_values=-1)
+    order = np.arange(tokens, dtype=np.int32)
+    if sparsity.permute_tokens:
+        order = fixed_token_order(tokens)
+    order = np.pad(order, (0, in_blocks(tokens) - tokens), constant_values=-1)
     features = nonzeros.size
-    count = dense_feature_count(features, dense_features)
+    count = dense_feature_count(features, sparsity.dense_features)
     if count == 0:
         return TokenGroups(order, None)
     rows = in_blocks(count)
@@ -152,6 +193,20 @@ def _gradient(da, values, metadata):
     from pallas_kernels import activations_sm90
 
     return activations_sm90.backward(da, values, metadata)
+
+
+@jax.custom_batching.sequential_vmap
+def _keep_gated_features(gate, up):
+    from pallas_kernels import activations_sm90
+
+    return activations_sm90.keep_gated_features(gate, up)
+
+
+@jax.custom_batching.sequential_vmap
+def _gated_gradients(da, hidden, up, metadata):
+    from pallas_kernels import activations_sm90
+
+    return activations_sm90.gated_backward(da, hidden, up, metadata)
 
 
 @lru_cache

@@ -247,7 +247,7 @@ def _shape_on_sm90(spec: GemmSpec):
         dtype=spec.dtype,
         b_k_major=not spec.over_tokens and (transposed or spec.rhs_transposed),
         transpose_out=transposed,
-        float32_out=spec.over_tokens,
+        float32_out=spec.over_tokens or spec.float32_out,
     )
 
 

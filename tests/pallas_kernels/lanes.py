@@ -118,6 +118,7 @@ ARITH = SimpleNamespace(
 )
 
 IR = SimpleNamespace(
+    Value=Lanes,
     F32Type=SimpleNamespace(get=lambda: np.float32),
     IntegerType=SimpleNamespace(get_signless=INTEGERS.__getitem__),
     MemRefType=lambda memory: memory,

@@ -100,6 +100,45 @@ def test_the_gradient_is_formed_at_the_kept_positions(kernels, tokens):
     same(got, expected)
 
 
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_keeps_the_two_largest_of_four_gated_features(kernels, tokens, dtype):
+    gate = random((tokens, FEATURES), dtype)
+    up = random((tokens, FEATURES), dtype, seed=1)
+    values, metadata, nonzeros, hidden, kept_up = kernels.keep_gated_features(gate, up)
+    relu = jnp.maximum(gate, 0)
+    a = relu * relu * up
+    mask = magnitude_mask(a)
+    for got, of in ((values, a), (hidden, relu), (kept_up, up)):
+        expected = pack(compress(of, mask=mask))
+        # Without optimisations XLA keeps the rounding between the two products.
+        same(got, expected.values)
+    np.testing.assert_array_equal(
+        np.asarray(unpack(Packed(values, metadata)).metadata),
+        np.asarray(unpack(expected).metadata),
+    )
+    dense = np.asarray(jnp.where(mask, a, 0).astype(jnp.float32)) != 0
+    dense = np.pad(dense, ((0, -tokens % 64), (0, 0)))
+    counts = dense.reshape(-1, 16, FEATURES).sum(axis=1)
+    np.testing.assert_array_equal(np.asarray(nonzeros), counts)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_gradients_of_both_branches_are_formed_at_the_kept_positions(kernels, tokens):
+    gate, up, da = (random((tokens, FEATURES), seed=i) for i in range(3))
+    relu = jnp.maximum(gate, 0)
+    mask = magnitude_mask(relu * relu * up)
+    packed = [pack(compress(of, mask=mask)) for of in (relu, up, da)]
+    hidden, kept_up, kept_da = (np.asarray(p.values, np.float32) for p in packed)
+    got = kernels.gated_backward(
+        da, packed[0].values, packed[1].values, packed[0].metadata
+    )
+    with np.errstate(invalid="ignore", over="ignore"):
+        expected = kept_da * hidden * 2 * kept_up, kept_da * hidden * hidden
+    for ours, theirs in zip(got, expected, strict=True):
+        same(ours, jnp.asarray(theirs).astype(jnp.bfloat16))
+
+
 def sparse_rows(c, rows):
     return replace(c, values=c.values[rows], metadata=c.metadata[rows])
 
@@ -150,6 +189,9 @@ def test_lowers_for_hopper(dtype):
     words = ((2, 2, 128), "uint32")
     assert "mosaic_gpu" in lowered(activations_sm90.keep_features, y_up)
     assert "mosaic_gpu" in lowered(activations_sm90.backward, y_up, kept, words)
+    assert "mosaic_gpu" in lowered(activations_sm90.keep_gated_features, y_up, y_up)
+    gated = lowered(activations_sm90.gated_backward, y_up, kept, kept, words)
+    assert "mosaic_gpu" in gated
     order = slots = ((128,), "int32")
     keep_tokens = activations_sm90.keep_tokens
     assert "mosaic_gpu" in lowered(keep_tokens, kept, words, order)
@@ -167,6 +209,12 @@ def test_lowers_for_hopper(dtype):
         (
             lambda: activations_sm90.keep_features(jnp.zeros((4, 64))),
             "not float32",
+        ),
+        (
+            lambda: activations_sm90.keep_gated_features(
+                jnp.zeros((4, 64), jnp.bfloat16), jnp.zeros((4, 128), jnp.bfloat16)
+            ),
+            "gate bfloat16.* and up bfloat16.* must be alike",
         ),
         (
             lambda: activations_sm90.keep_tokens(

@@ -77,6 +77,26 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
         positions = unpack(Packed(values, metadata))
         return _at(positions, (da * 2 * root).astype(da.dtype))
 
+    def keep_gated_on_gpu(gate, up):
+        calls.append("keep_gated_features")
+        assert gate.shape == up.shape and up.shape[1] % 64 == 0
+        hidden = jax.nn.relu(gate)
+        a = hidden * hidden * up
+        mask = magnitude_mask(a)
+        packed = [pack(compress(of, mask=mask)) for of in (a, hidden, up)]
+        nonzero = jnp.pad(jnp.where(mask, a, 0) != 0, ((0, -len(a) % 16), (0, 0)))
+        counts = nonzero.reshape(-1, 16, a.shape[1]).sum(axis=1, dtype=jnp.uint8)
+        first, *others = packed
+        return first.values, first.metadata, counts, *(p.values for p in others)
+
+    def gated_backward_on_gpu(da, hidden, up, metadata):
+        calls.append("gated_backward")
+        positions = unpack(Packed(hidden, metadata))
+        da, hidden, up = (x.astype(jnp.float32) for x in (da, hidden, up))
+        da = _at(positions, da)
+        pair = 2 * da * hidden * up, da * hidden * hidden
+        return tuple(x.astype(positions.values.dtype) for x in pair)
+
     def keep_tokens_on_gpu(values, metadata, order, slots=None, *, rest_rows=0):
         calls.append("keep_tokens")
         assert order.size % 64 == 0 == rest_rows % 64
@@ -94,6 +114,8 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
     jax.clear_caches()  # of traces made with the real kernels
     patch.setattr(activations_sm90, "keep_features", keep_features_on_gpu)
     patch.setattr(activations_sm90, "backward", backward_on_gpu)
+    patch.setattr(activations_sm90, "keep_gated_features", keep_gated_on_gpu)
+    patch.setattr(activations_sm90, "gated_backward", gated_backward_on_gpu)
     patch.setattr(activations_sm90, "keep_tokens", keep_tokens_on_gpu)
     patch.setattr(compress_sm90, "compress", compress_on_gpu)
     patch.setattr(sparse_matmul_sm90, "sparse_matmul", multiply_on_gpu)

@@ -15,8 +15,10 @@ from sparsejax.ops import ffn_all_neurons
 from sparsejax.ops.ffn import ffn
 from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
 from sparsejax.ops.ffn_weights import FFNWeights
+from sparsejax.ops.gated_ffn import GatedFFNSpec, gated_ffn
+from sparsejax.ops.packed_activations import GatedActivations
 from sparsejax.ops.sparse_matmul import sparse_matmul
-from sparsejax.packing import pack
+from sparsejax.packing import Packed, pack
 from sparsejax.patterns import NM
 
 TWO_FOUR = NM(2, 4)
@@ -137,29 +139,35 @@ def operands(tokens: int, dtype=jnp.bfloat16, d: int = D, f: int = F, seed: int 
     return (x, w_up, w_down), jax.random.normal(keys[3], (tokens, d), dtype)
 
 
-def whole_numbers(tokens: int, d: int, f: int, seed: int):
+def whole_numbers(tokens: int, d: int, f: int, seed: int, *, gated: bool = False):
     """Operands of whole numbers so small that everything before the results is exact in
-    bfloat16, and every sum in any order: |Y1| and |dA| <= 15."""
+    bfloat16, and every sum in any order: |Y1| and |dA| <= 15; gated |G|, |U|, |dA| <= 4
+    and |A| <= 64."""
     generator = np.random.default_rng(seed)
+    count, largest = (2, 2) if gated else (5, 3)
 
     def of_ones() -> jax.Array:
-        """Five in each row, or fewer."""
+        """A few in each row."""
         x = np.zeros((tokens, d))
-        columns = generator.integers(0, d, (tokens, 5))
-        ones = generator.choice([-1.0, 1.0], (tokens, 5))
+        columns = generator.integers(0, d, (tokens, count))
+        ones = generator.choice([-1.0, 1.0], (tokens, count))
         np.put_along_axis(x, columns, ones, axis=1)
         return jnp.asarray(x, jnp.bfloat16)
 
-    shapes = (d, f), (f, d)
-    weights = [jnp.asarray(generator.integers(-3, 4, s), jnp.float32) for s in shapes]
-    return (of_ones(), *weights), of_ones()
+    shapes = [(d, f)] * (1 + gated) + [(f, d)]
+    weights = (generator.integers(-largest, largest + 1, s) for s in shapes)
+    return (of_ones(), *(jnp.asarray(w, jnp.float32) for w in weights)), of_ones()
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def step(sparsity: FFNSparsity, backend, arguments, dy, scales=(1.3, 1.5)):
-    """Y and the gradients."""
-    scales = jnp.asarray(scales) if sparsity.weights else None
-    run = partial(ffn, sparsity=sparsity, scales=scales, backend=backend)
+def step(sparsity: FFNSparsity, backend, arguments, dy, scales=(1.3, 1.5, 1.4)):
+    """Y and the gradients; gated with three weights."""
+    options = {"sparsity": sparsity, "backend": backend}
+    if sparsity.weights:
+        options["scales"] = jnp.asarray(scales[: len(arguments) - 1])
+    run = partial(ffn, **options)
+    if len(arguments) == 4:
+        run = partial(gated_ffn, activation="reglu2", **options)
     y, pull_back = jax.vjp(run, *arguments)
     return y, *pull_back(dy)
 
@@ -167,7 +175,7 @@ def step(sparsity: FFNSparsity, backend, arguments, dy, scales=(1.3, 1.5)):
 def assert_exact(sparsity: FFNSparsity, operands) -> None:
     """Twice the same bits, and the reference's, of operands of whole numbers."""
     got, again, expected = (
-        step(sparsity, backend, *operands, scales=(1.0, 1.0))
+        step(sparsity, backend, *operands, scales=(1.0, 1.0, 1.0))
         for backend in ("mosaic_sm90", "mosaic_sm90", "reference")
     )
     for ours, repeated, right in zip(got, again, expected, strict=True):
@@ -206,9 +214,36 @@ def test_an_ffn_is_that_of_the_reference(calls, name, tokens):
     assert_close(got, step(SPARSITIES[name], "reference", arguments, dy))
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("name", SPARSITIES)
-def test_an_ffn_of_whole_numbers_is_exactly_the_reference(calls, name):
-    assert_exact(SPARSITIES[name], whole_numbers(100, D, F, seed=0))
+def test_an_ffn_of_whole_numbers_is_exactly_the_reference(calls, name, gated):
+    assert_exact(SPARSITIES[name], whole_numbers(100, D, F, seed=0, gated=gated))
+    assert ("keep_gated_features" in calls) == gated
+    assert ("gated_backward" in calls) == gated
+    assert ("keep_tokens" in calls) == (SPARSITIES[name].token_sparsity is not None)
+
+
+def test_all_nine_gemms_of_a_gated_ffn_run_on_it_where_it_is_named(untuned):
+    facts = {"tokens": 4096, "d_model": 2048, "d_hidden": 8192, "dtype": "bfloat16"}
+    facts |= {"device": "gpu", "device_kind": "NVIDIA H200", "activation": "reglu2"}
+    gated = partial(GatedFFNSpec, **facts)
+    assert backends(gated(sparsity=ALL_SIX).explain("mosaic_sm90")) == [True] * 9
+    alone = [gemm in (0, 1, 3) for gemm in range(9)]
+    assert backends(gated(sparsity=ALL_SIX).explain()) == alone
+    anew = gated(sparsity=replace(ALL_SIX, mask_reuse=False))
+    with pytest.raises(NotImplementedError, match="selects anew"):
+        anew.explain("mosaic_sm90")
+
+
+def test_what_a_gated_ffn_keeps_gives_a_with_its_roundings():
+    keys = jax.random.split(jax.random.key(0))
+    hidden, up = (jax.random.normal(key, (8, 32), jnp.bfloat16) for key in keys)
+    words = jnp.zeros((1, 1, 128), jnp.uint32)
+    kept = GatedActivations(Packed(hidden, words), Packed(up, words), jnp.zeros(64))
+    exact = np.asarray(hidden, np.float32)
+    square = np.asarray(jnp.asarray(exact * exact).astype(jnp.bfloat16), np.float32)
+    expected = jnp.asarray(square * np.asarray(up, np.float32)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(jax.jit(lambda k: k.a.values)(kept), expected)
 
 
 def test_under_vmap_every_ffn_is_its_own(calls):
@@ -265,7 +300,9 @@ def test_random_ffns_on_a_gpu_are_those_of_the_reference(name, seed):
     for _ in range(5):
         d, f = (64 * int(i) for i in generator.integers(1, 20, 2))
         tokens = int(generator.integers(1, 3000))
-        assert_exact(SPARSITIES[name], whole_numbers(tokens, d, f, seed))
+        gated = bool(generator.integers(2))
+        operands = whole_numbers(tokens, d, f, seed, gated=gated)
+        assert_exact(SPARSITIES[name], operands)
 
 
 @pytest.mark.gpu
