@@ -7,7 +7,13 @@
         --results experiments/results/bench_ffn.jsonl
 
 A step is everything that a training step spends on one FFN: routing, soft threshold
-and packing of the weights, forward, backward. Inputs and output cotangent are random.
+and packing of the weights, forward, backward. Inputs and output cotangent are random;
+with `--run` weights and inputs are those of the middle layer of a trained model:
+
+    uv run --extra cuda experiments/pretrain.py --recipe activations \\
+        --model.d-model 2048 --model.d-hidden 8192 --run-folder runs/wide
+    uv run --extra cuda experiments/bench_ffn.py --run runs/wide --dtype bfloat16
+
 Every mode is first compared with a masked dense computation written here, without the
 library's masks, dispatch or grouped GEMMs; a wrong mode stops the run.
 
@@ -31,6 +37,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import tyro
+from flax import nnx
 from jaxtyping import Array, Float
 from rich import box
 from rich.console import Console
@@ -39,6 +46,10 @@ from rich.table import Table
 from experiments.kernel_times import kernel_times
 from experiments.provenance import commit
 from experiments.timing import Timing, time_interleaved, time_queued
+from sparsejax.checkpoint import Checkpoints
+from sparsejax.config import MeshConfig
+from sparsejax.config_file import read_config
+from sparsejax.model import Transformer
 from sparsejax.ops.backend import Backend, current_device_kind, current_platform
 from sparsejax.ops.ffn import ffn
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity, FFNSpec, dense_feature_count
@@ -46,6 +57,7 @@ from sparsejax.ops.token_sparsity import fixed_token_order
 from sparsejax.patterns import TWO_FOUR, VNM
 from sparsejax.pruning import soft_threshold_scale
 from sparsejax.router import nearest_centre
+from sparsejax.train import Run
 
 BASELINE = "dense"
 
@@ -72,6 +84,10 @@ class Config:
     """Of X, dY and the GEMMs; the weights are float32 masters."""
     zeros: float = 0.5
     """Share of zeros in relu(Y1): 0.5 in a new network, 0.9 in a trained one."""
+    run: Path | None = None
+    """Folder of a run of a squared-ReLU model: the weights of its middle layer and what
+    that layer reads of the training text, of as many tokens; d_model, d_hidden and
+    zeros are then the model's."""
     backend: Backend | None = None
     """Of the sparse modes; None: the best of each GEMM."""
     only: tuple[str, ...] = ()
@@ -135,6 +151,72 @@ def modes(config: Config) -> dict[str, FFNSparsity]:
     return {name: sparsity for name, sparsity in known.items() if name in chosen}
 
 
+def of_run(config: Config) -> tuple[Config, Inputs]:
+    """The inputs that `config.run` asks for, and the settings they fix.
+
+    Raises:
+      ValueError: the folder holds no run, or one of a gated model.
+    """
+    assert config.run is not None
+    saved = config.run / "config.json"
+    if not saved.is_file():
+        raise ValueError(f"run={config.run}: there is no {saved}; give a run folder")
+    train_config = read_config(saved)
+    if train_config.model.gated:
+        raise ValueError(
+            f"run={config.run} has model.activation={train_config.model.activation!r}; "
+            f"this is about the squared-ReLU FFN, train one with activation relu2"
+        )
+    train_config = replace(train_config, mesh=MeshConfig(data=1))
+    run = Run(train_config, devices=jax.devices()[:1])
+    with Checkpoints(config.run / "checkpoints") as checkpoints:
+        phase = run.phases[checkpoints.metadata()["phase"]]
+        restored = checkpoints.restore(template=run.template(phase.sparsity))
+    model = run.model(restored.state, phase.sparsity)
+    layer = train_config.model.layers // 2
+    x = _ffn_inputs(model, run, layer, config.tokens)
+    ffn = model.blocks.ffn
+    w_up, w_down = ffn.w_up[...][layer], ffn.w_down[...][layer]
+    active = jax.jit(lambda x, w: jnp.mean(x @ w.astype(x.dtype) > 0))(x, w_up)
+    d_model, d_hidden = w_up.shape
+    config = replace(
+        config, d_model=d_model, d_hidden=d_hidden, zeros=1 - float(active)
+    )
+    random = make_inputs(config)
+    inputs = replace(
+        random,
+        x=x.astype(config.dtype),
+        w_up=w_up,
+        w_down=w_down,
+        scales=_scales(w_up, w_down),
+    )
+    return config, inputs
+
+
+def _ffn_inputs(model: Transformer, run: Run, layer: int, tokens: int) -> jax.Array:
+    """What a layer's FFN reads of the first training batches."""
+
+    @nnx.jit
+    def read(model: Transformer, batch: jax.Array) -> jax.Array:
+        _, inputs = model.features(
+            batch[:, :-1], key=jax.random.key(0), capture_ffn_inputs=True
+        )
+        assert inputs is not None
+        return inputs[layer].reshape(-1, inputs.shape[-1])
+
+    batches, found, count = run.batches(), [], 0
+    while count < tokens:
+        for batch in run.place(next(batches)["tokens"]):
+            found.append(read(model, batch))
+            count += len(found[-1])
+    return jnp.concatenate(found)[:tokens]
+
+
+def _scales(w_up: jax.Array, w_down: jax.Array) -> jax.Array:
+    scales = [soft_threshold_scale(w_up, axis=0), soft_threshold_scale(w_down, axis=1)]
+    return jnp.stack(scales)
+
+
 def make_inputs(config: Config) -> Inputs:
     """Random everything; unit centres, so that experts are about equally popular.
 
@@ -152,13 +234,12 @@ def make_inputs(config: Config) -> Inputs:
     w_up = w_up.at[0].set(-NormalDist().inv_cdf(config.zeros))
     w_down = jax.random.normal(keys[2], (f, d)) / f**0.5
     centres = jax.random.normal(keys[4], (config.experts, d))
-    scales = [soft_threshold_scale(w_up, axis=0), soft_threshold_scale(w_down, axis=1)]
     return Inputs(
         x=x.astype(config.dtype),
         w_up=w_up,
         w_down=w_down,
         dy=jax.random.normal(keys[3], (t, d), config.dtype),
-        scales=jnp.stack(scales),
+        scales=_scales(w_up, w_down),
         centres=centres / jnp.linalg.norm(centres, axis=1, keepdims=True),
     )
 
@@ -273,7 +354,10 @@ def main(
     config: Config, *, run_step: Step = step, arguments: Sequence[str] = ()
 ) -> list[dict]:
     """Checks, times, prints and records every mode; returns the rows."""
-    inputs = make_inputs(config)
+    if config.run is None:
+        inputs = make_inputs(config)
+    else:
+        config, inputs = of_run(config)
     run = partial(run_step, backend=config.backend)
     right = jax.jit(masked_dense, static_argnums=0)
     calls, memory, errors = {}, {}, {}
@@ -340,7 +424,8 @@ def _row(config: Config, timing: Timing, arguments: Sequence[str]) -> dict:
             "v": config.v if sparsity.experts else None,
         },
         "dtype": spec.dtype,
-        "zeros": config.zeros,
+        "inputs": "random" if config.run is None else f"of run {config.run.name}",
+        "zeros": round(config.zeros, 4),
         "gemms": [f"{d.spec.name}: {d.backend}" for d in decisions],
         **{name: round(getattr(timing, name), 4) for name in figures},
         "rounds": timing.rounds,

@@ -12,6 +12,9 @@ from experiments import bench_ffn
 from experiments.bench_ffn import Config
 from experiments.timing import time_interleaved
 from pallas_kernels import tuning
+from sparsejax.config import RecipeConfig
+from sparsejax.loop import train
+from tests.micro_run import micro_config
 
 TINY = Config(tokens=40, d_model=8, d_hidden=64, v=8, rounds=2, results=None)
 
@@ -67,6 +70,44 @@ def test_mode_that_forgets_its_mask_is_caught():
 
     with pytest.raises(AssertionError, match="mode '2:4 activations': y differs"):
         bench_ffn.main(TINY, run_step=forgetful)
+
+
+@pytest.fixture(scope="module")
+def finished(text, tmp_path_factory):
+    """A run of 16 x 64 whose last phase is sparse, and its model's first statistics."""
+    folder = tmp_path_factory.mktemp("run")
+    phases = RecipeConfig(warmup_share=0.25, sparse_share=0.75)
+    config = micro_config(text, recipe="activations", phases=phases, steps=4)
+    train(config, folder)
+    return folder
+
+
+def test_weights_and_inputs_of_a_run_are_timed(finished, tmp_path):
+    results = tmp_path / "rows.jsonl"
+    only = ("2:4 activations along tokens",)
+    config = dataclasses.replace(
+        TINY, run=finished, tokens=100, only=only, results=results
+    )
+    rows = bench_ffn.main(config)
+    assert rows[0]["shape"]["d_model"] == 16 and rows[0]["shape"]["d_hidden"] == 64
+    assert {row["inputs"] for row in rows} == {f"of run {finished.name}"}
+    settings, inputs = bench_ffn.of_run(config)
+    assert inputs.x.shape == (100, 16) and inputs.dy.shape == (100, 16)
+    y_up = np.asarray(inputs.x, np.float64) @ np.asarray(inputs.w_up, np.float64)
+    assert settings.zeros == pytest.approx(np.mean(y_up <= 0), abs=1e-3)
+    # An RMS norm's output, not random numbers.
+    scale = np.linalg.norm(inputs.x, axis=1) / 16**0.5
+    np.testing.assert_allclose(scale, 1, atol=0.1)
+
+
+def test_what_is_no_run_of_a_squared_relu_model_is_refused(finished, tmp_path):
+    with pytest.raises(ValueError, match="there is no .*config.json; give"):
+        bench_ffn.of_run(dataclasses.replace(TINY, run=tmp_path))
+    config = json.loads((finished / "config.json").read_text())
+    config["model"]["activation"] = "reglu2"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="model.activation='reglu2'; this is about"):
+        bench_ffn.of_run(dataclasses.replace(TINY, run=tmp_path))
 
 
 def test_packed_activations_are_compared_with_masks(monkeypatch):
