@@ -9,9 +9,6 @@ A checkpoint is a folder:
 import itertools
 import json
 import os
-import re
-import shutil
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -26,13 +23,17 @@ import orbax.checkpoint as ocp
 from jaxtyping import Array, PyTree
 
 from sparsejax import manifest
+from sparsejax.checkpoint_folder import (
+    CheckpointFolder,
+    remove,
+    remove_failed,
+    unfinished,
+)
 from sparsejax.checkpoint_record import (
     FORMAT_VERSION,
     RECORD,
-    check_format,
     checked_json,
     is_sealed,
-    read_record,
 )
 from sparsejax.processes import Exchange, ProcessLost
 from sparsejax.stored_state import (
@@ -48,12 +49,6 @@ TIMEOUT_SECONDS = 1200
 """How long the processes of a run wait for one another in a save or a restore. A dead
 process is noticed much sooner, by its heartbeat; this is for one that hangs, and longer
 than an honest write: the 90 GB of a 7 B model take 900 s at 100 MB/s."""
-
-# step_00001000, and step_00001000_1 where the same step was saved a second time.
-_COMMITTED = re.compile(r"step_(\d+)(?:_(\d+))?")
-# What an interrupted save (ours, or orbax's of format 1) or an interrupted deletion
-# leaves.
-_LEFTOVER = re.compile(r"step_\d+(_\d+)?\.(writing|orbax-checkpoint-tmp.*|deleting)")
 
 _instances = itertools.count()
 
@@ -133,8 +128,7 @@ class Checkpoints:
                 f"renaming a folder, so give a folder of a mounted file system"
             )
         self._folder = Path(folder).expanduser().absolute()
-        self._keep = keep
-        self._keep_every = keep_every
+        self._held = CheckpointFolder(self._folder, keep=keep, keep_every=keep_every)
         name = f"checkpoints{next(_instances)}"
         self._decisions = Exchange(f"{name}/decisions")
         self._decided = itertools.count()
@@ -214,7 +208,7 @@ class Checkpoints:
         failure = None
         if stored:
             try:
-                arrays = _unfinished(target) / "state"
+                arrays = unfinished(target) / "state"
                 self._writer.save(arrays, args=ocp.args.StandardSave(stored))
             except Exception as error:
                 # The others have to be told, which the background does.
@@ -284,7 +278,7 @@ class Checkpoints:
             content, like a missing permission.
         """
         self.wait()
-        found = self._decide(self._set_aside_damaged)
+        found = self._decide(self._held.set_aside_damaged)
         return [
             Damaged(path=self._folder / name, step=step, reason=reason)
             for name, step, reason in found
@@ -293,16 +287,16 @@ class Checkpoints:
     def last_good(self) -> Path | None:
         """The folder of the newest complete checkpoint as far as this process sees;
         None where there is none."""
-        complete = [path for *_, path in self._committed() if is_sealed(path)]
+        complete = [path for *_, path in self._held.committed() if is_sealed(path)]
         return complete[-1] if complete else None
 
     def steps(self) -> list[int]:
         """The steps of all complete checkpoints, ascending."""
-        return self._decide(lambda: sorted(self._newest_paths()))
+        return self._decide(lambda: sorted(self._held.newest_paths()))
 
     def latest_step(self) -> int | None:
         """The newest step with a complete checkpoint; None where there is none."""
-        return self._decide(self._latest_step)
+        return self._decide(self._held.latest_step)
 
     def path(self, step: int | None = None) -> Path:
         """The folder of a step, by default of the newest.
@@ -310,7 +304,7 @@ class Checkpoints:
         Raises:
           ValueError: there is no such checkpoint.
         """
-        return self._folder / self._decide(lambda: self._path(step).name)
+        return self._folder / self._decide(lambda: self._held.path(step).name)
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
         """The metadata saved with a step, by default with the newest.
@@ -318,7 +312,7 @@ class Checkpoints:
         Raises:
           ValueError: no such checkpoint, or one of an unknown format.
         """
-        return self._decide(lambda: self._find(step)[1]["metadata"])
+        return self._decide(lambda: self._held.find(step)[1]["metadata"])
 
     def restore(self, step: int | None = None, *, template: PyTree) -> Restored:
         """The checkpoint of a step, by default the newest, bit for bit as it was saved.
@@ -337,7 +331,7 @@ class Checkpoints:
             cannot be read, or a template that differs from it in structure, shape or
             dtype; the first difference is named.
         """
-        name, record = self._decide(lambda: self._find(step))
+        name, record = self._decide(lambda: self._held.find(step))
         path = self._folder / name
         leaves = named_leaves(template)
         check_fits(path, record["state"], leaves)
@@ -398,23 +392,25 @@ class Checkpoints:
           ValueError: the step is older than the newest checkpoint.
           CheckpointFailed: the folder cannot be written to.
         """
-        step, newest = record["step"], self._latest_step()
+        step, newest = record["step"], self._held.latest_step()
         if newest is not None and step < newest:
             raise ValueError(
                 f"step={step} is below step {newest}, the newest checkpoint in "
                 f"{self._folder}, and would not be the one that a resume takes; "
                 f"continue from step {newest} or use another folder"
             )
-        permanent = record["permanent"] or (newest == step and self._is_permanent(step))
-        target = self._unused_path(step)
+        permanent = record["permanent"] or (
+            newest == step and self._held.is_permanent(step)
+        )
+        target = self._held.unused_path(step)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._remove_leftovers()
-            _unfinished(target).mkdir()
+            self._held.remove_leftovers()
+            unfinished(target).mkdir()
             text = json.dumps({**record, "permanent": permanent})
-            (_unfinished(target) / RECORD).write_text(text)
+            (unfinished(target) / RECORD).write_text(text)
         except OSError as error:
-            _remove(_unfinished(target))
+            remove(unfinished(target))
             raise self._failed(step, error) from error
         return target.name
 
@@ -433,15 +429,15 @@ class Checkpoints:
                     self._report(_cause(error))
             # Only now: every process has stopped, or is about to.
             if jax.process_index() == 0:
-                _remove_failed(_unfinished(target))
+                remove_failed(unfinished(target))
             raise self._failed(step, error) from error
 
     def _commit(self, target: Path) -> None:
-        manifest.write(_unfinished(target), FORMAT_VERSION)
-        os.rename(_unfinished(target), target)
+        manifest.write(unfinished(target), FORMAT_VERSION)
+        os.rename(unfinished(target), target)
         # Before anything older goes, the new one must survive a power failure.
         manifest.flush(self._folder)
-        self._delete_superseded(target)
+        self._held.delete_superseded(target)
 
     def _report(self, failure: str = "") -> None:
         """Tells the other processes how this one's part of a save went so far.
@@ -473,103 +469,6 @@ class Checkpoints:
             f"({_cause(error)}); {earlier}; free space or repair the disk, then resume"
         )
 
-    def _set_aside_damaged(self) -> list[tuple[str, int, str]]:
-        found = []
-        for step, _, path in reversed(self._committed()):
-            check_format(path)
-            reason = _find_damage(path, step)
-            if reason is None:
-                break
-            found.append((_set_aside(path).name, step, reason))
-        return found
-
-    def _find(self, step: int | None) -> tuple[str, dict[str, Any]]:
-        path = self._path(step)
-        record = read_record(path)
-        saved, named = record["step"], _named_step(path)
-        if saved != named:
-            raise ValueError(
-                f"{path} is the checkpoint of step={saved}, and was renamed; give it "
-                f"its name back, or remove it"
-            )
-        return path.name, record
-
-    def _latest_step(self) -> int | None:
-        return max(self._newest_paths(), default=None)
-
-    def _path(self, step: int | None) -> Path:
-        paths = self._newest_paths()
-        if not paths:
-            raise ValueError(
-                f"there is no complete checkpoint in {self._folder}; give the folder "
-                f"that holds `step_...` folders, or start a new run"
-            )
-        step = max(paths) if step is None else step
-        if step not in paths:
-            raise ValueError(
-                f"there is no checkpoint of step={step} in {self._folder}; there are "
-                f"{sorted(paths)}"
-            )
-        return paths[step]
-
-    def _is_permanent(self, step: int) -> bool:
-        try:
-            return read_record(self._path(step))["permanent"]
-        except ValueError:
-            return True  # What we cannot read is not ours to delete.
-
-    def _committed(self) -> list[tuple[int, int, Path]]:
-        """Step, revision and path of every complete checkpoint, ascending."""
-        if not self._folder.is_dir():
-            return []
-        matches = (
-            (_COMMITTED.fullmatch(path.name), path) for path in self._folder.iterdir()
-        )
-        return sorted((int(m[1]), int(m[2] or 0), path) for m, path in matches if m)
-
-    def _newest_paths(self) -> dict[int, Path]:
-        """For each step the newest revision, which comes last."""
-        return {step: path for step, _, path in self._committed()}
-
-    def _unused_path(self, step: int) -> Path:
-        # A new name, because a folder cannot replace another one in a single operation:
-        # until the new one is complete the old one must stay where it is.
-        revisions = [r for s, r, _ in self._committed() if s == step]
-        suffix = f"_{max(revisions) + 1}" if revisions else ""
-        return self._folder / f"step_{step:08d}{suffix}"
-
-    def _remove_leftovers(self) -> None:
-        """Removes what interrupted saves and deletions left.
-
-        For the writer alone, with no save of its own under way: to a reader, what
-        another process is writing looks just the same.
-        """
-        for path in self._folder.iterdir():
-            if _LEFTOVER.fullmatch(path.name):
-                _remove(path)
-
-    def _delete_superseded(self, written: Path) -> None:
-        """Deletes what is not kept, now that `written` is complete."""
-        newest = self._newest_paths()
-        doomed = [
-            path
-            for step, _, path in self._committed()
-            if path != newest[step]
-            and (newest[step] == written or _is_intact(newest[step], step))
-        ]
-        if self._keep is not None:
-            older = sorted(newest)[: -self._keep]
-            doomed += [newest[s] for s in older if not self._stays(s)]
-        for path in doomed:
-            # Renamed first: a half-deleted folder must not look like a checkpoint. What
-            # cannot be renamed now is superseded at the next save as well.
-            with suppress(OSError):
-                _remove(path.rename(path.with_name(f"{path.name}.deleting")))
-
-    def _stays(self, step: int) -> bool:
-        every = self._keep_every
-        return (every > 0 and step % every == 0) or self._is_permanent(step)
-
 
 # What process 0 may raise as the others raise it, the first that fits.
 _ERRORS: dict[str, type[Exception]] = {
@@ -583,54 +482,6 @@ _ERRORS: dict[str, type[Exception]] = {
 _DISK_ERRORS = (ENOSPC, EDQUOT, EFBIG, EROFS, EIO, EACCES)
 
 
-def _unfinished(target: Path) -> Path:
-    return target.with_name(f"{target.name}.writing")
-
-
-def _remove(folder: Path) -> None:
-    # What cannot be removed (a reader may have it open) goes at the next save.
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_failed(folder: Path) -> None:
-    """Removes what a failed save wrote.
-
-    orbax reports the first error while its other writes are still under way, and these
-    make their folders anew; so it is removed until it stays away for a moment.
-    """
-    deadline, absences = time.monotonic() + 10, 0
-    while absences < 5 and time.monotonic() < deadline:
-        absences = 0 if folder.exists() else absences + 1
-        _remove(folder)
-        time.sleep(0.05)
-
-
-def _set_aside(path: Path) -> Path:
-    suffixes = itertools.chain([""], (f"_{n}" for n in itertools.count(1)))
-    targets = (path.with_name(f"{path.name}.damaged{suffix}") for suffix in suffixes)
-    target = next(target for target in targets if not os.path.lexists(target))
-    path.rename(target)
-    manifest.flush(path.parent)
-    return target
-
-
-def _find_damage(path: Path, step: int) -> str | None:
-    """How a checkpoint differs from what was saved as `step`, its name says; None where
-    it does not."""
-    reason = manifest.find_damage(path)
-    if reason is None and (saved := read_record(path)["step"]) != step:
-        return f"{RECORD} is of step {saved}: the folder was renamed"
-    return reason
-
-
-def _is_intact(path: Path, step: int) -> bool:
-    """Whether it is another copy of a step, to the last bit; a link to one is none."""
-    try:
-        return not path.is_symlink() and _find_damage(path, step) is None
-    except (OSError, ValueError):
-        return False  # As far as we can read.
-
-
 def _cause(error: Exception) -> str:
     """One line. What the layers below say can fill a screen; what the system said is
     somewhere in it, and is never cut out."""
@@ -642,10 +493,3 @@ def _cause(error: Exception) -> str:
     if isinstance(error, _OtherProcessFailed):
         return text
     return f"{type(error).__name__}: {text}"
-
-
-def _named_step(path: Path) -> int:
-    """The step that the name of a committed checkpoint says."""
-    named = _COMMITTED.fullmatch(path.name)
-    assert named is not None
-    return int(named[1])

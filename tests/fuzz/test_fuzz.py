@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsejax import checkpoint, config, config_file, corpus, manifest, shards
+from sparsejax import checkpoint_folder, config, config_file, corpus, manifest, shards
 from tests.fuzz import command_lines
 from tests.fuzz.cases import FAMILIES, Fuzzer, shares
 from tests.fuzz.judge import TimedOut, Wrong, clear_error, time_limit
@@ -86,11 +86,11 @@ DEFECTS = {
     ),
     "damaged checkpoints are deleted": (
         "checkpoints",
-        (checkpoint, "_set_aside", deleted),
+        (checkpoint_folder, "_set_aside", deleted),
     ),
     "a save deletes what it should keep": (
         "checkpoints",
-        (checkpoint.Checkpoints, "_stays", lambda self, step: False),
+        (checkpoint_folder.CheckpointFolder, "_stays", lambda self, step: False),
     ),
     "shards are read from the second token": (
         "shards",

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint._src.serialization import serialization
 
-from sparsejax import checkpoint, manifest
+from sparsejax import checkpoint, checkpoint_folder, manifest
 from sparsejax.checkpoint import CheckpointFailed, Checkpoints
 
 
@@ -88,9 +88,10 @@ def test_hashing_and_deleting_are_in_the_background(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "write", remember(manifest.write))
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(1, state_of(1), blocking=True)
-        monkeypatch.setattr(checkpoint, "_remove", remember(checkpoint._remove))
+        removing = remember(checkpoint_folder.remove)
+        monkeypatch.setattr(checkpoint_folder, "remove", removing)
         checkpoints.save(2, state_of(2))
-    assert [name for name, _ in threads] == ["write", "write", "_remove"]
+    assert [name for name, _ in threads] == ["write", "write", "remove"]
     assert threading.main_thread() not in [thread for _, thread in threads]
 
 
