@@ -72,7 +72,7 @@ def _typed_fields(kind: Any, values: Any, name: str) -> Any:
         if field_name not in hints:
             raise ValueError(
                 f"setting {prefix}{field_name} is unknown to this version of "
-                f"sparsejax; resume with the version that wrote it"
+                f"sparsejax; correct its name, or use the version that wrote it"
             )
     typed = {
         field_name: _typed(hints[field_name], value, prefix + field_name)
