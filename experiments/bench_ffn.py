@@ -1,9 +1,9 @@
 """Times one training step of the sparse FFN against the dense one.
 
     uv run experiments/bench_ffn.py
-    uv run --extra cuda experiments/bench_ffn.py --dtype bfloat16 --zeros 0.9 \
-        --tokens 16384 --d-model 4096 --d-hidden 16384 --backend mosaic_sm90 \
-        --only "2:4 activations along tokens" "all six GEMMs 2:4" \
+    uv run --extra cuda experiments/bench_ffn.py --dtype bfloat16 --zeros 0.9 \\
+        --tokens 16384 --d-model 4096 --d-hidden 16384 --backend mosaic_sm90 \\
+        --only "2:4 activations along tokens" "all six GEMMs 2:4" \\
         --results experiments/results/bench_ffn.jsonl
 
 A step is everything that a training step spends on one FFN: routing, soft threshold
@@ -11,7 +11,8 @@ and packing of the weights, forward, backward. Inputs and output cotangent are r
 with `--run` weights and inputs are those of the middle layer of a trained model:
 
     uv run --extra cuda experiments/pretrain.py --recipe activations \\
-        --model.d-model 2048 --model.d-hidden 8192 --run-folder runs/wide
+        --model.d-model 2048 --model.d-hidden 8192 --run-folder runs/wide \\
+        --model.heads 16 --model.kv-heads 16
     uv run --extra cuda experiments/bench_ffn.py --run runs/wide --dtype bfloat16
 
 Every mode is first compared with a masked dense computation written here, without the

@@ -30,7 +30,7 @@ class Activations(NamedTuple):
 
 
 def keep_features(y_up: Float[Array, "tokens features"]) -> Activations:
-    """The two of four features with the largest Y1 by its sign, squared."""
+    """A, of four features the two largest."""
     values, metadata, counts = _keep_features(y_up)
     return Activations(Packed(values, metadata), counts.astype(jnp.int32).sum(axis=0))
 
