@@ -209,9 +209,8 @@ def _say_expected(decisions: tuple[Decision, ...], micro_batches: int) -> None:
         if times is None or decision.backend not in times:
             continue
         # A weight is packed once per step, an activation in every micro-batch.
-        of_weight = decision.spec.sparse_operand == "rhs"
-        of_weight = of_weight and not decision.spec.over_tokens
-        packing = times["packing"] / (micro_batches if of_weight else 1)
+        shared = micro_batches if decision.spec.sparse_weight else 1
+        packing = times["packing"] / shared
         sparse_us += times[decision.backend] + packing
         dense_us += times["dense"]
     if not dense_us:

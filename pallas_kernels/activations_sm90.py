@@ -58,19 +58,8 @@ def keep_features(
     Raises:
       ValueError: the features are not a multiple of 64, or the dtype not of 16 bits.
     """
-    tokens, features = y_up.shape
-    _check(features, y_up.dtype)
-    blocks = pl.cdiv(tokens, TILE)
-    return _call(
-        partial(_keep_features, tokens=tokens, gated=False),
-        (blocks, features // TILE),
-        (
-            jax.ShapeDtypeStruct((tokens, features // 2), y_up.dtype),
-            jax.ShapeDtypeStruct((blocks, features // TILE, 128), jnp.uint32),
-            jax.ShapeDtypeStruct((4 * blocks, features), jnp.uint8),
-        ),
-        y_up,
-    )
+    values, metadata, nonzeros = _keep(y_up)
+    return values, metadata, nonzeros
 
 
 def keep_gated_features(
@@ -92,26 +81,31 @@ def keep_gated_features(
     Raises:
       ValueError: as `keep_features`, or G and U differ.
     """
-    tokens, features = gate.shape
-    _check(features, gate.dtype)
     if (up.shape, up.dtype) != (gate.shape, gate.dtype):
         raise ValueError(
             f"gate {gate.dtype}{gate.shape} and up {up.dtype}{up.shape} must be alike"
         )
+    values, metadata, nonzeros, hidden, kept_up = _keep(gate, up)
+    return values, metadata, nonzeros, hidden, kept_up
+
+
+def _keep(gate: Array, *up: Array) -> tuple[Array, ...]:
+    """What `keep_features` returns, or with U `keep_gated_features`."""
+    tokens, features = gate.shape
+    _check(features, gate.dtype)
     blocks = pl.cdiv(tokens, TILE)
     kept = jax.ShapeDtypeStruct((tokens, features // 2), gate.dtype)
     return _call(
-        partial(_keep_features, tokens=tokens, gated=True),
+        partial(_keep_features, tokens=tokens, gated=bool(up)),
         (blocks, features // TILE),
         (
             kept,
             jax.ShapeDtypeStruct((blocks, features // TILE, 128), jnp.uint32),
             jax.ShapeDtypeStruct((4 * blocks, features), jnp.uint8),
-            kept,
-            kept,
+            *([kept, kept] if up else []),
         ),
         gate,
-        up,
+        *up,
     )
 
 

@@ -432,8 +432,13 @@ class SparseFFN(nnx.Module):
         self.unpack()
         return order
 
+    @property
+    def into_hidden(self) -> list[nnx.Param]:
+        """The weights that GEMM 1 reads, in the order of `scales`: (gate,) up."""
+        return [self.w_up] if self.w_gate is None else [self.w_gate, self.w_up]
+
     def _scales(self) -> jax.Array:
-        into_hidden = [self.w_up] if self.w_gate is None else [self.w_gate, self.w_up]
+        into_hidden = self.into_hidden
         stack = self.w_up[...].shape[:-2]
         if self.d_model % 4:
             # Groups of four do not divide d: such a layer cannot have 2:4 weights.

@@ -208,8 +208,7 @@ def model_statistics(
         state, x = layer
         ffn: SparseFFN = nnx.merge(graph, state)
         x = x.reshape(-1, x.shape[-1])
-        into_hidden = [ffn.w_up] if ffn.w_gate is None else [ffn.w_gate, ffn.w_up]
-        *gate, w_up = (w[...] for w in into_hidden)
+        *gate, w_up = (w[...] for w in ffn.into_hidden)
         if ffn.sparsity.weights:
             *gate, w_up = (
                 ffn.scales[...][i] * soft_threshold(w, axis=0)
@@ -231,8 +230,7 @@ def weight_masks(model: nnx.Module) -> list[Bool[Array, "..."]]:
     masks = []
     for ffn in sparse_ffns(model):
         if ffn.d_model % 4 == 0:
-            into_hidden = [ffn.w_up] if ffn.w_gate is None else [ffn.w_gate, ffn.w_up]
-            masks += [magnitude_mask(w[...], axis=-2) for w in into_hidden]
+            masks += [magnitude_mask(w[...], axis=-2) for w in ffn.into_hidden]
             masks.append(magnitude_mask(ffn.w_down[...], axis=-1))
     return masks
 

@@ -127,8 +127,7 @@ def switch(
 def fold_weights(ffn: SparseFFN) -> None:
     """W := beta S(W) for the weights that GEMM 1 reads (W1; Wg and Wu if gated)."""
     ffn.unpack()
-    into_hidden = [ffn.w_up] if ffn.w_gate is None else [ffn.w_gate, ffn.w_up]
-    for index, w in enumerate(into_hidden):
+    for index, w in enumerate(ffn.into_hidden):
         scale = ffn.scales[...][..., index, None, None]
         w[...] = scale * soft_threshold(w[...], axis=-2)
 

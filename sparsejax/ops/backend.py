@@ -52,6 +52,16 @@ class GemmSpec:
     """Model, as `jax.Device.device_kind`."""
 
     @property
+    def sparse_weight(self) -> bool:
+        """Whether the sparse operand is a weight."""
+        return self.sparse_operand == "rhs" and not self.over_tokens
+
+    @property
+    def reads_activations(self) -> bool:
+        """Whether the sparse operand is an activation, a row per token."""
+        return self.sparse_operand == "lhs" and not self.over_tokens
+
+    @property
     def dense_flops(self) -> int:
         """Multiplications and additions of the dense GEMM this one stands for."""
         return 2 * self.m * self.k * self.n

@@ -191,7 +191,7 @@ class FFNCall(ABC):
         gemms = self.gemms()
         decisions = tuple(_choose(gemm, backend) for gemm in gemms)
         packed = [decision.backend == "mosaic_sm90" for decision in decisions]
-        by_token = [i for i, gemm in enumerate(gemms) if _reads_activations(gemm)]
+        by_token = [i for i, gemm in enumerate(gemms) if gemm.reads_activations]
         over_tokens = [i for i, gemm in enumerate(gemms) if gemm.over_tokens]
         alone = []
         if not _alike(packed, by_token):
@@ -211,10 +211,6 @@ class FFNCall(ABC):
 
 def _alike(packed: list[bool], of: list[int]) -> bool:
     return len({packed[i] for i in of}) <= 1
-
-
-def _reads_activations(gemm: GemmSpec) -> bool:
-    return gemm.sparse_operand == "lhs" and not gemm.over_tokens
 
 
 class FFNSpec(FFNCall):

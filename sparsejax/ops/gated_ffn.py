@@ -328,12 +328,12 @@ def _forward(how, x, weights, packed):
         multiply_by_weight(backends[0], x, wg, packed_gate),
         multiply_by_weight(backends[1], x, wu, packed_up),
     )
-    a = _activate(activation, gate, up)
     if sparsity.activations is not None and backends[2] == "mosaic_sm90":
         packed_a, kept = packed_activations.keep_gated_features(gate, up)
         # (T, d) = (T, F) @ (F, d)
         y = sparse_matmul(packed_a, wd, backend=backends[2])
         return sum_over_neurons(layout, y), kept
+    a = _activate(activation, gate, up)
     if sparsity.activations is not None:
         mask = magnitude_mask(a, TWO_FOUR)
         # Where G is 0, so are A, dG and dU.

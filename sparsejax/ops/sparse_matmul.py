@@ -255,10 +255,6 @@ def _whole_rows(spec: GemmSpec) -> int:
     return in_blocks(spec.whole_features) if spec.over_tokens else 0
 
 
-def _is_weight(spec: GemmSpec) -> bool:
-    return spec.sparse_operand == "rhs" and not spec.over_tokens
-
-
 def _why_unsupported_on_sm90(spec: GemmSpec) -> str | None:
     if not is_hopper(spec.device_kind):
         return f"needs a Hopper GPU, not {spec.device_kind or spec.device}"
@@ -266,7 +262,7 @@ def _why_unsupported_on_sm90(spec: GemmSpec) -> str | None:
         return f"multiplies by 2:4 operands, not {spec.pattern}"
     if spec.why_not_packed is not None:
         return f"the activations are not packed: {spec.why_not_packed}"
-    if not _is_weight(spec):
+    if not spec.sparse_weight:
         from pallas_kernels import activations_sm90
 
         features = spec.k
@@ -283,7 +279,7 @@ def _why_slower_on_sm90(spec: GemmSpec) -> str | None:
     from pallas_kernels import tuning
 
     shape = _shape_on_sm90(spec)
-    if not _is_weight(spec) and tuning.nearest(spec.device_kind, shape) is None:
+    if not spec.sparse_weight and tuning.nearest(spec.device_kind, shape) is None:
         # Packing them costs time at every call, so that no rule can be trusted.
         return "2:4 activations of this size have not been measured on this GPU"
     return tuning.why_slower(spec.device_kind, shape)
@@ -301,12 +297,12 @@ def _measured_on_sm90(spec: GemmSpec) -> dict[str, float] | None:
     return {
         "mosaic_sm90": entry.sparse_us * share,
         "dense": entry.dense_us * share,
-        "packing": entry.pack_us * (1 if _is_weight(spec) else share),
+        "packing": entry.pack_us * (1 if spec.sparse_weight else share),
     }
 
 
 def _describe_on_sm90(spec: GemmSpec) -> tuple[str, float]:
-    operand = "weight" if _is_weight(spec) else "activation"
+    operand = "weight" if spec.sparse_weight else "activation"
     features = spec.n if spec.sparse_operand == "rhs" else spec.m
     share = 0.5 * (1 + _whole_rows(spec) / features)
     return f"2:4 {operand} on the sparse tensor cores", share
