@@ -20,7 +20,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import activations_sm90, sparse_matmul_sm90
+from pallas_kernels import activation_tiles, sparse_matmul_sm90
 from pallas_kernels.sparse_matmul_sm90 import Config, Shape
 from sparsejax.formats import decompress
 from sparsejax.ops import packed_activations
@@ -111,7 +111,7 @@ def make_problem(gemm: Gemm, tokens: int, d_model: int, d_hidden: int) -> Proble
     shape = _shape(gemm, tokens, d_model, d_hidden)
     reason = sparse_matmul_sm90.why_unsupported(shape)
     if gemm != "1":
-        reason = reason or activations_sm90.why_unsupported(d_hidden, shape.dtype)
+        reason = reason or activation_tiles.why_unsupported(d_hidden, shape.dtype)
     if reason is not None:
         raise ValueError(
             f"GEMM {gemm} of T,d,F {tokens},{d_model},{d_hidden} has no 2:4 kernel: "

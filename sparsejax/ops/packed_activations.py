@@ -213,9 +213,9 @@ def _gated_gradients(da, hidden, up, metadata):
 def _keep_tokens(rest_rows: int):
     @jax.custom_batching.sequential_vmap
     def run(values, metadata, order, *slots):
-        from pallas_kernels import activations_sm90
+        from pallas_kernels import over_tokens_sm90
 
-        return activations_sm90.keep_tokens(
+        return over_tokens_sm90.keep_tokens(
             values, metadata, order, *slots, rest_rows=rest_rows
         )
 

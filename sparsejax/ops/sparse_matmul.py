@@ -263,12 +263,12 @@ def _why_unsupported_on_sm90(spec: GemmSpec) -> str | None:
     if spec.why_not_packed is not None:
         return f"the activations are not packed: {spec.why_not_packed}"
     if not spec.sparse_weight:
-        from pallas_kernels import activations_sm90
+        from pallas_kernels import activation_tiles
 
         features = spec.k
         if spec.over_tokens:
             features = spec.n if spec.sparse_operand == "rhs" else spec.m
-        if reason := activations_sm90.why_unsupported(features, spec.dtype):
+        if reason := activation_tiles.why_unsupported(features, spec.dtype):
             return reason
     from pallas_kernels.sparse_matmul_sm90 import why_unsupported
 

@@ -14,10 +14,25 @@ import numpy as np
 import pytest
 from jaxlib.mlir.dialects import arith as real_arith
 
-from pallas_kernels import activations_sm90, compress_sm90, group_of_four, two_groups
+from pallas_kernels import (
+    activation_tiles,
+    activations_sm90,
+    compress_sm90,
+    group_of_four,
+    over_tokens_sm90,
+    two_groups,
+)
 
 THREADS = 128
 INTEGERS = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+MODULES = (
+    activation_tiles,
+    activations_sm90,
+    compress_sm90,
+    group_of_four,
+    over_tokens_sm90,
+    two_groups,
+)
 PTX_TYPES = {ml_dtypes.bfloat16: "bf16", np.float16: "f16"}
 
 
@@ -236,7 +251,7 @@ def emulated() -> Iterator[None]:
         shfl_bfly=_shuffle,
     )
     with pytest.MonkeyPatch.context() as patch:
-        for module in (group_of_four, two_groups, activations_sm90, compress_sm90):
+        for module in MODULES:
             patch.setattr(module, "arith", ARITH)
             patch.setattr(module, "ir", IR)
             patch.setattr(module, "utils", utils, raising=False)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import activations_sm90
+from pallas_kernels import activation_tiles, activations_sm90, over_tokens_sm90
 from sparsejax.formats import compress, decompress
 from sparsejax.packing import Packed, pack, unpack
 from sparsejax.patterns import NM
@@ -23,7 +23,7 @@ GARBAGE = 0xA5
 
 
 def on_cpu(kernel, grid, out_type, *operands, scratch=()):
-    """`activations_sm90._call`, every tile after the other."""
+    """`activation_tiles.on_tiles`, every tile after the other."""
     out = [
         np.full(o.shape, GARBAGE, np.uint8).repeat(o.dtype.itemsize, -1).view(o.dtype)
         for o in out_type
@@ -41,7 +41,7 @@ def on_cpu(kernel, grid, out_type, *operands, scratch=()):
 def kernels(request, monkeypatch):
     """The public functions, with their bodies run here or on a GPU."""
     if request.param == "cpu":
-        monkeypatch.setattr(activations_sm90, "_call", on_cpu)
+        monkeypatch.setattr(activation_tiles, "on_tiles", on_cpu)
     return activations_sm90
 
 
@@ -159,7 +159,7 @@ def test_keeps_the_two_largest_of_four_tokens(kernels, tokens, ordered, with_res
     if with_rest:  # every second feature, in another order
         slots = np.full(FEATURES, -1, np.int32)
         slots[::2] = np.random.default_rng(0).permutation(64)
-    got = kernels.keep_tokens(
+    got = over_tokens_sm90.keep_tokens(
         packed.values,
         packed.metadata,
         jnp.asarray(order),
@@ -193,7 +193,7 @@ def test_lowers_for_hopper(dtype):
     gated = lowered(activations_sm90.gated_backward, y_up, kept, kept, words)
     assert "mosaic_gpu" in gated
     order = slots = ((128,), "int32")
-    keep_tokens = activations_sm90.keep_tokens
+    keep_tokens = over_tokens_sm90.keep_tokens
     assert "mosaic_gpu" in lowered(keep_tokens, kept, words, order)
     with_rest = partial(keep_tokens, rest_rows=64)
     assert "mosaic_gpu" in lowered(with_rest, kept, words, order, slots)
@@ -217,7 +217,7 @@ def test_lowers_for_hopper(dtype):
             "gate bfloat16.* and up bfloat16.* must be alike",
         ),
         (
-            lambda: activations_sm90.keep_tokens(
+            lambda: over_tokens_sm90.keep_tokens(
                 jnp.zeros((100, 32), jnp.bfloat16),
                 jnp.zeros((2, 1, 128), jnp.uint32),
                 jnp.arange(100),

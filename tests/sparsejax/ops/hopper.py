@@ -4,7 +4,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import activations_sm90, compress_sm90, sparse_matmul_sm90
+from pallas_kernels import (
+    activations_sm90,
+    compress_sm90,
+    over_tokens_sm90,
+    sparse_matmul_sm90,
+)
 from sparsejax.formats import Compressed, compress, decompress
 from sparsejax.ops import ffn_spec, gated_ffn, sparse_matmul
 from sparsejax.packing import Packed, pack, unpack
@@ -116,7 +121,7 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
     patch.setattr(activations_sm90, "backward", backward_on_gpu)
     patch.setattr(activations_sm90, "keep_gated_features", keep_gated_on_gpu)
     patch.setattr(activations_sm90, "gated_backward", gated_backward_on_gpu)
-    patch.setattr(activations_sm90, "keep_tokens", keep_tokens_on_gpu)
+    patch.setattr(over_tokens_sm90, "keep_tokens", keep_tokens_on_gpu)
     patch.setattr(compress_sm90, "compress", compress_on_gpu)
     patch.setattr(sparse_matmul_sm90, "sparse_matmul", multiply_on_gpu)
     for module in (ffn_spec, gated_ffn, sparse_matmul):
