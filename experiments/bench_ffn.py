@@ -301,16 +301,21 @@ def masked_dense(
     y, dx = a @ w_down, dy_up @ w_up.T
     if sparsity.token_sparsity:
         # Over the tokens, in their fixed order; a share of the features stays whole.
-        order = fixed_token_order(len(x))
         count = dense_feature_count(a.shape[1], sparsity.dense_features)
         ranked = jnp.argsort(-(a != 0).sum(axis=0), stable=True)
         whole = jnp.zeros(a.shape[1], bool).at[ranked[:count]].set(True)
-        x, dy, a, dy_up = (matrix[order] for matrix in (x, dy, a, dy_up))
+        x, dy, a, dy_up = (_in_order(matrix) for matrix in (x, dy, a, dy_up))
         a, dy_up = (
             jnp.where(whole[None] | _two_largest_of_four(abs(matrix).T).T, matrix, 0)
             for matrix in (a, dy_up)
         )
     return y, dx, x.T @ dy_up, a.T @ dy
+
+
+def _in_order(matrix: Array) -> Array:
+    """Rows as they are grouped along the tokens; zeros where there is no token."""
+    order = fixed_token_order(len(matrix))
+    return jnp.where((order < 0)[:, None], 0, matrix[order])
 
 
 def _two_largest_of_four(scores: Array) -> Array:

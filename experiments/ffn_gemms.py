@@ -177,21 +177,20 @@ def _activations(y_up: jax.Array) -> Packed:
 
 
 def _over_tokens(kept: Activations) -> Packed:
-    groups = _groups(kept, len(kept.a.values))
-    return packed_activations.along_tokens(groups, kept.a)
+    return packed_activations.keep_tokens(_groups(kept), kept.a)
 
 
-def _groups(kept: Activations, tokens: int) -> TokenGroups:
+def _groups(kept: Activations) -> TokenGroups:
     sparsity = FFNSparsity(dense_features=DENSE_FEATURES)
-    return packed_activations.token_groups(sparsity, tokens, kept.nonzeros)
+    return packed_activations.token_groups(sparsity, kept.nonzeros)
 
 
 def _pack_and_multiply(gemm: Gemm, shape: Shape, pack, source, b) -> jax.Array:
     if gemm in ("5", "6"):
-        groups = _groups(source, len(b))
+        groups, packed = _groups(source), pack(source)
         if gemm == "5":
-            return packed_activations.gradient_of_up(groups, b, source.a)
-        return packed_activations.gradient_of_down(groups, source.a, b)
+            return packed_activations.weight_gradient_up(groups, b, packed)
+        return packed_activations.weight_gradient_down(groups, packed, b)
     return multiply_packed(
         pack(source),
         b,

@@ -31,7 +31,14 @@ def check(features: int, dtype: jnp.dtype) -> None:
         raise ValueError(reason)
 
 
-def on_tiles(kernel, grid: tuple[int, int], out_type: tuple, *operands, scratch=()):
+def on_tiles(
+    kernel,
+    grid: tuple[int, int],
+    out_type: tuple,
+    *operands,
+    name: str,
+    scratch: tuple = (),
+):
     """`kernel` on every tile: of 64 features, and of the tokens that it takes."""
     return plgpu.kernel(
         partial(_on_tile, kernel, len(operands) + len(out_type)),
@@ -39,7 +46,7 @@ def on_tiles(kernel, grid: tuple[int, int], out_type: tuple, *operands, scratch=
         scratch_types=scratch,
         grid=grid,
         grid_names=("token_block", "feature_block"),
-        kernel_name=f"activations_{kernel.func.__name__.strip('_')}",
+        kernel_name=f"activations_{name}",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),

@@ -20,6 +20,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 from jaxtyping import Array, Float, UInt8, UInt32
 
+from pallas_kernels import activation_gradients as gradients
 from pallas_kernels import activation_tiles as tiles
 from pallas_kernels import group_of_four as four
 from pallas_kernels import two_groups as two
@@ -92,6 +93,7 @@ def _keep(gate: Array, *up: Array) -> tuple[Array, ...]:
         ),
         gate,
         *up,
+        name="keep_gated_features" if up else "keep_features",
     )
 
 
@@ -120,6 +122,7 @@ def gated_backward(
         hidden,
         up,
         metadata,
+        name="gated_backward",
     )
 
 
@@ -145,6 +148,7 @@ def backward(
         da,
         values,
         metadata,
+        name="backward",
     )
     return dy
 
@@ -223,60 +227,40 @@ def _bytes_of_nibbles(counts: ir.Value) -> ir.Value:
 
 def _backward(token_block, feature_block, da, values, metadata, dy, *, tokens: int):
     """One thread: as in the forward."""
-
-    def gradient(da: ir.Value, square: ir.Value) -> list[ir.Value]:
-        hidden = _root(square)
-        return [arith.mulf(da, arith.addf(hidden, hidden))]
-
     place = token_block, feature_block
-    _at_positions(gradient, place, da, [values], metadata, [dy], tokens)
+    _at_positions(gradients.squared, place, da, [values], metadata, [dy], tokens)
 
 
 def _gated_backward(
     token_block, feature_block, da, hidden, up, metadata, dgate, dup, *, tokens: int
 ):
-    """Likewise. Products of three numbers of 8 bits are exact in float32."""
-
-    def gradients(da: ir.Value, hidden: ir.Value, up: ir.Value) -> list[ir.Value]:
-        hidden, up = four.to_float32(hidden), four.to_float32(up)
-        of_hidden = arith.mulf(da, hidden)
-        twice = arith.addf(of_hidden, of_hidden)
-        return [arith.mulf(twice, up), arith.mulf(of_hidden, hidden)]
-
-    place = token_block, feature_block
-    _at_positions(gradients, place, da, [hidden, up], metadata, [dgate, dup], tokens)
+    """Likewise."""
+    place, out = (token_block, feature_block), [dgate, dup]
+    _at_positions(gradients.gated, place, da, [hidden, up], metadata, out, tokens)
 
 
-def _at_positions(gradients, place, da, kept, metadata, out, tokens: int) -> None:
-    """What `gradients` makes of dA at each kept position and of the values there."""
+def _at_positions(compute, place, da, kept, metadata, out, tokens: int) -> None:
+    """What `compute` makes of dA at each kept position and of the values there."""
     token_block, feature_block = place
     thread, first_column = _thread_and_column(feature_block)
     index = _word_index(token_block, feature_block, metadata)
     (word,) = four.load(metadata, None, index, 1)
+    dtype = four.element_type(da)
     for half in range(2):
         row, exists = _token(token_block, thread, half, tokens)
-        dense = _load_row(da, row, first_column)
-        there = [four.load(ref, row, tiles.half(first_column), 8) for ref in kept]
+        dense = _load_pairs(da, row, first_column)
+        column = tiles.half(first_column)
+        there = [four.load_pairs(ref, row, column, 4) for ref in kept]
         words: list[list[ir.Value]] = [[] for _ in out]
         for group in range(4):
-            own = dense[4 * group : 4 * group + 4]
-            pairs = []
-            for i, position in enumerate(four.positions_in(word, group, half)):
-                values = [entries[2 * group + i] for entries in there]
-                products = gradients(four.at(position, own), *values)
-                dtype = four.element_type(out[0])
-                pairs.append([four.rounded_bits(p, dtype) for p in products])
-            for row_of_words, low, high in zip(words, *pairs, strict=True):
-                row_of_words.append(arith.ori(low, four.shifted(high, 16)))
+            positions = arith.shrui(word, constant(4 * group + 16 * half))
+            own = two.gather(dense[2 * group : 2 * group + 2], positions)
+            results = compute(own, *(pairs[group] for pairs in there), dtype)
+            for row_of_words, result in zip(words, results, strict=True):
+                row_of_words.append(result)
         for ref, row_of_words in zip(out, words, strict=True):
             with four.when(exists):
-                four.store(ref, row, tiles.half(first_column), row_of_words)
-
-
-def _root(square: ir.Value) -> ir.Value:
-    """Rounded to the square's 16 bits, which is what was squared; as float32."""
-    root = four.square_root(four.to_float32(square))
-    return four.to_float32(arith.truncf(square.type, root))
+                four.store(ref, row, column, row_of_words)
 
 
 def _thread_and_column(feature_block: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -296,16 +280,8 @@ def _token(
     return arith.select(exists, row, constant(tokens - 1)), exists
 
 
-def _load_row(ref: ir.Value, row: ir.Value, column: ir.Value) -> list[ir.Value]:
-    """16 neighbouring features of a token, float32."""
-    halves = [
-        four.load(ref, row, arith.addi(column, constant(start)), 8) for start in (0, 8)
-    ]
-    return [four.to_float32(entry) for half in halves for entry in half]
-
-
 def _load_pairs(ref: ir.Value, row: ir.Value, column: ir.Value) -> list[ir.Value]:
-    """The same, two to a word."""
+    """16 neighbouring features of a token, two to a word."""
     halves = [
         four.load_pairs(ref, row, arith.addi(column, constant(start)), 4)
         for start in (0, 8)

@@ -8,7 +8,6 @@ a tile of 64 rows by 64 entries along k. Everything here builds MLIR, in the bod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
@@ -134,17 +133,6 @@ def metadata_columns(thread: ir.Value) -> ir.Value:
     return arith.muli(arith.andi(thread, constant(3)), constant(16))
 
 
-def positions_in(word: ir.Value, group: int, half: int) -> tuple[ir.Value, ir.Value]:
-    """Both positions of one of a thread's groups, in its lower (0) or upper row."""
-    return pair_of(arith.shrui(word, constant(4 * group + 16 * half)))
-
-
-def pair_of(positions: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Both, from the lower four bits."""
-    first = arith.andi(positions, constant(3))
-    return first, arith.andi(arith.shrui(positions, constant(2)), constant(3))
-
-
 def at(position: ir.Value, of: Sequence[ir.Value]) -> ir.Value:
     """of[position], of four values."""
     value = of[3]
@@ -180,14 +168,6 @@ def or_over_groups(value: ir.Value) -> ir.Value:
     for distance in (4, 8):
         value = arith.ori(value, utils.shfl_bfly(value, distance))
     return value
-
-
-def square_root(value: ir.Value) -> ir.Value:
-    """Of a float32, rounded to nearest."""
-    root: Any = llvm.inline_asm(
-        ir.F32Type.get(), [value], "sqrt.rn.f32 $0, $1;", "=f,f", asm_dialect=0
-    )
-    return root
 
 
 def metadata_index(row: ir.Value, quarter: ir.Value) -> ir.Value:

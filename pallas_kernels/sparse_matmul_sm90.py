@@ -204,7 +204,7 @@ def _tiles(shape: Shape, config: Config) -> tuple[int, int]:
 def sparse_matmul(
     values: Float[Array, "m half_k"],
     metadata: UInt32[Array, "row_blocks k_blocks 128"],
-    b: Float[Array, "_ _"],
+    b: Float[Array, "..."],
     *,
     b_k_major: bool = True,
     transpose_out: bool = True,
@@ -222,7 +222,8 @@ def sparse_matmul(
     Args:
       values: A's kept values, bfloat16 or float16.
       metadata: where they stood, ceil(m / 64) by k / 64 blocks: see `packing`.
-      b: (n, k) if `b_k_major`, else (k, n); the dtype of `values`.
+      b: (n, k) if `b_k_major`, else (k, n); or in segments (64, k / 64, n), row i of B
+        being b[i % 64, i // 64]. The dtype of `values`.
       transpose_out: return C^T (n, m) instead of C (m, n).
       activation: applied element-wise to the float32 sums, for example relu squared.
       out_dtype: bfloat16, float16 or float32; None for the dtype of the operands.
@@ -280,6 +281,8 @@ def _shape_of(
     values, metadata, b, b_k_major: bool, transpose_out: bool, out_dtype: jnp.dtype
 ) -> Shape:
     m, k = values.shape[0], 2 * values.shape[1]
+    if b.ndim == 3:
+        b = jax.ShapeDtypeStruct((b.shape[0] * b.shape[1], b.shape[2]), b.dtype)
     n, k_of_b = b.shape if b_k_major else b.shape[::-1]
     blocks = (pl.cdiv(m, 64), pl.cdiv(k, 64), 128)
     if k != k_of_b or metadata.shape != blocks or values.dtype != b.dtype:
@@ -311,6 +314,7 @@ def _kernel(
     activation,
     first_apart: int,
 ) -> None:
+    in_segments = len(b_gmem.shape) == 3
     # Where half a pair is beyond k, both operands are filled with zeros.
     pairs = pl.cdiv(shape.k, 2 * TILE_K)
     tile_n, stages = config.tile_n, config.stages
@@ -364,6 +368,8 @@ def _kernel(
             full, empty = b_slots
             along_k = pl.ds(step * TILE_K, TILE_K)
             b_tile = (columns, along_k) if shape.b_k_major else (along_k, columns)
+            if in_segments:
+                b_tile = (slice(None), step, columns)
             plgpu.barrier_wait(empty.at[slot])
             plgpu.copy_gmem_to_smem(
                 b_gmem.at[b_tile],

@@ -12,6 +12,7 @@ from typing import Any
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from pallas_kernels import group_of_four as four
 from pallas_kernels.group_of_four import constant, i32, shifted
 
 LOWER, UPPER = 0x5410, 0x7632
@@ -97,6 +98,19 @@ def expand(pair: ir.Value, positions: ir.Value) -> list[ir.Value]:
     return [bytes_of(pair, constant(0), half) for half in halves]
 
 
+def gather(group: Sequence[ir.Value], positions: ir.Value) -> ir.Value:
+    """Two of a group's four entries, which are two words, (0, 1) and (2, 3); their
+    positions are in the lower four bits."""
+    first = arith.andi(positions, constant(3))
+    second = arith.andi(arith.shrui(positions, constant(2)), constant(3))
+    # Entry p is bytes 2 p and 2 p + 1 of the two words.
+    selectors = arith.addi(
+        arith.addi(constant(0x1010), arith.muli(first, constant(0x0022))),
+        arith.muli(second, constant(0x2200)),
+    )
+    return bytes_of(group[0], group[1], selectors)
+
+
 def complement(words: ir.Value) -> ir.Value:
     """The positions that were not kept, of every four bits of a word of positions."""
     bits = [arith.shrui(words, constant(i)) if i else words for i in range(4)]
@@ -134,6 +148,30 @@ def product(left: ir.Value, right: ir.Value, dtype: ir.Type) -> ir.Value:
     return _instruction(f"mul.{_ptx_type(dtype)}x2", left, right)
 
 
+def sum_of(left: ir.Value, right: ir.Value, dtype: ir.Type) -> ir.Value:
+    """x + y of both halves, rounded once."""
+    return _instruction(f"add.{_ptx_type(dtype)}x2", left, right)
+
+
+def to_float32(word: ir.Value, dtype: ir.Type) -> tuple[ir.Value, ir.Value]:
+    """The lower and the upper half."""
+    lower, upper = (
+        four.to_float32(arith.bitcast(dtype, four.lower_half(half)))
+        for half in (word, arith.shrui(word, constant(16)))
+    )
+    return lower, upper
+
+
+def rounded(lower: ir.Value, upper: ir.Value, dtype: ir.Type) -> ir.Value:
+    """Two float32 as the halves of a word."""
+    return _instruction(f"cvt.rn.{_ptx_type(dtype)}x2.f32", upper, lower)
+
+
+def square_root(value: ir.Value) -> ir.Value:
+    """Of a float32, to its last bits but one; 0 of what is below its normal numbers."""
+    return _instruction("sqrt.approx.ftz.f32", value, result=ir.F32Type.get())
+
+
 def bytes_of(low: ir.Value, high: ir.Value, selectors: int | ir.Value) -> ir.Value:
     """Four bytes of two words; a selector has four bits for each, 0 to 7."""
     if isinstance(selectors, int):
@@ -159,10 +197,15 @@ def _ptx_type(dtype: ir.Type) -> str:
     return {"bf16": "bf16", "f16": "f16"}[str(dtype)]
 
 
-def _instruction(name: str, *operands: ir.Value) -> ir.Value:
+def _instruction(
+    name: str, *operands: ir.Value, result: ir.Type | None = None
+) -> ir.Value:
+    """Its result is an int32 unless named."""
+    result = i32() if result is None else result
     numbered = ", ".join(f"${i}" for i in range(len(operands) + 1))
-    constraints = ",".join(["=r"] + ["r"] * len(operands))
-    result: Any = llvm.inline_asm(
-        i32(), list(operands), f"{name} {numbered};", constraints, asm_dialect=0
+    kinds = ["r" if type_ == i32() else "f" for type_ in (o.type for o in operands)]
+    constraints = ",".join(["=r" if result == i32() else "=f", *kinds])
+    value: Any = llvm.inline_asm(
+        result, list(operands), f"{name} {numbered};", constraints, asm_dialect=0
     )
-    return result
+    return value

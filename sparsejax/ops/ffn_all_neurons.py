@@ -10,7 +10,12 @@ from sparsejax.formats import decompress
 from sparsejax.ops import packed_activations
 from sparsejax.ops.ffn_spec import FFNSparsity
 from sparsejax.ops.ffn_weights import FFNWeights, multiply, multiply_by_weight
-from sparsejax.ops.packed_activations import Activations, token_groups
+from sparsejax.ops.packed_activations import (
+    Activations,
+    token_groups,
+    weight_gradient_down,
+    weight_gradient_up,
+)
 from sparsejax.ops.sparse_matmul import multiply_packed, sparse_matmul
 from sparsejax.ops.weight_gradients import weight_gradients
 from sparsejax.packing import unpack
@@ -89,15 +94,18 @@ def _backward_packed(
     key: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`backward` where A and dY1 are packed: dense only for dense GEMMs 5 and 6."""
-    dy_up = packed_activations.gradient(da, kept.a)
-    # (T, d) = (T, F) @ (F, d), W1 as it is stored
-    dx = multiply_packed(dy_up, w.up, b_k_major=True, transpose_out=False)
-    if "mosaic_sm90" not in backends[4:]:
+    if "mosaic_sm90" in backends[4:]:
+        groups = token_groups(sparsity, kept.nonzeros)
+        dy_up, over_tokens = packed_activations.gradient_over_tokens(groups, da, kept.a)
+        (dy_up_over_tokens,) = over_tokens.gradients
+        dw_up = weight_gradient_up(groups, x, dy_up_over_tokens)
+        dw_down = weight_gradient_down(groups, over_tokens.a, dy)
+    else:
+        dy_up = packed_activations.gradient(da, kept.a)
         dense_dy_up, a = (decompress(unpack(packed)) for packed in (dy_up, kept.a))
         (dw_up,), dw_down = weight_gradients(
             sparsity, backends[4:], x, [dense_dy_up], a, dy, key
         )
-        return dx, dw_up, dw_down
-    groups = token_groups(sparsity, x.shape[0], kept.nonzeros)
-    dw_up = packed_activations.gradient_of_up(groups, x, dy_up)
-    return dx, dw_up, packed_activations.gradient_of_down(groups, kept.a, dy)
+    # (T, d) = (T, F) @ (F, d), W1 as it is stored
+    dx = multiply_packed(dy_up, w.up, b_k_major=True, transpose_out=False)
+    return dx, dw_up, dw_down

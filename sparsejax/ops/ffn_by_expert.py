@@ -173,7 +173,8 @@ def _dispatch(
     order = None
     if sparsity.token_sparsity and sparsity.permute_tokens:
         # inside an expert the tokens follow the fixed order: no second permutation
-        order = jnp.asarray(fixed_token_order(expert_index.shape[0]))
+        order = fixed_token_order(expert_index.shape[0])
+        order = jnp.asarray(order[order >= 0])
     pattern = sparsity.activations
     first, experts = own_experts(layout, pattern.experts)
     return dispatch(expert_index - first, experts, pattern.v, token_order=order)

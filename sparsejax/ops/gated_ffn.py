@@ -55,7 +55,12 @@ from sparsejax.ops.ffn_weights import (
     multiply_by_weight,
     pack_ffn,
 )
-from sparsejax.ops.packed_activations import GatedActivations, token_groups
+from sparsejax.ops.packed_activations import (
+    GatedActivations,
+    token_groups,
+    weight_gradient_down,
+    weight_gradient_up,
+)
 from sparsejax.ops.sparse_matmul import multiply_packed, sparse_matmul
 from sparsejax.ops.weight_gradients import weight_gradients
 from sparsejax.packing import unpack
@@ -395,7 +400,21 @@ def _backward_masked(how, x, hidden, w_into_hidden, dy, da, key):
 def _backward_packed(how, x, kept, w_into_hidden, dy, da, key):
     """The same where A, dG and dU are packed: dense only for dense GEMMs 5 and 6."""
     _, sparsity, backends, layout = how
-    gradients = packed_activations.gated_gradients(da, kept)
+    if "mosaic_sm90" in backends[6:]:
+        groups = token_groups(sparsity, kept.nonzeros)
+        gradients, over_tokens = packed_activations.gated_gradients_over_tokens(
+            groups, da, kept
+        )
+        dw_gate, dw_up = (
+            weight_gradient_up(groups, x, g) for g in over_tokens.gradients
+        )
+        dw_down = weight_gradient_down(groups, over_tokens.a, dy)
+    else:
+        gradients = packed_activations.gated_gradients(da, kept)
+        *into_hidden, a = (decompress(unpack(p)) for p in (*gradients, kept.a))
+        (dw_gate, dw_up), dw_down = weight_gradients(
+            sparsity, backends[6:], x, into_hidden, a, dy, own_key(layout, key)
+        )
     dx, more = (
         # (T, d) = (T, F) @ (F, d), Wg and Wu as they are stored
         multiply_packed(
@@ -403,15 +422,4 @@ def _backward_packed(how, x, kept, w_into_hidden, dy, da, key):
         )
         for g, w in zip(gradients, w_into_hidden, strict=True)
     )
-    if "mosaic_sm90" not in backends[6:]:
-        *into_hidden, a = (decompress(unpack(p)) for p in (*gradients, kept.a))
-        (dw_gate, dw_up), dw_down = weight_gradients(
-            sparsity, backends[6:], x, into_hidden, a, dy, own_key(layout, key)
-        )
-        return dx + more, dw_gate, dw_up, dw_down
-    groups = token_groups(sparsity, x.shape[0], kept.nonzeros)
-    dw_gate, dw_up = (
-        packed_activations.gradient_of_up(groups, x, g) for g in gradients
-    )
-    dw_down = packed_activations.gradient_of_down(groups, kept.a, dy)
     return dx + more, dw_gate, dw_up, dw_down

@@ -1,8 +1,8 @@
 """2:4 activations as Hopper's sparse tensor cores read them.
 
-Made from what a GEMM writes, and packed again for the GEMM that needs them along
-another axis, by kernels that read each number once. Nothing here is differentiated: the
-FFN's backward is written out.
+Made from what a GEMM writes, and in the backward packed along the tokens as well, by
+kernels that read each number once. Nothing here is differentiated: the FFN's backward
+is written out.
 """
 
 from functools import lru_cache, partial
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from sparsejax.ops.ffn_spec import FFNSparsity, dense_feature_count
 from sparsejax.ops.sparse_matmul import multiply_packed
-from sparsejax.ops.token_sparsity import fixed_token_order
+from sparsejax.ops.token_sparsity import in_segments, ranks
 from sparsejax.packing import Packed, in_blocks
 
 
@@ -94,19 +94,19 @@ class WholeFeatures(NamedTuple):
 class TokenGroups(NamedTuple):
     """How GEMMs 5 and 6 group the tokens."""
 
-    order: np.ndarray
-    """Tokens, four after four; -1 fills the last block up."""
+    by_segments: bool
+    """In their fixed order, else as they come."""
     whole: WholeFeatures | None
 
-    def ordered(self, x: Float[Array, "tokens d"]) -> Float[Array, "ordered d"]:
-        """x's rows as they are grouped, zeros where there is no token."""
-        fill = self.order < 0
-        rows = x[np.where(fill, 0, self.order)]
-        return jnp.where(fill[:, None], 0, rows) if fill.any() else rows
+    def as_read(self, x: Float[Array, "tokens d"]) -> Float[Array, "..."]:
+        """x as the GEMM reads it in that order: see `multiply_packed`."""
+        if self.by_segments:
+            return in_segments(x)
+        return jnp.pad(x, ((0, in_blocks(len(x)) - len(x)), (0, 0)))
 
 
 def token_groups(
-    sparsity: FFNSparsity, tokens: int, nonzeros: Int[Array, " features"]
+    sparsity: FFNSparsity, nonzeros: Int[Array, " features"]
 ) -> TokenGroups:
     """Groups for tokens in their fixed order, or as they come; a share of the features,
     those with most non-zeros, stays whole.
@@ -114,68 +114,103 @@ def token_groups(
     Their second rows come in blocks of 64: where they do not fill the last one, the
     next densest features have a row whose product is not used.
     """
-    order = np.arange(tokens, dtype=np.int32)
-    if sparsity.permute_tokens:
-        order = fixed_token_order(tokens)
-    order = np.pad(order, (0, in_blocks(tokens) - tokens), constant_values=-1)
-    features = nonzeros.size
-    count = dense_feature_count(features, sparsity.dense_features)
+    count = dense_feature_count(nonzeros.size, sparsity.dense_features)
     if count == 0:
-        return TokenGroups(order, None)
+        return TokenGroups(sparsity.permute_tokens, None)
     rows = in_blocks(count)
-    _, chosen = lax.top_k(nonzeros, rows)
-    row = jnp.arange(rows, dtype=jnp.int32)
-    slots = jnp.full(features, -1, jnp.int32).at[chosen].set(row, unique_indices=True)
-    return TokenGroups(order, WholeFeatures(chosen[:count], slots, rows))
+    rank = ranks(nonzeros)
+    slots = jnp.where(rank < rows, rank, -1)
+    index = jnp.arange(nonzeros.size, dtype=jnp.int32)
+    chosen = jnp.zeros(rows, jnp.int32)
+    chosen = chosen.at[rank].set(index, mode="drop", unique_indices=True)
+    whole = WholeFeatures(chosen[:count], slots, rows)
+    return TokenGroups(sparsity.permute_tokens, whole)
 
 
-def gradient_of_up(
+class OverTokens(NamedTuple):
+    """A and the gradients before the activation, transposed, 2:4 along the tokens; and
+    below them what the whole features lose."""
+
+    a: Packed
+    gradients: tuple[Packed, ...]
+
+    @classmethod
+    def of(cls, arrays) -> "OverTokens":
+        """From what a kernel returns."""
+        a, *gradients = (Packed(*matrix) for matrix in arrays)
+        return cls(a, tuple(gradients))
+
+
+def gradient_over_tokens(
+    groups: TokenGroups, da: Float[Array, "tokens features"], a: Packed
+) -> tuple[Packed, OverTokens]:
+    """dY1 as `gradient` has it, and A and dY1 over tokens."""
+    run = _over_tokens("backward", groups)
+    dy_up, *over_tokens = run(da, a.values, a.metadata)
+    return Packed(dy_up, a.metadata), OverTokens.of(over_tokens)
+
+
+def gated_gradients_over_tokens(
+    groups: TokenGroups, da: Float[Array, "tokens features"], kept: GatedActivations
+) -> tuple[tuple[Packed, Packed], OverTokens]:
+    """dG and dU as `gated_gradients` has them, and A, dG and dU over tokens."""
+    run, metadata = _over_tokens("gated_backward", groups), kept.hidden.metadata
+    dgate, dup, *over_tokens = run(da, kept.hidden.values, kept.up.values, metadata)
+    gradients = Packed(dgate, metadata), Packed(dup, metadata)
+    return gradients, OverTokens.of(over_tokens)
+
+
+def keep_tokens(groups: TokenGroups, x: Packed) -> Packed:
+    """One matrix alone, over tokens."""
+    return Packed(*_over_tokens("keep_tokens", groups)(x.values, x.metadata))
+
+
+def _over_tokens(name: str, groups: TokenGroups):
+    """The kernel of that name, for arrays."""
+    if groups.whole is None:
+        return _kernel_over_tokens(name, groups.by_segments, 0)
+    run = _kernel_over_tokens(name, groups.by_segments, groups.whole.rows)
+    return partial(run, groups.whole.slots)
+
+
+def weight_gradient_up(
     groups: TokenGroups, x: Float[Array, "tokens d"], dy_up: Packed
 ) -> Float[Array, "d features"]:
-    """dW1 = X^T dY1 in float32, dY1 2:4 along the tokens."""
+    """dW1 = X^T dY1 in float32, dY1 over tokens."""
     # (d, F) = ((F, T) @ (T, d))^T
-    return _over_tokens(groups, dy_up, x, transpose_out=True)
+    return _weight_gradient(groups, dy_up, x, transpose_out=True)
 
 
-def gradient_of_down(
+def weight_gradient_down(
     groups: TokenGroups, a: Packed, dy: Float[Array, "tokens d"]
 ) -> Float[Array, "features d"]:
-    """dW2 = A^T dY in float32, A 2:4 along the tokens."""
+    """dW2 = A^T dY in float32, A over tokens."""
     # (F, d) = (F, T) @ (T, d)
-    return _over_tokens(groups, a, dy, transpose_out=False)
+    return _weight_gradient(groups, a, dy, transpose_out=False)
 
 
-def _over_tokens(
+def _weight_gradient(
     groups: TokenGroups, sparse: Packed, dense: jax.Array, *, transpose_out: bool
 ) -> jax.Array:
-    """sparse^T @ dense, or its transpose."""
+    """sparse @ dense, or its transpose."""
     multiply = partial(
         multiply_packed,
-        b=groups.ordered(dense),
+        sparse,
+        groups.as_read(dense),
         b_k_major=False,
         transpose_out=transpose_out,
         out_dtype=jnp.float32,
     )
-    packed = along_tokens(groups, sparse)
     if groups.whole is None:
-        return multiply(packed)
+        return multiply()
     chosen = groups.whole.chosen
-    product, lost = multiply(packed, rows_apart=groups.whole.rows)
+    product, lost = multiply(rows_apart=groups.whole.rows)
     lost = lost[:, : chosen.size] if transpose_out else lost[: chosen.size]
     # In place; each number once, so that the bits repeat. Number by number along the
     # columns, since XLA would first transpose all of the product.
     rows = np.arange(product.shape[0])[:, None]
     place = product.at[rows, chosen] if transpose_out else product.at[chosen]
     return place.add(lost, unique_indices=True, mode="promise_in_bounds")
-
-
-def along_tokens(groups: TokenGroups, x: Packed) -> Packed:
-    """X[order]^T 2:4 along the tokens, and below it what the whole features lose."""
-    order = jnp.asarray(groups.order)
-    if groups.whole is None:
-        return Packed(*_keep_tokens(0)(x.values, x.metadata, order))
-    run = _keep_tokens(groups.whole.rows)
-    return Packed(*run(x.values, x.metadata, order, groups.whole.slots))
 
 
 # The kernels have no batching rules.
@@ -210,13 +245,15 @@ def _gated_gradients(da, hidden, up, metadata):
 
 
 @lru_cache
-def _keep_tokens(rest_rows: int):
+def _kernel_over_tokens(name: str, by_segments: bool, whole_rows: int):
     @jax.custom_batching.sequential_vmap
-    def run(values, metadata, order, *slots):
+    def run(*operands):
         from pallas_kernels import over_tokens_sm90
 
-        return over_tokens_sm90.keep_tokens(
-            values, metadata, order, *slots, rest_rows=rest_rows
-        )
+        kernel = partial(getattr(over_tokens_sm90, name), by_segments=by_segments)
+        if not whole_rows:
+            return kernel(*operands)
+        slots, *operands = operands
+        return kernel(*operands, over_tokens_sm90.Whole(slots, whole_rows))
 
     return run

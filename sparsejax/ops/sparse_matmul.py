@@ -318,7 +318,7 @@ def _multiply_on_sm90(lhs, rhs) -> jax.Array:
 
 def multiply_packed(
     a: Packed,
-    b: Float[Array, "_ _"],
+    b: Float[Array, "..."],
     *,
     b_k_major: bool,
     transpose_out: bool,
@@ -329,7 +329,8 @@ def multiply_packed(
 
     Args:
       a: (m, k), packed along k; its values are taken in the dtype of `b`.
-      b: (n, k) if `b_k_major`, else (k, n).
+      b: (n, k) if `b_k_major`, else (k, n), or in segments (64, k / 64, n): row i of
+        B is then b[i % 64, i // 64].
       transpose_out: return (A B)^T, (n, m).
       out_dtype: None for the dtype of `b`.
       rows_apart: the product of the last rows of A comes as a second result. 0: one
@@ -349,11 +350,10 @@ def _kernel_on_sm90(
     def run(values, metadata, b):
         from pallas_kernels import sparse_matmul_sm90, tuning
 
-        n, k = b.shape if b_k_major else b.shape[::-1]
         shape = sparse_matmul_sm90.Shape(
             m=values.shape[0],
-            n=n,
-            k=k,
+            n=b.shape[0] if b_k_major else b.shape[-1],
+            k=2 * values.shape[1],
             dtype=str(b.dtype),
             b_k_major=b_k_major,
             transpose_out=transpose_out,

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from sparsejax.ops.backend import Backend
 from sparsejax.ops.ffn_spec import FFNSparsity
 from sparsejax.ops.ffn_weights import multiply
 from sparsejax.ops.token_sparsity import (
     densest_features,
-    fixed_token_order,
+    in_fixed_order,
     sparsify_tokens,
 )
 
@@ -36,12 +35,10 @@ def weight_gradients(
       a: after it, (tokens, d_hidden).
     """
     if sparsity.token_sparsity is not None:
-        tokens, method = x.shape[0], sparsity.token_sparsity
-        order = np.arange(tokens)
-        if sparsity.permute_tokens:
-            order = fixed_token_order(tokens)
+        method = sparsity.token_sparsity
+        ordered = in_fixed_order if sparsity.permute_tokens else _by_fours
         dense = densest_features(jnp.sum(a != 0, axis=0), sparsity.dense_features)
-        x, *sparse, dy = (_by_fours(m[order]) for m in (x, *into_hidden, a, dy))
+        x, *sparse, dy = (ordered(m) for m in (x, *into_hidden, a, dy))
         keys = [None] * len(sparse)
         if key is not None:
             keys = list(jax.random.split(key, len(sparse)))

@@ -15,6 +15,7 @@ import pytest
 from jaxlib.mlir.dialects import arith as real_arith
 
 from pallas_kernels import (
+    activation_gradients,
     activation_tiles,
     activations_sm90,
     compress_sm90,
@@ -26,6 +27,7 @@ from pallas_kernels import (
 THREADS = 128
 INTEGERS = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 MODULES = (
+    activation_gradients,
     activation_tiles,
     activations_sm90,
     compress_sm90,
@@ -34,6 +36,7 @@ MODULES = (
     two_groups,
 )
 PTX_TYPES = {ml_dtypes.bfloat16: "bf16", np.float16: "f16"}
+DTYPES = {f"{name}x2": dtype for dtype, name in PTX_TYPES.items()}
 
 
 class Lanes(np.ndarray):
@@ -216,23 +219,50 @@ def _relu(word, _, *, dtype) -> Lanes:
     return lanes(bits.view(np.uint32)[:, 0])
 
 
-def _multiply(left, right, *, dtype) -> Lanes:
-    factors = [np.asarray(w).reshape(-1, 1).view(dtype) for w in (left, right)]
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        exact = factors[0].astype(np.float32) * factors[1].astype(np.float32)
-        product = exact.astype(dtype)
-    nan = np.isnan(exact)
-    bits = np.where(nan, 0x7FFF, product.view(np.uint16)).astype(np.uint16)
-    return lanes(bits.view(np.uint32)[:, 0])
+def _by_half(operation):
+    def apply(left, right, *, dtype) -> Lanes:
+        halves = [np.asarray(w).reshape(-1, 1).view(dtype) for w in (left, right)]
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            exact = operation(*(half.astype(np.float32) for half in halves))
+            rounded = exact.astype(dtype)
+        bits = np.where(np.isnan(exact), 0x7FFF, rounded.view(np.uint16))
+        return lanes(bits.astype(np.uint16).view(np.uint32)[:, 0])
+
+    return apply
 
 
-def _instruction(name: str, *operands) -> Lanes:
-    assert all(operand.type == np.uint32 for operand in operands)
-    operation, *_, kind = name.split(".")
+def _pair(upper, lower, *, dtype) -> Lanes:
+    """Two float32, rounded."""
+    with np.errstate(over="ignore", under="ignore"):
+        both = np.stack([np.asarray(lower), np.asarray(upper)], axis=1).astype(dtype)
+    return lanes(both.view(np.uint32)[:, 0])
+
+
+def _square_root(value) -> Lanes:
+    x = np.asarray(value)
+    return lanes(np.sqrt(np.where(np.abs(x) < np.finfo(np.float32).tiny, 0, x)))
+
+
+OF_HALVES = {
+    "max": _relu,
+    "mul": _by_half(np.multiply),
+    "add": _by_half(np.add),
+    "cvt": _pair,
+}
+
+
+def _instruction(name: str, *operands, result=None) -> Lanes:
+    operation, *parts = name.split(".")
+    of_float32 = operation in ("cvt", "sqrt")
+    kind = np.float32 if of_float32 else np.uint32
+    assert all(operand.type == kind for operand in operands)
+    assert result is (np.float32 if operation == "sqrt" else None)
     if operation == "prmt":
         return _bytes_of(*operands)
-    dtype = {"bf16x2": ml_dtypes.bfloat16, "f16x2": np.float16}[kind]
-    return {"max": _relu, "mul": _multiply}[operation](*operands, dtype=dtype)
+    if operation == "sqrt":
+        return _square_root(*operands)
+    (dtype,) = (DTYPES[part] for part in parts if part in DTYPES)
+    return OF_HALVES[operation](*operands, dtype=dtype)
 
 
 def _shuffle(value, distance: int) -> Lanes:
@@ -260,9 +290,4 @@ def emulated() -> Iterator[None]:
         for name in ("load", "load_pairs", "store", "store_half", "when"):
             patch.setattr(group_of_four, name, getattr(threads, name))
         patch.setattr(group_of_four, "barrier", lambda: None)
-        patch.setattr(
-            group_of_four,
-            "square_root",
-            lambda value: lanes(np.sqrt(np.asarray(value))),
-        )
         yield

@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels import activation_tiles, activations_sm90, over_tokens_sm90
 from sparsejax.formats import compress, decompress
+from sparsejax.ops.token_sparsity import fixed_token_order
 from sparsejax.packing import Packed, pack, unpack
 from sparsejax.patterns import NM
 from sparsejax.pruning import magnitude_mask, nm_mask
@@ -22,7 +23,7 @@ FEATURES = 128
 GARBAGE = 0xA5
 
 
-def on_cpu(kernel, grid, out_type, *operands, scratch=()):
+def on_cpu(kernel, grid, out_type, *operands, name, scratch=()):
     """`activation_tiles.on_tiles`, every tile after the other."""
     out = [
         np.full(o.shape, GARBAGE, np.uint8).repeat(o.dtype.itemsize, -1).view(o.dtype)
@@ -139,6 +140,10 @@ def test_gradients_of_both_branches_are_formed_at_the_kept_positions(kernels, to
         same(ours, jnp.asarray(theirs).astype(jnp.bfloat16))
 
 
+def packed_arrays(packed: Packed):
+    return packed.values, packed.metadata
+
+
 def sparse_rows(c, rows):
     return replace(c, values=c.values[rows], metadata=c.metadata[rows])
 
@@ -147,34 +152,87 @@ def transposed(x, mask) -> Packed:
     return pack(compress(x.T, mask=mask.T))
 
 
-@pytest.mark.parametrize("with_rest", [False, True])
-@pytest.mark.parametrize(("tokens", "ordered"), [(30, 64), (100, 128), (150, 192)])
-def test_keeps_the_two_largest_of_four_tokens(kernels, tokens, ordered, with_rest):
-    packed = kept_features(random((tokens, FEATURES)))
-    order = np.full(ordered, -1, np.int32)
-    order[:tokens] = np.random.default_rng(1).permutation(tokens)
-    dense = jnp.pad(decompress(unpack(packed)), ((0, 1), (0, 0)))[order]
+def over_tokens(packed: Packed, whole, by_segments: bool) -> list[Packed]:
+    """By the plain definition: all features, and what the whole ones lose."""
+    dense = decompress(unpack(packed))
+    order = np.arange(len(dense))
+    if by_segments:
+        order = fixed_token_order(len(dense))
+    order = np.pad(order, (0, -order.size % 64), constant_values=-1)
+    dense = jnp.pad(dense, ((0, 1), (0, 0)))[order]
     mask = magnitude_mask(dense, axis=0)
-    slots = None
-    if with_rest:  # every second feature, in another order
-        slots = np.full(FEATURES, -1, np.int32)
-        slots[::2] = np.random.default_rng(0).permutation(64)
-    got = over_tokens_sm90.keep_tokens(
-        packed.values,
-        packed.metadata,
-        jnp.asarray(order),
-        slots if slots is None else jnp.asarray(slots),
-        rest_rows=64 * with_rest,
-    )
+    parts = [transposed(dense, mask)]
+    if whole is not None:
+        rest = unpack(transposed(dense, ~mask))
+        parts.append(pack(sparse_rows(rest, np.argsort(whole.slots)[-whole.rows :])))
+    return parts
+
+
+def assert_over_tokens(got, packed: Packed, whole, by_segments: bool) -> None:
+    like = [unpack(part) for part in over_tokens(packed, whole, by_segments)]
     kept = unpack(Packed(*got))
-    like = [transposed(dense, mask)]
-    if with_rest:
-        rest = transposed(dense, ~mask)
-        like.append(pack(sparse_rows(unpack(rest), np.argsort(slots)[64:])))
-    like = [unpack(packed) for packed in like]
     same(kept.values, jnp.concatenate([c.values for c in like]))
     positions = jnp.concatenate([c.metadata for c in like])
     np.testing.assert_array_equal(kept.metadata, positions)
+
+
+@pytest.fixture(params=[False, True], ids=["", "whole features"])
+def whole(request):
+    """Every second feature, in another order."""
+    if not request.param:
+        return None
+    slots = np.full(FEATURES, -1, np.int32)
+    slots[::2] = np.random.default_rng(0).permutation(64)
+    return over_tokens_sm90.Whole(jnp.asarray(slots), 64)
+
+
+@pytest.mark.parametrize("by_segments", [False, True])
+@pytest.mark.parametrize("tokens", [30, 64, 150])
+def test_keeps_the_two_largest_of_four_tokens(kernels, tokens, by_segments, whole):
+    packed = kept_features(random((tokens, FEATURES)))
+    got = over_tokens_sm90.keep_tokens(
+        *packed_arrays(packed), whole, by_segments=by_segments
+    )
+    assert_over_tokens(got, packed, whole, by_segments)
+
+
+@pytest.mark.parametrize("by_segments", [False, True])
+@pytest.mark.parametrize("tokens", [30, 64, 150])
+def test_gradients_are_packed_over_tokens_on_the_way(
+    kernels, tokens, by_segments, whole
+):
+    y_up, da = random((tokens, FEATURES)), random((tokens, FEATURES), seed=1)
+    a = kept_features(y_up)
+    dy, *packed = over_tokens_sm90.backward(
+        da, *packed_arrays(a), whole, by_segments=by_segments
+    )
+    expected = kernels.backward(da, a.values, a.metadata)
+    same(dy, expected)
+    for got, of in zip(packed, (a, Packed(expected, a.metadata)), strict=True):
+        assert_over_tokens(got, of, whole, by_segments)
+
+
+@pytest.mark.parametrize("by_segments", [False, True])
+@pytest.mark.parametrize("tokens", [30, 64])
+def test_gated_gradients_are_packed_over_tokens_on_the_way(
+    kernels, tokens, by_segments, whole
+):
+    gate, up, da = (random((tokens, FEATURES), seed=i) for i in range(3))
+    relu = jnp.maximum(gate, 0)
+    mask = magnitude_mask(relu * relu * up)
+    a, hidden, kept_up = (
+        pack(compress(of, mask=mask)) for of in (relu * relu * up, relu, up)
+    )
+    kept = hidden.values, kept_up.values, hidden.metadata
+    dgate, dup, *packed = over_tokens_sm90.gated_backward(
+        da, *kept, whole, by_segments=by_segments
+    )
+    expected = kernels.gated_backward(da, *kept)
+    for ours, theirs in zip((dgate, dup), expected, strict=True):
+        same(ours, theirs)
+    gradients = [Packed(values, hidden.metadata) for values in expected]
+    for got, of in zip(packed, (a, *gradients), strict=True):
+        assert_over_tokens(got, of, whole, by_segments)
 
 
 def lowered(function, *shapes) -> str:
@@ -192,11 +250,20 @@ def test_lowers_for_hopper(dtype):
     assert "mosaic_gpu" in lowered(activations_sm90.keep_gated_features, y_up, y_up)
     gated = lowered(activations_sm90.gated_backward, y_up, kept, kept, words)
     assert "mosaic_gpu" in gated
-    order = slots = ((128,), "int32")
-    keep_tokens = over_tokens_sm90.keep_tokens
-    assert "mosaic_gpu" in lowered(keep_tokens, kept, words, order)
-    with_rest = partial(keep_tokens, rest_rows=64)
-    assert "mosaic_gpu" in lowered(with_rest, kept, words, order, slots)
+    slots = ((128,), "int32")
+    for function, shapes in (
+        (over_tokens_sm90.keep_tokens, (kept, words)),
+        (over_tokens_sm90.backward, (y_up, kept, words)),
+        (over_tokens_sm90.gated_backward, (y_up, kept, kept, words)),
+    ):
+        run = partial(function, by_segments=True)
+        assert "mosaic_gpu" in lowered(run, *shapes)
+
+        def with_rest(*operands, run=run):
+            *operands, slots = operands
+            return run(*operands, over_tokens_sm90.Whole(slots, 64))
+
+        assert "mosaic_gpu" in lowered(with_rest, *shapes, slots)
 
 
 @pytest.mark.parametrize(
@@ -220,9 +287,10 @@ def test_lowers_for_hopper(dtype):
             lambda: over_tokens_sm90.keep_tokens(
                 jnp.zeros((100, 32), jnp.bfloat16),
                 jnp.zeros((2, 1, 128), jnp.uint32),
-                jnp.arange(100),
+                over_tokens_sm90.Whole(jnp.zeros(64, jnp.int32), 16),
+                by_segments=True,
             ),
-            "100 tokens in order .* multiples of 64",
+            "16 rows below are not a multiple of 64",
         ),
     ],
 )

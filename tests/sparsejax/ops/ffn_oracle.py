@@ -54,7 +54,8 @@ def cluster_mask(expert_index, features, experts):
 def along_tokens(matrix, nonzeros, share, token_lists):
     """`matrix` with two of four tokens kept per feature, the densest features whole.
 
-    token_lists: (features, tokens in order) pairs; groups of four follow the list.
+    token_lists: (features, tokens in order) pairs; groups of four follow the list,
+    in which -1 is a token of zeros.
     """
     out = np.zeros_like(matrix)
     for features, tokens in token_lists:
@@ -63,7 +64,7 @@ def along_tokens(matrix, nonzeros, share, token_lists):
         dense = set(ranked[:count])
         for feature in features:
             for start in range(0, len(tokens), 4):
-                group = tokens[start : start + 4]
+                group = [t for t in tokens[start : start + 4] if t >= 0]
                 ranked = sorted(
                     range(len(group)),
                     key=lambda i: (-abs(matrix[group[i], feature]), i),
@@ -118,7 +119,7 @@ def ffn_oracle(x, w_up, w_down, dy, *, sparsity, scales, expert_index, token_ord
             lists = [
                 (
                     list(range(e * size, (e + 1) * size)),
-                    [t for t in token_order if e in expert_index[t]],
+                    [t for t in token_order if t >= 0 and e in expert_index[t]],
                 )
                 for e in range(sparsity.experts)
             ]

@@ -45,6 +45,9 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
         assert multiprocessors >= 1
         calls.append("sparse_matmul")
         out_dtype = jnp.dtype(b.dtype if out_dtype is None else out_dtype)
+        if b.ndim == 3:
+            assert not b_k_major and len(b) == 64
+            b = b.swapaxes(0, 1).reshape(-1, b.shape[2])
         n, k = b.shape if b_k_major else b.shape[::-1]
         shape = sparse_matmul_sm90.Shape(
             m=values.shape[0],
@@ -102,19 +105,37 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
         pair = 2 * da * hidden * up, da * hidden * hidden
         return tuple(x.astype(positions.values.dtype) for x in pair)
 
-    def keep_tokens_on_gpu(values, metadata, order, slots=None, *, rest_rows=0):
+    def keep_tokens_on_gpu(values, metadata, whole=None, *, by_segments):
         calls.append("keep_tokens")
-        assert order.size % 64 == 0 == rest_rows % 64
         x = decompress(unpack(Packed(values, metadata)))
-        x = jnp.where(order[:, None] < 0, 0, x[order])
+        x = jnp.pad(x, ((0, -len(x) % 64), (0, 0)))
+        if by_segments:
+            x = x.reshape(64, -1, x.shape[1]).swapaxes(0, 1).reshape(x.shape)
         mask = magnitude_mask(x, axis=0)
         x, mask = x.T, mask.T
-        if slots is not None:
-            rows = jnp.argsort(slots)[-rest_rows:]
+        if whole is not None:
+            assert whole.rows % 64 == 0
+            rows = jnp.argsort(whole.slots)[-whole.rows :]
             x = jnp.concatenate([x, x[rows]])
             mask = jnp.concatenate([mask, ~mask[rows]])
         packed = pack(compress(x, mask=mask))
         return packed.values, packed.metadata
+
+    def backward_over_tokens_on_gpu(da, values, metadata, *whole, by_segments):
+        dy = backward_on_gpu(da, values, metadata)
+        over_tokens = (
+            keep_tokens_on_gpu(kept, metadata, *whole, by_segments=by_segments)
+            for kept in (values, dy)
+        )
+        return dy, *over_tokens
+
+    def gated_over_tokens_on_gpu(da, hidden, up, metadata, *whole, by_segments):
+        gradients = gated_backward_on_gpu(da, hidden, up, metadata)
+        over_tokens = (
+            keep_tokens_on_gpu(kept, metadata, *whole, by_segments=by_segments)
+            for kept in (hidden * hidden * up, *gradients)
+        )
+        return *gradients, *over_tokens
 
     jax.clear_caches()  # of traces made with the real kernels
     patch.setattr(activations_sm90, "keep_features", keep_features_on_gpu)
@@ -122,6 +143,8 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
     patch.setattr(activations_sm90, "keep_gated_features", keep_gated_on_gpu)
     patch.setattr(activations_sm90, "gated_backward", gated_backward_on_gpu)
     patch.setattr(over_tokens_sm90, "keep_tokens", keep_tokens_on_gpu)
+    patch.setattr(over_tokens_sm90, "backward", backward_over_tokens_on_gpu)
+    patch.setattr(over_tokens_sm90, "gated_backward", gated_over_tokens_on_gpu)
     patch.setattr(compress_sm90, "compress", compress_on_gpu)
     patch.setattr(sparse_matmul_sm90, "sparse_matmul", multiply_on_gpu)
     for module in (ffn_spec, gated_ffn, sparse_matmul):
