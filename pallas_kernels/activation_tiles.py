@@ -76,3 +76,9 @@ def tile_start(row_block: ir.Value, k_block: ir.Value, metadata: ir.Value) -> ir
     _, k_blocks, words = ir.MemRefType(metadata.type).shape
     tile = arith.addi(arith.muli(row_block, constant(k_blocks)), k_block)
     return arith.muli(tile, constant(words))
+
+
+def words_of_row(metadata: ir.Value) -> int:
+    """Of a row of tiles."""
+    _, k_blocks, words = ir.MemRefType(metadata.type).shape
+    return k_blocks * words

@@ -163,11 +163,9 @@ def sum_over_rows(value: ir.Value) -> ir.Value:
     return value
 
 
-def or_over_groups(value: ir.Value) -> ir.Value:
-    """Over four threads of a warp, 4 apart."""
-    for distance in (4, 8):
-        value = arith.ori(value, utils.shfl_bfly(value, distance))
-    return value
+def shuffled(value: ir.Value, distance: int) -> ir.Value:
+    """Of the thread of a warp whose index differs in the bit `distance`."""
+    return utils.shfl_bfly(value, distance)
 
 
 def metadata_index(row: ir.Value, quarter: ir.Value) -> ir.Value:

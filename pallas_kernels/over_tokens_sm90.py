@@ -5,7 +5,7 @@
     gated_backward   dG = dA U 2 relu(G), dU = dA relu(G)^2, and A^T, dG^T and dU^T
 
 All in one read of each number. What comes in is 2:4 along the features, as
-`activations_sm90` makes it. A warpgroup has 128 tokens by 64 features.
+`activations_sm90` makes it. A warpgroup has 64 tokens by 64 features.
 
 The tokens are grouped as they come, or the first of each of 64 segments of them, then
 the second, and so on, which parts neighbours.
@@ -168,6 +168,7 @@ def _over_tokens(
         jax.ShapeDtypeStruct((rows, blocks * TILE // 2), dtype),
         jax.ShapeDtypeStruct((rows // TILE, blocks, 128), jnp.uint32),
     )
+    parts = 1 + (whole is not None)
     out = tiles.on_tiles(
         partial(
             _pack,
@@ -178,7 +179,7 @@ def _over_tokens(
             features=features,
             by_segments=by_segments,
         ),
-        (pl.cdiv(blocks, 2), features // TILE),
+        (blocks, features // TILE),
         (
             *[jax.ShapeDtypeStruct(kept[0].shape, dtype)] * form.gradients,
             *over_tokens * form.matrices,
@@ -187,11 +188,11 @@ def _over_tokens(
         *kept,
         metadata,
         *(() if whole is None else (whole.slots.astype(jnp.int32),)),
-        scratch=(plgpu.SMEM((form.matrices * TILE, 32), jnp.uint32),),
+        scratch=(plgpu.SMEM((form.matrices * parts * _LINES_WORDS,), jnp.uint32),),
         name=form.name,
     )
-    parts = iter(out[form.gradients :])
-    packed = [OverTokens(*pair) for pair in zip(parts, parts, strict=True)]
+    pairs = iter(out[form.gradients :])
+    packed = [OverTokens(*pair) for pair in zip(pairs, pairs, strict=True)]
     return packed, out[: form.gradients]
 
 
@@ -206,69 +207,85 @@ def _pack(
     features: int,
     by_segments: bool,
 ) -> None:
-    """One thread: 16 features of four tokens, packed along the tokens. Then all 128 put
-    their words into shared memory, and write whole lines of features."""
+    """One thread: 8 features of four tokens, packed along the tokens. Then all 128 put
+    their words into shared memory, and write the lines of features."""
     da, refs = _split(refs, int(form.gradients > 0))
     kept, refs = _split(refs, inputs)
     (metadata,), refs = _split(refs, 1)
-    slots_ref, refs = _split(refs, int(with_rest))
+    slots, refs = _split(refs, int(with_rest))
     along_features, refs = _split(refs, form.gradients)
     out, (shared,) = _split(refs, 2 * form.matrices)
     at = _Part.of_thread(token_block, feature_block, tokens, by_segments)
-    slots = None
-    if with_rest:
-        fours = [arith.addi(at.first_feature, constant(4 * i)) for i in range(4)]
-        slots = [slot for i in fours for slot in four.load(slots_ref[0], None, i, 4)]
     dense: list[list[list[ir.Value]]] = [[] for _ in range(form.matrices)]
-    for i in range(4):
-        of_token = _of_token(form, at.token(i), da, kept, metadata, along_features, at)
+    for token in at.four_tokens(metadata):
+        of_token = _of_token(form, token, da, kept, metadata, along_features, at)
         for matrix, words in zip(dense, of_token, strict=True):
             matrix.append(words)
+    rest = _Rest(slots[0], features) if with_rest else None
+    lines = [_Lines(shared, i) for i in range(form.matrices * (1 + with_rest))]
     for i, matrix in enumerate(dense):
-        values, words = out[2 * i : 2 * i + 2]
-        tile = _Tile(shared, constant(i * TILE))
-        nibbles = _keep_two_tokens(matrix, at, slots, values, tile, features)
-        _store_positions(words, nibbles, at, slots, features)
+        own = lines[i :: form.matrices]
+        _store_positions(out[2 * i + 1], _keep_two_tokens(matrix, own, at), rest, at)
     four.barrier()
     for i in range(form.matrices):
-        _store_lines(out[2 * i], _Tile(shared, constant(i * TILE)), at)
+        _store_lines(out[2 * i], lines[i :: form.matrices], rest, at)
 
 
 def _split(refs: Sequence, count: int) -> tuple[Sequence, Sequence]:
     return refs[:count], refs[count:]
 
 
-class _Tile(NamedTuple):
-    """64 features by 32 groups of tokens in shared memory, two kept entries a word."""
+class _Rest(NamedTuple):
+    """Where the rows of whole features are."""
+
+    slots: ir.Value
+    features: int
+
+    def row(self, feature: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Of what it loses, and whether there is one."""
+        (slot,) = four.load(self.slots, None, feature, 1)
+        exists = four.below(constant(-1), slot)
+        return arith.addi(slot, constant(self.features)), exists
+
+
+_LINES_WORDS = 8 * (8 * 16 + 4)
+"""Of 64 features by 16 groups of tokens; each 8 features 4 words further, so that the
+threads of a warp write to different banks."""
+
+
+class _Lines(NamedTuple):
+    """A matrix in shared memory: two kept entries of a group are a word."""
 
     ref: ir.Value
-    first_row: ir.Value
+    index: int
 
-    def row(self, row: ir.Value) -> ir.Value:
-        return arith.addi(self.first_row, row)
+    def place(self, eighth: ir.Value, row: ir.Value, group: ir.Value) -> ir.Value:
+        """Of one of 8 features of an eighth."""
+        start = arith.muli(eighth, constant(_LINES_WORDS // 8))
+        start = arith.addi(start, arith.muli(row, constant(16)))
+        start = arith.addi(start, constant(self.index * _LINES_WORDS))
+        return arith.addi(start, group)
 
 
 def _of_token(
     form: _Form, token: "_Token", da, kept, metadata, along_features, at: "_Part"
 ) -> list[list[ir.Value]]:
-    """16 dense features of each matrix, two to a word; the gradients are written."""
-    index = _word_of_row(metadata, token.row, at.feature_block, at.quarter)
-    (word,) = four.load(metadata, None, index, 1)
-    word = arith.shrui(word, arith.muli(_upper(token.row), constant(16)))
+    """8 dense features of each matrix, two to a word; the gradients are written."""
+    (word,) = four.load(metadata, None, token.word, 1)
+    shift = arith.muli(_upper(token.row), constant(16))
+    odd = arith.muli(_bit(at.eighth, 0), constant(8))
+    word = arith.shrui(word, arith.addi(shift, odd))
     column = tiles.half(at.first_feature)
-    there = [four.load_pairs(ref, token.row, column, 4) for ref in kept]
+    there = [four.load_pairs(ref, token.row, column, 2) for ref in kept]
     whole_row = [
         pair
         for ref in da
-        for start in (0, 8)
-        for pair in four.load_pairs(
-            ref, token.row, arith.addi(at.first_feature, constant(start)), 4
-        )
+        for pair in four.load_pairs(ref, token.row, at.first_feature, 4)
     ]
     dtype = four.element_type(kept[0])
     dense: list[list[ir.Value]] = [[] for _ in range(form.matrices)]
     written: list[list[ir.Value]] = [[] for _ in along_features]
-    for group in range(4):
+    for group in range(2):
         positions = arith.shrui(word, constant(4 * group)) if group else word
         entries = [pairs[group] for pairs in there]
         if whole_row:
@@ -285,52 +302,52 @@ def _of_token(
         for words, pair in zip(dense, matrices, strict=True):
             words += two.expand(pair, positions)
     for ref, pairs in zip(along_features, written, strict=True):
-        with four.when(at.exists if token.exists is None else token.exists):
+        if token.exists is None:
+            four.store(ref, token.row, column, pairs)
+            continue
+        with four.when(token.exists):
             four.store(ref, token.row, column, pairs)
     return dense
 
 
 def _keep_two_tokens(
-    dense: list[list[ir.Value]], at: "_Part", slots, values, tile: _Tile, features: int
-) -> list[ir.Value]:
-    """Of four tokens two into the tile, of whole features the others into their rows;
-    the positions of each pair of features."""
-    nibbles = []
-    for pair in range(8):
+    dense: list[list[ir.Value]], lines: Sequence[_Lines], at: "_Part"
+) -> ir.Value:
+    """Of four tokens two into the lines, the others into those of the rest, if any; the
+    positions of features 0, 2, 4, 6 and 1, 3, 5, 7, four bits each."""
+    positions = constant(0)
+    for pair in range(4):
         entries = [words[pair] for words in dense]
         kept = two.keep_two([two.magnitude(word) for word in entries])
-        nibbles.append(kept.positions())
-        both = kept.first(entries), kept.second(entries)
-        for i, half in enumerate((two.LOWER, two.UPPER)):
-            row = arith.addi(at.first_row, constant(2 * pair + i))
-            # Quarters in other banks.
-            column = arith.xori(at.group, arith.muli(at.quarter, constant(8)))
-            four.store(tile.ref, tile.row(row), column, [two.bytes_of(*both, half)])
-            if slots is None:
-                continue
-            slot = slots[2 * pair + i]
-            with four.when(arith.andi(at.exists, four.below(constant(-1), slot))):
-                lost = kept.rest()
-                word = two.bytes_of(lost.first(entries), lost.second(entries), half)
-                row = arith.addi(slot, constant(features))
-                four.store(values, row, tiles.half(at.first_ordered), [word])
-    return nibbles
+        positions = arith.ori(positions, four.shifted(kept.positions(), 4 * pair))
+        for which, ref in zip((kept, kept.rest()), lines, strict=False):
+            both = which.first(entries), which.second(entries)
+            for i, half in enumerate((two.LOWER, two.UPPER)):
+                place = ref.place(at.eighth, constant(2 * pair + i), at.group)
+                four.store(ref.ref, None, place, [two.bytes_of(*both, half)])
+    return positions
 
 
-def _store_lines(values, tile: _Tile, at: "_Part") -> None:
-    """From shared memory, eight threads to a feature."""
+def _store_lines(values, lines: Sequence[_Lines], rest: _Rest | None, at: "_Part"):
+    """From shared memory, four threads to a feature."""
     thread = four.thread()
-    chunk = arith.andi(thread, constant(7))
-    ordered = arith.addi(
-        arith.muli(at.token_block, constant(2 * TILE)), arith.muli(chunk, constant(16))
-    )
-    for part in range(4):
-        row = arith.addi(arith.divui(thread, constant(8)), constant(16 * part))
-        column = arith.xori(arith.muli(chunk, constant(4)), constant(8 * part))
-        words = four.load(tile.ref, tile.row(row), column, 4)
-        with four.when(four.below(ordered, at.ordered)):
-            row = arith.addi(arith.muli(at.feature_block, constant(TILE)), row)
-            four.store(values, row, tiles.half(ordered), words)
+    chunk = arith.andi(thread, constant(3))
+    first = arith.muli(at.token_block, constant(TILE))
+    column = tiles.half(arith.addi(first, arith.muli(chunk, constant(16))))
+    for part in range(2):
+        row = arith.addi(arith.divui(thread, constant(4)), constant(32 * part))
+        eighth, of_eight = arith.divui(row, constant(8)), arith.andi(row, constant(7))
+        group = arith.muli(chunk, constant(4))
+        places = [ref.place(eighth, of_eight, group) for ref in lines]
+        feature = arith.addi(arith.muli(at.feature_block, constant(TILE)), row)
+        words = four.load(lines[0].ref, None, places[0], 4)
+        four.store(values, feature, column, words)
+        if rest is None:
+            continue
+        row_below, exists = rest.row(feature)
+        with four.when(exists):
+            words = four.load(lines[1].ref, None, places[1], 4)
+            four.store(values, row_below, column, words)
 
 
 class _Token(NamedTuple):
@@ -338,27 +355,22 @@ class _Token(NamedTuple):
 
     row: ir.Value
     """Of X; the last where there is no such token."""
+    word: ir.Value
+    """Of the metadata: which has the positions of its features."""
     exists: ir.Value | None
-    """None: all do that the part has."""
+    """None: all do."""
 
 
 class _Part(NamedTuple):
-    """What a thread has of a tile of 128 tokens by 64 features."""
+    """What a thread has of a tile of 64 tokens by 64 features."""
 
     token_block: ir.Value
-    """Of 128."""
     feature_block: ir.Value
-    quarter: ir.Value
+    eighth: ir.Value
     """Of the features."""
     group: ir.Value
-    """Of four tokens, below 32."""
-    first_row: ir.Value
-    """The first of its features in the tile."""
+    """Of four tokens, below 16."""
     first_feature: ir.Value
-    first_ordered: ir.Value
-    """Its first token, in order."""
-    exists: ir.Value
-    """Whether its groups do."""
     tokens: int
     by_segments: bool
 
@@ -367,73 +379,104 @@ class _Part(NamedTuple):
         cls, token_block, feature_block, tokens: int, by_segments: bool
     ) -> "_Part":
         thread = four.thread()
-        quarter = arith.andi(thread, constant(3))
-        group = arith.divui(thread, constant(4))
-        first_row = arith.muli(quarter, constant(16))
-        first_ordered = arith.addi(
-            arith.muli(token_block, constant(2 * TILE)), arith.muli(group, constant(4))
-        )
+        eighth = arith.andi(thread, constant(7))
+        start = arith.muli(feature_block, constant(TILE))
         return cls(
             token_block=token_block,
             feature_block=feature_block,
-            quarter=quarter,
-            group=group,
-            first_row=first_row,
-            first_feature=arith.addi(
-                arith.muli(feature_block, constant(TILE)), first_row
-            ),
-            first_ordered=first_ordered,
-            exists=four.below(first_ordered, pl.cdiv(tokens, TILE) * TILE),
+            eighth=eighth,
+            group=arith.divui(thread, constant(8)),
+            first_feature=arith.addi(start, arith.muli(eighth, constant(8))),
             tokens=tokens,
             by_segments=by_segments,
         )
 
-    @property
-    def ordered(self) -> int:
-        """Tokens, filled up."""
-        return pl.cdiv(self.tokens, TILE) * TILE
-
-    def token(self, i: int) -> _Token:
-        """The i-th of four."""
-        index = arith.addi(self.first_ordered, constant(i))
+    def four_tokens(self, metadata: ir.Value) -> list[_Token]:
+        """Of a group."""
+        first = arith.muli(self.group, constant(4))
         if self.by_segments:
-            segment = arith.remui(index, constant(SEGMENTS))
-            start = arith.muli(segment, constant(self.ordered // SEGMENTS))
-            index = arith.addi(start, arith.divui(index, constant(SEGMENTS)))
-        inside = four.below(index, self.tokens)
-        row = arith.select(inside, index, constant(self.tokens - 1))
-        if self.tokens % TILE == 0:
-            return _Token(row, None)
-        return _Token(row, arith.andi(self.exists, inside))
+            apart = pl.cdiv(self.tokens, SEGMENTS)
+            first = arith.addi(arith.muli(first, constant(apart)), self.token_block)
+        else:
+            apart = 1
+            first = arith.addi(arith.muli(self.token_block, constant(TILE)), first)
+        if self.tokens % TILE:
+            rows = [arith.addi(first, constant(i * apart)) for i in range(4)]
+            exist = [four.below(row, self.tokens) for row in rows]
+            last = constant(self.tokens - 1)
+            rows = [arith.select(e, r, last) for e, r in zip(exist, rows, strict=True)]
+            words = [self._word(metadata, row) for row in rows]
+            return [_Token(*of) for of in zip(rows, words, exist, strict=True)]
+        # Rows in steps that are known, so that one address does for all.
+        rows, words = [first], [self._word(metadata, first)]
+        for i in range(1, 4):
+            rows.append(arith.addi(first, constant(i * apart)))
+            if apart % TILE == 0:
+                further = tiles.words_of_row(metadata) * (apart // TILE) * i
+                words.append(arith.addi(words[0], constant(further)))
+            else:
+                words.append(self._word(metadata, rows[i]))
+        return [_Token(row, word, None) for row, word in zip(rows, words, strict=True)]
+
+    def _word(self, metadata: ir.Value, row: ir.Value) -> ir.Value:
+        quarter = arith.divui(self.eighth, constant(2))
+        return _word_of_row(metadata, row, self.feature_block, quarter)
 
 
-def _store_positions(metadata, nibbles, at: _Part, slots, features: int) -> None:
-    """Of 16 features; a word has those of features r and r + 8, four groups of each."""
-    of_four = arith.andi(at.group, constant(3))
-    shift = arith.muli(of_four, constant(4))
-    nibbles = [arith.shli(nibble, shift) for nibble in nibbles]
-    words = [
-        four.or_over_groups(two.bytes_of(nibbles[i], nibbles[i + 4], half))
-        for i in range(4)
-        for half in (two.LOWER, two.UPPER)
-    ]
-    block = arith.divui(at.first_ordered, constant(TILE))
-    quarter = arith.divui(arith.remui(at.group, constant(16)), constant(4))
-    for i in range(2):  # the rows that this thread of four writes
-        word = four.at(of_four, words[i::2])
-        row = arith.addi(arith.muli(of_four, constant(2)), constant(i))
-        row = arith.addi(at.first_feature, row)
-        with four.when(at.exists):
-            index = _word_of_row(metadata, row, block, quarter)
-            four.store(metadata, None, index, [word])
-        for upper in range(2 * (slots is not None)):
-            slot = four.at(of_four, slots[8 * upper + i : 8 * upper + 8 : 2])
-            with four.when(arith.andi(at.exists, four.below(constant(-1), slot))):
-                lost = arith.shrui(two.complement(word), constant(16 * upper))
-                row_below = arith.addi(slot, constant(features))
-                index = _word_of_row(metadata, row_below, block, quarter)
-                half = four.lower_half(lost)
-                four.store_half(metadata, index, _upper(row_below), half)
+def _store_positions(
+    metadata, positions: ir.Value, rest: _Rest | None, at: _Part
+) -> None:
+    """Of 16 features by 16 tokens, which eight threads have: each one's nibbles become
+    one nibble in the words of all eight, and each thread writes one of these."""
+    odd, token_bits = _bit(at.eighth, 0), (_bit(at.group, 0), _bit(at.group, 1))
+    word = _exchanged(positions, 1, odd, 0x5410, 0x3276)
+    word = _exchanged(word, 16, token_bits[1], 0x6240, 0x3715)
+    word = _with_nibbles(word, four.shuffled(word, 8), token_bits[0])
+    # Which of eight nibbles were this thread's word to collect.
+    bits = (*token_bits, odd)
+    row = arith.addi(
+        arith.addi(arith.muli(bits[0], constant(2)), arith.muli(bits[1], constant(4))),
+        bits[2],
+    )
+    sixteenth = arith.muli(arith.divui(at.eighth, constant(2)), constant(16))
+    row = arith.addi(sixteenth, row)
+    quarter = arith.divui(at.group, constant(4))
+    feature = arith.addi(arith.muli(at.feature_block, constant(TILE)), row)
+    index = _word_of_row(metadata, feature, at.token_block, quarter)
+    four.store(metadata, None, index, [word])
+    if rest is None:
+        return
+    lost = two.complement(word)
+    for half in range(2):
+        row_below, exists = rest.row(arith.addi(feature, constant(8 * half)))
+        with four.when(exists):
+            index = _word_of_row(metadata, row_below, at.token_block, quarter)
+            half_word = four.lower_half(arith.shrui(lost, constant(16 * half)))
+            four.store_half(metadata, index, _upper(row_below), half_word)
+
+
+def _exchanged(
+    word: ir.Value, distance: int, bit: ir.Value, lower: int, upper: int
+) -> ir.Value:
+    """Bytes of a thread's word and of the one `distance` away, by its bit."""
+    selectors = arith.select(four.equal(bit, 0), constant(lower), constant(upper))
+    return two.bytes_of(word, four.shuffled(word, distance), selectors)
+
+
+def _with_nibbles(own: ir.Value, other: ir.Value, bit: ir.Value) -> ir.Value:
+    """The lower nibbles of both words, byte by byte, or the upper ones."""
+    lower, upper = constant(0x0F0F0F0F), constant(0xF0F0F0F0)
+    of_lower = arith.ori(
+        arith.andi(own, lower), arith.shli(arith.andi(other, lower), constant(4))
+    )
+    of_upper = arith.ori(
+        arith.shrui(arith.andi(other, upper), constant(4)), arith.andi(own, upper)
+    )
+    return arith.select(four.equal(bit, 0), of_lower, of_upper)
+
+
+def _bit(value: ir.Value, index: int) -> ir.Value:
+    return arith.andi(arith.shrui(value, constant(index)), constant(1))
 
 
 def _upper(row: ir.Value) -> ir.Value:

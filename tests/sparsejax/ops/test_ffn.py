@@ -385,13 +385,14 @@ def test_mvue_leaves_the_densest_features_exact(sparsity):
 def test_mvue_draws_from_its_key_alone(sparsity):
     inputs = tuple(a.astype(np.float32) for a in make_inputs())
     experts = make_experts(sparsity)
-    first, again, other = (
+    first, again, *others = (
         jitted(sparsity, *inputs, experts, key=jax.random.key(seed))
-        for seed in (0, 0, 1)
+        for seed in (0, 0, 1, 2, 3)
     )
     for i in (2, 3):
         np.testing.assert_array_equal(first[i], again[i])
-        assert np.any(first[i] != other[i])
+        # Few groups have more than two non-zeros to draw from.
+        assert any(np.any(first[i] != other[i]) for other in others)
 
 
 # --- errors
