@@ -182,7 +182,7 @@ def _over_tokens(kept: Activations) -> Packed:
 
 def _groups(kept: Activations) -> TokenGroups:
     sparsity = FFNSparsity(dense_features=DENSE_FEATURES)
-    return packed_activations.token_groups(sparsity, kept.nonzeros)
+    return packed_activations.token_groups(sparsity, len(kept.a.values), kept.nonzeros)
 
 
 def _pack_and_multiply(gemm: Gemm, shape: Shape, pack, source, b) -> jax.Array:

@@ -216,19 +216,23 @@ def _pack(
     along_features, refs = _split(refs, form.gradients)
     out, (shared,) = _split(refs, 2 * form.matrices)
     at = _Part.of_thread(token_block, feature_block, tokens, by_segments)
-    dense: list[list[list[ir.Value]]] = [[] for _ in range(form.matrices)]
-    for token in at.four_tokens(metadata):
-        of_token = _of_token(form, token, da, kept, metadata, along_features, at)
-        for matrix, words in zip(dense, of_token, strict=True):
-            matrix.append(words)
-    rest = _Rest(slots[0], features) if with_rest else None
+    # Before anything is stored: what is loaded later would be waited for.
+    words, chunks = _rows_of_words(at), _rows_of_lines(at)
+    rests: list[_Rest | None] = [None] * 4
+    if with_rest:
+        rests = [_Rest.of(slots[0], row, features) for row in (*words, *chunks)]
+    tokens_of_thread = [
+        _of_token(form, token, da, kept, metadata, along_features, at)
+        for token in at.four_tokens(metadata)
+    ]
     lines = [_Lines(shared, i) for i in range(form.matrices * (1 + with_rest))]
-    for i, matrix in enumerate(dense):
-        own = lines[i :: form.matrices]
-        _store_positions(out[2 * i + 1], _keep_two_tokens(matrix, own, at), rest, at)
+    for i in range(form.matrices):
+        dense = [token.dense(i) for token in tokens_of_thread]
+        positions = _keep_two_tokens(dense, lines[i :: form.matrices], at)
+        _store_positions(out[2 * i + 1], positions, words, rests[:2], at)
     four.barrier()
     for i in range(form.matrices):
-        _store_lines(out[2 * i], lines[i :: form.matrices], rest, at)
+        _store_lines(out[2 * i], lines[i :: form.matrices], chunks, rests[2:], at)
 
 
 def _split(refs: Sequence, count: int) -> tuple[Sequence, Sequence]:
@@ -236,16 +240,17 @@ def _split(refs: Sequence, count: int) -> tuple[Sequence, Sequence]:
 
 
 class _Rest(NamedTuple):
-    """Where the rows of whole features are."""
+    """Where what a feature loses goes."""
 
-    slots: ir.Value
-    features: int
+    row: ir.Value
+    exists: ir.Value
+    """Whether it is a whole one."""
 
-    def row(self, feature: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Of what it loses, and whether there is one."""
-        (slot,) = four.load(self.slots, None, feature, 1)
-        exists = four.below(constant(-1), slot)
-        return arith.addi(slot, constant(self.features)), exists
+    @classmethod
+    def of(cls, slots: ir.Value, feature: ir.Value, features: int) -> "_Rest":
+        (slot,) = four.load(slots, None, feature, 1)
+        row = arith.addi(slot, constant(features))
+        return cls(row, four.below(constant(-1), slot))
 
 
 _LINES_WORDS = 8 * (8 * 16 + 4)
@@ -267,10 +272,24 @@ class _Lines(NamedTuple):
         return arith.addi(start, group)
 
 
+class _Kept(NamedTuple):
+    """What a token keeps of 8 features."""
+
+    positions: Sequence[ir.Value]
+    """Of both groups, in the lower four bits."""
+    pairs: Sequence[Sequence[ir.Value]]
+    """Of each group, of each matrix."""
+
+    def dense(self, matrix: int) -> list[ir.Value]:
+        """8 features, two to a word."""
+        both = zip(self.pairs, self.positions, strict=True)
+        return [word for p, at in both for word in two.expand(p[matrix], at)]
+
+
 def _of_token(
     form: _Form, token: "_Token", da, kept, metadata, along_features, at: "_Part"
-) -> list[list[ir.Value]]:
-    """8 dense features of each matrix, two to a word; the gradients are written."""
+) -> _Kept:
+    """Of each matrix; the gradients are written."""
     (word,) = four.load(metadata, None, token.word, 1)
     shift = arith.muli(_upper(token.row), constant(16))
     odd = arith.muli(_bit(at.eighth, 0), constant(8))
@@ -283,31 +302,27 @@ def _of_token(
         for pair in four.load_pairs(ref, token.row, at.first_feature, 4)
     ]
     dtype = four.element_type(kept[0])
-    dense: list[list[ir.Value]] = [[] for _ in range(form.matrices)]
-    written: list[list[ir.Value]] = [[] for _ in along_features]
+    positions = [word, arith.shrui(word, constant(4))]
+    of_groups = []
     for group in range(2):
-        positions = arith.shrui(word, constant(4 * group)) if group else word
         entries = [pairs[group] for pairs in there]
         if whole_row:
             own = whole_row[2 * group : 2 * group + 2]
-            entries = [two.gather(own, positions), *entries]
+            entries = [two.gather(own, positions[group]), *entries]
         matrices = list(form.compute(*entries, dtype))
         if token.exists is not None:
             matrices = [
                 arith.select(token.exists, pair, constant(0)) for pair in matrices
             ]
-        new = matrices[form.matrices - form.gradients :]
-        for row, pair in zip(written, new, strict=True):
-            row.append(pair)
-        for words, pair in zip(dense, matrices, strict=True):
-            words += two.expand(pair, positions)
-    for ref, pairs in zip(along_features, written, strict=True):
+        of_groups.append(matrices)
+    for i, ref in enumerate(along_features, form.matrices - form.gradients):
+        pairs = [matrices[i] for matrices in of_groups]
         if token.exists is None:
             four.store(ref, token.row, column, pairs)
             continue
         with four.when(token.exists):
             four.store(ref, token.row, column, pairs)
-    return dense
+    return _Kept(positions, of_groups)
 
 
 def _keep_two_tokens(
@@ -328,26 +343,36 @@ def _keep_two_tokens(
     return positions
 
 
-def _store_lines(values, lines: Sequence[_Lines], rest: _Rest | None, at: "_Part"):
+def _rows_of_lines(at: "_Part") -> list[ir.Value]:
+    """The features whose lines a thread writes, a quarter of each."""
+    first = arith.muli(at.feature_block, constant(TILE))
+    row = arith.addi(first, arith.divui(four.thread(), constant(4)))
+    return [row, arith.addi(row, constant(32))]
+
+
+def _store_lines(
+    values,
+    lines: Sequence[_Lines],
+    features: Sequence[ir.Value],
+    rests: Sequence[_Rest | None],
+    at: "_Part",
+) -> None:
     """From shared memory, four threads to a feature."""
-    thread = four.thread()
-    chunk = arith.andi(thread, constant(3))
+    chunk = arith.andi(four.thread(), constant(3))
     first = arith.muli(at.token_block, constant(TILE))
     column = tiles.half(arith.addi(first, arith.muli(chunk, constant(16))))
-    for part in range(2):
-        row = arith.addi(arith.divui(thread, constant(4)), constant(32 * part))
+    for feature, rest in zip(features, rests, strict=True):
+        row = arith.remui(feature, constant(TILE))
         eighth, of_eight = arith.divui(row, constant(8)), arith.andi(row, constant(7))
         group = arith.muli(chunk, constant(4))
         places = [ref.place(eighth, of_eight, group) for ref in lines]
-        feature = arith.addi(arith.muli(at.feature_block, constant(TILE)), row)
         words = four.load(lines[0].ref, None, places[0], 4)
         four.store(values, feature, column, words)
         if rest is None:
             continue
-        row_below, exists = rest.row(feature)
-        with four.when(exists):
+        with four.when(rest.exists):
             words = four.load(lines[1].ref, None, places[1], 4)
-            four.store(values, row_below, column, words)
+            four.store(values, rest.row, column, words)
 
 
 class _Token(NamedTuple):
@@ -423,36 +448,42 @@ class _Part(NamedTuple):
         return _word_of_row(metadata, row, self.feature_block, quarter)
 
 
-def _store_positions(
-    metadata, positions: ir.Value, rest: _Rest | None, at: _Part
-) -> None:
-    """Of 16 features by 16 tokens, which eight threads have: each one's nibbles become
-    one nibble in the words of all eight, and each thread writes one of these."""
-    odd, token_bits = _bit(at.eighth, 0), (_bit(at.group, 0), _bit(at.group, 1))
-    word = _exchanged(positions, 1, odd, 0x5410, 0x3276)
-    word = _exchanged(word, 16, token_bits[1], 0x6240, 0x3715)
-    word = _with_nibbles(word, four.shuffled(word, 8), token_bits[0])
-    # Which of eight nibbles were this thread's word to collect.
-    bits = (*token_bits, odd)
+def _rows_of_words(at: _Part) -> list[ir.Value]:
+    """Both features whose positions are in the word that a thread writes: of 16
+    features by 16 tokens, which eight threads have, each writes one of eight words."""
+    bits = (_bit(at.group, 0), _bit(at.group, 1), _bit(at.eighth, 0))
     row = arith.addi(
         arith.addi(arith.muli(bits[0], constant(2)), arith.muli(bits[1], constant(4))),
         bits[2],
     )
     sixteenth = arith.muli(arith.divui(at.eighth, constant(2)), constant(16))
-    row = arith.addi(sixteenth, row)
+    start = arith.muli(at.feature_block, constant(TILE))
+    feature = arith.addi(arith.addi(start, sixteenth), row)
+    return [feature, arith.addi(feature, constant(8))]
+
+
+def _store_positions(
+    metadata,
+    positions: ir.Value,
+    features: Sequence[ir.Value],
+    rests: Sequence[_Rest | None],
+    at: _Part,
+) -> None:
+    """Each of eight threads' nibbles become one nibble in the words of all eight."""
+    word = _exchanged(positions, 1, _bit(at.eighth, 0), 0x5410, 0x3276)
+    word = _exchanged(word, 16, _bit(at.group, 1), 0x6240, 0x3715)
+    word = _with_nibbles(word, four.shuffled(word, 8), _bit(at.group, 0))
     quarter = arith.divui(at.group, constant(4))
-    feature = arith.addi(arith.muli(at.feature_block, constant(TILE)), row)
-    index = _word_of_row(metadata, feature, at.token_block, quarter)
+    index = _word_of_row(metadata, features[0], at.token_block, quarter)
     four.store(metadata, None, index, [word])
-    if rest is None:
-        return
-    lost = two.complement(word)
-    for half in range(2):
-        row_below, exists = rest.row(arith.addi(feature, constant(8 * half)))
-        with four.when(exists):
-            index = _word_of_row(metadata, row_below, at.token_block, quarter)
-            half_word = four.lower_half(arith.shrui(lost, constant(16 * half)))
-            four.store_half(metadata, index, _upper(row_below), half_word)
+    for half, rest in enumerate(rests):
+        if rest is None:
+            continue
+        lost = arith.shrui(two.complement(word), constant(16 * half))
+        with four.when(rest.exists):
+            index = _word_of_row(metadata, rest.row, at.token_block, quarter)
+            half_word = four.lower_half(lost)
+            four.store_half(metadata, index, _upper(rest.row), half_word)
 
 
 def _exchanged(

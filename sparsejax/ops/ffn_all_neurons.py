@@ -95,7 +95,7 @@ def _backward_packed(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`backward` where A and dY1 are packed: dense only for dense GEMMs 5 and 6."""
     if "mosaic_sm90" in backends[4:]:
-        groups = token_groups(sparsity, kept.nonzeros)
+        groups = token_groups(sparsity, x.shape[0], kept.nonzeros)
         dy_up, over_tokens = packed_activations.gradient_over_tokens(groups, da, kept.a)
         (dy_up_over_tokens,) = over_tokens.gradients
         dw_up = weight_gradient_up(groups, x, dy_up_over_tokens)

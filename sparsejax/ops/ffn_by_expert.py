@@ -148,7 +148,9 @@ def _weight_gradients_by_expert(
         nonzeros = jax.ops.segment_sum(
             (a_rows != 0).astype(jnp.int32), expert, routed.experts
         )
-        dense = densest_features(nonzeros, sparsity.dense_features)[expert]
+        dense = densest_features(
+            nonzeros, sparsity.dense_features, routed.token_rows.shape[0]
+        )[expert]
         key_up, key_down = (None, None) if key is None else jax.random.split(key)
         method = sparsity.token_sparsity
         dy_up_rows = sparsify_tokens(dy_up_rows, dense, method, key_up)

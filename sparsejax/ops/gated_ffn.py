@@ -401,7 +401,7 @@ def _backward_packed(how, x, kept, w_into_hidden, dy, da, key):
     """The same where A, dG and dU are packed: dense only for dense GEMMs 5 and 6."""
     _, sparsity, backends, layout = how
     if "mosaic_sm90" in backends[6:]:
-        groups = token_groups(sparsity, kept.nonzeros)
+        groups = token_groups(sparsity, x.shape[0], kept.nonzeros)
         gradients, over_tokens = packed_activations.gated_gradients_over_tokens(
             groups, da, kept
         )

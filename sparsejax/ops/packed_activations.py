@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from sparsejax.ops.ffn_spec import FFNSparsity, dense_feature_count
 from sparsejax.ops.sparse_matmul import multiply_packed
-from sparsejax.ops.token_sparsity import in_segments, ranks
+from sparsejax.ops.token_sparsity import densest, in_segments
 from sparsejax.packing import Packed, in_blocks
 
 
@@ -106,25 +106,25 @@ class TokenGroups(NamedTuple):
 
 
 def token_groups(
-    sparsity: FFNSparsity, nonzeros: Int[Array, " features"]
+    sparsity: FFNSparsity, tokens: int, nonzeros: Int[Array, " features"]
 ) -> TokenGroups:
     """Groups for tokens in their fixed order, or as they come; a share of the features,
     those with most non-zeros, stays whole.
 
     Their second rows come in blocks of 64: where they do not fill the last one, the
-    next densest features have a row whose product is not used.
+    first of the other features have a row whose product is not used.
     """
     count = dense_feature_count(nonzeros.size, sparsity.dense_features)
     if count == 0:
         return TokenGroups(sparsity.permute_tokens, None)
     rows = in_blocks(count)
-    rank = ranks(nonzeros)
-    slots = jnp.where(rank < rows, rank, -1)
-    index = jnp.arange(nonzeros.size, dtype=jnp.int32)
-    chosen = jnp.zeros(rows, jnp.int32)
-    chosen = chosen.at[rank].set(index, mode="drop", unique_indices=True)
-    whole = WholeFeatures(chosen[:count], slots, rows)
-    return TokenGroups(sparsity.permute_tokens, whole)
+    found, index = densest(nonzeros, count, tokens), jnp.arange(nonzeros.size)
+    others = index - found.before
+    slots = jnp.where(others < rows - count, count + others, -1)
+    slots = jnp.where(found.chosen, found.before, slots)
+    place = jnp.where(found.chosen, found.before, count)
+    chosen = jnp.zeros(count, jnp.int32).at[place].set(index, mode="drop")
+    return TokenGroups(sparsity.permute_tokens, WholeFeatures(chosen, slots, rows))
 
 
 class OverTokens(NamedTuple):

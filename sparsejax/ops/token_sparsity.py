@@ -7,10 +7,11 @@ and (in the caller) the forward's mask applied before.
 """
 
 import math
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from sparsejax.estimators import mvue
@@ -47,27 +48,64 @@ def fixed_token_order(tokens: int) -> np.ndarray:
     return np.where(order < tokens, order, -1)
 
 
+class Densest(NamedTuple):
+    """Some of a vector's entries."""
+
+    chosen: Bool[Array, " features"]
+    before: Int[Array, " features"]
+    """How many of the chosen come before each."""
+
+
 def densest_features(
-    nonzeros: Int[Array, "... features"], share: float
+    nonzeros: Int[Array, "... features"], share: float, tokens: int
 ) -> Bool[Array, "... features"]:
-    """Marks the features with most non-zeros; ties go to the lower index."""
-    count = dense_feature_count(nonzeros.shape[-1], share)
+    """Marks the features with most non-zeros; ties go to the lower index.
+
+    Args:
+      tokens: no feature has more non-zeros.
+    """
+    features = nonzeros.shape[-1]
+    count = dense_feature_count(features, share)
     if count == 0:
         return jnp.zeros(nonzeros.shape, bool)
-    return ranks(nonzeros) < count
+    rows = nonzeros.reshape(-1, features)
+    chosen = jax.vmap(lambda row: densest(row, count, tokens).chosen)(rows)
+    return chosen.reshape(nonzeros.shape)
 
 
-def ranks(nonzeros: Int[Array, "... features"]) -> Int[Array, "... features"]:
-    """How many features have more non-zeros, or as many and a lower index.
+def densest(nonzeros: Int[Array, " features"], count: int, tokens: int) -> Densest:
+    """The `count` features with most non-zeros; ties go to the lower index.
 
-    Every feature is compared with every other: one kernel, where sorting them would
-    take several that wait for each other.
+    Their least number is found eight bits at a time: on a GPU a few short kernels,
+    where sorting takes three times as long.
     """
-    each_with_each = (*nonzeros.shape, nonzeros.shape[-1])
-    index = lax.broadcasted_iota(jnp.int32, each_with_each, nonzeros.ndim)
-    lower = index < index.swapaxes(-1, -2)
-    ahead = nonzeros[..., None, :] + lower > nonzeros[..., :, None]
-    return jnp.sum(ahead, axis=-1, dtype=jnp.int32)
+    least = jnp.zeros((), jnp.int32)
+    for shift in reversed(range(0, tokens.bit_length(), 8)):
+        steps = least + (jnp.arange(256, dtype=jnp.int32) << shift)
+        reached = jnp.sum(nonzeros[None, :] >= steps[:, None], axis=1)
+        last = jnp.sum(reached >= count, dtype=jnp.int32) - 1
+        least += last << shift
+    above, ties = nonzeros > least, nonzeros == least
+    above_before, ties_before = _sums_before(jnp.stack([above, ties]))
+    missing = count - jnp.sum(above, dtype=jnp.int32)
+    chosen = above | (ties & (ties_before < missing))
+    return Densest(chosen, above_before + jnp.minimum(ties_before, missing))
+
+
+def _sums_before(x: Bool[Array, "rows n"]) -> Int[Array, "rows n"]:
+    """Of all entries before each, in blocks of 64."""
+    rows, n = x.shape
+    blocks = jnp.pad(x, ((0, 0), (0, -n % 64))).reshape(rows, -1, 64)
+    inside = _before_each(blocks)
+    earlier = _before_each(jnp.sum(blocks, axis=2, dtype=jnp.int32))
+    return (inside + earlier[..., None]).reshape(rows, -1)[:, :n]
+
+
+def _before_each(x: Array) -> Int[Array, "..."]:
+    """Sums along the last axis of what comes before each entry, all at a time."""
+    n = x.shape[-1]
+    before = np.tri(n, k=-1, dtype=bool).reshape((1,) * (x.ndim - 1) + (n, n))
+    return jnp.sum(jnp.where(before, x[..., None, :], 0), axis=-1, dtype=jnp.int32)
 
 
 def sparsify_tokens(

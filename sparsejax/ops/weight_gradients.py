@@ -37,7 +37,9 @@ def weight_gradients(
     if sparsity.token_sparsity is not None:
         method = sparsity.token_sparsity
         ordered = in_fixed_order if sparsity.permute_tokens else _by_fours
-        dense = densest_features(jnp.sum(a != 0, axis=0), sparsity.dense_features)
+        dense = densest_features(
+            jnp.sum(a != 0, axis=0), sparsity.dense_features, x.shape[0]
+        )
         x, *sparse, dy = (ordered(m) for m in (x, *into_hidden, a, dy))
         keys = [None] * len(sparse)
         if key is not None:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from sparsejax.ops.ffn_spec import FEATURE_TILE, dense_feature_count
 from sparsejax.ops.token_sparsity import (
+    densest,
     densest_features,
     fixed_token_order,
     in_fixed_order,
-    ranks,
     sparsify_tokens,
 )
 
@@ -44,11 +44,15 @@ def test_the_fixed_order_never_changes():
     assert list(order[40:46]) == [120, 123, 126, 129, -1, -1]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_ranks_are_those_of_a_stable_sort(seed):
-    nonzeros = jax.random.randint(jax.random.key(seed), (2, 100), 0, 9)
-    order = np.argsort(-np.asarray(nonzeros), axis=1, kind="stable")
-    np.testing.assert_array_equal(ranks(nonzeros), np.argsort(order, axis=1))
+@pytest.mark.parametrize("count", [1, 16, 99, 200])
+@pytest.mark.parametrize("most", [1, 9, 300, 70_000])
+def test_the_densest_are_the_first_of_a_stable_sort(count, most):
+    nonzeros = jax.random.randint(jax.random.key(count), (200,), 0, most + 1)
+    found = jax.jit(densest, static_argnums=(1, 2))(nonzeros, count, most)
+    first = np.argsort(-np.asarray(nonzeros), kind="stable")[:count]
+    np.testing.assert_array_equal(np.flatnonzero(found.chosen), np.sort(first))
+    before = np.cumsum(found.chosen) - found.chosen
+    np.testing.assert_array_equal(found.before, before)
 
 
 @pytest.mark.parametrize(
@@ -65,19 +69,19 @@ def test_ranks_are_those_of_a_stable_sort(seed):
 )
 def test_dense_features_come_in_tiles(features, share, count):
     assert dense_feature_count(features, share) == count
-    chosen = densest_features(jnp.arange(features), share)
+    chosen = densest_features(jnp.arange(features), share, features)
     # most non-zeros: the last ones
     np.testing.assert_array_equal(chosen, np.arange(features) >= features - count)
 
 
 def test_dense_feature_ties_go_to_the_lower_index():
-    chosen = densest_features(jnp.ones((2, 64)), 0.3)
+    chosen = densest_features(jnp.ones((2, 64), jnp.int32), 0.3, 1)
     np.testing.assert_array_equal(chosen, np.tile(np.arange(64) < 32, (2, 1)))
 
 
 def test_dense_features_per_expert():
     nonzeros = np.random.default_rng(0).integers(0, 5, size=(3, 40))
-    chosen = np.asarray(densest_features(jnp.asarray(nonzeros), 0.2))
+    chosen = np.asarray(densest_features(jnp.asarray(nonzeros), 0.2, 4))
     for row, counts in zip(chosen, nonzeros, strict=True):
         ranked = sorted(range(40), key=lambda f: (-counts[f], f))
         assert set(np.flatnonzero(row)) == set(ranked[:FEATURE_TILE])
