@@ -179,7 +179,7 @@ def _multiply(lhs, rhs, *, precision: lax.Precision | None = None) -> jax.Array:
 
 
 def _describe(spec: GemmSpec) -> tuple[str, float]:
-    operand = "weight" if spec.sparse_operand == "rhs" else "activation"
+    operand = "weight" if spec.sparse_weight else "activation"
     return f"dense GEMM over the masked {operand}; skips nothing", 1.0
 
 
