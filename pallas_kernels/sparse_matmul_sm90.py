@@ -8,8 +8,7 @@ of A each and write their rows of C. The blocks of a cluster lie side by side al
 and load B together, a part each.
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,6 +20,13 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, UInt32
 
+from pallas_kernels.gemm_tasks import (
+    ByExpert,
+    EveryTile,
+    OverTokensOfExpert,
+    Walk,
+    tiling_of,
+)
 from pallas_kernels.wgmma_sp_sm90 import SWIZZLE_A, SWIZZLE_B, sparse_wgmma
 
 TILE_K = 64
@@ -50,6 +56,20 @@ class Shape:
     """Whether C is stored (n, m), else (m, n)."""
     float32_out: bool = False
     """Whether C is float32, else of 16 bits."""
+    experts: int = 1
+    """Grouped over so many, see `grouped_matmul_sm90`."""
+    group_tile: int = 0
+    """Tokens that follow each other and have one expert; 0 where nothing is grouped."""
+
+    @property
+    def sums_over_tokens(self) -> bool:
+        """Whether k counts tokens: in weight gradients, both operands a row of each."""
+        return self.float32_out and not self.b_k_major
+
+    @property
+    def products(self) -> int:
+        """How many C: one for each expert in weight gradients."""
+        return self.experts if self.sums_over_tokens else 1
 
     @property
     def out_bytes(self) -> int:
@@ -156,9 +176,27 @@ def why_invalid(config: Config, shape: Shape) -> str | None:
         )
     if min(config.stages, config.pairs, config.out_slots, config.width) < 1:
         return "stages, pairs, out_slots and width must be positive"
+    if reason := _why_not_grouped(config, shape):
+        return reason
     needed = config.shared_memory_bytes(shape.out_bytes)
     if needed > SHARED_MEMORY_BYTES:
         return f"needs {needed} bytes of shared memory of {SHARED_MEMORY_BYTES}"
+    return None
+
+
+def _why_not_grouped(config: Config, shape: Shape) -> str | None:
+    """A block, and what its cluster shares of B, is of one expert."""
+    if not shape.group_tile:
+        return None
+    if shape.sums_over_tokens:
+        if shape.group_tile % (2 * TILE_K):
+            return f"group_tile={shape.group_tile} is not a multiple of {2 * TILE_K}"
+        return None
+    name, size = "tile_n", config.tile_n
+    if not shape.transpose_out:
+        name, size = "cluster x tile_m", config.cluster * config.tile_m
+    if shape.group_tile % size:
+        return f"{name}={size} does not divide group_tile={shape.group_tile}"
     return None
 
 
@@ -167,13 +205,16 @@ def default_config(shape: Shape, multiprocessors: int = 132) -> Config:
     shared memory, over all rounds that the multiprocessors need."""
 
     def cost(config: Config) -> float:
-        tiles = math.prod(_tiles(shape, config))
+        tiling = tiling_of(shape, config)
+        tiles = shape.products * tiling.rows * tiling.columns
         rounds = pl.cdiv(tiles, multiprocessors // config.cluster)
         # Without a cluster the L2 cache is read more often: 3 % was measured.
         alone = 1.03 if config.cluster == 1 else 1
         return rounds * config.bytes_per_step * alone
 
-    return min(_tilings(shape), key=cost)
+    tilings = _tilings(shape)
+    fitting = [tiling for tiling in tilings if not _why_not_grouped(tiling, shape)]
+    return min(fitting or tilings, key=cost)
 
 
 def _tilings(shape: Shape) -> list[Config]:
@@ -193,12 +234,6 @@ def _tilings(shape: Shape) -> list[Config]:
         for row_blocks, tile_n in sizes
         for cluster in (2, 1)
     ]
-
-
-def _tiles(shape: Shape, config: Config) -> tuple[int, int]:
-    """Of a whole cluster, along m and n."""
-    tiles_m = pl.cdiv(shape.m, config.tile_m * config.cluster)
-    return tiles_m, pl.cdiv(shape.n, config.tile_n)
 
 
 def sparse_matmul(
@@ -247,34 +282,58 @@ def sparse_matmul(
             f"rows_apart={rows_apart} of {shape.m} rows of A: both must be multiples "
             f"of {_ROWS}, and some rows left"
         )
-    tiles = _tiles(shape, config)
-    clusters = min(multiprocessors // config.cluster, math.prod(tiles))
-    kernel = partial(
-        _kernel,
-        shape=shape,
-        config=config,
-        tiles=tiles,
-        clusters=clusters,
-        activation=activation,
-        first_apart=shape.m - rows_apart,
-    )
     results = [shape.m - rows_apart] + [rows_apart] * bool(rows_apart)
     sizes = [(n, m) if transpose_out else (m, n) for m in results for n in [shape.n]]
-    out = plgpu.kernel(
-        kernel,
-        out_type=[jax.ShapeDtypeStruct(size, out_dtype) for size in sizes],
+    out = launch(
+        shape,
+        config,
+        [jax.ShapeDtypeStruct(size, out_dtype) for size in sizes],
+        values,
+        metadata,
+        b,
+        activation=activation,
+        multiprocessors=multiprocessors,
+        first_apart=shape.m - rows_apart,
+    )
+    return (out[0], out[1]) if rows_apart else out[0]
+
+
+def launch(
+    shape: Shape,
+    config: Config,
+    out_type: list[jax.ShapeDtypeStruct],
+    *operands: jax.Array,
+    multiprocessors: int,
+    activation: Callable[[jax.Array], jax.Array] | None = None,
+    first_apart: int | None = None,
+) -> Sequence[jax.Array]:
+    """The kernel, on operands that fit: A's values and metadata, B, and what the walk
+    of a grouped GEMM looks up."""
+    tiling = tiling_of(shape, config)
+    tiles = shape.products * tiling.rows * tiling.columns
+    clusters = min(multiprocessors // config.cluster, tiles)
+    return plgpu.kernel(
+        partial(
+            _kernel,
+            shape=shape,
+            config=config,
+            clusters=clusters,
+            activation=activation,
+            first_apart=first_apart,
+        ),
+        out_type=out_type,
         grid=(clusters,),
         grid_names=("grid",),
         cluster=(config.cluster,),
         cluster_names=("cluster",),
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
-        kernel_name=f"sparse_matmul_{shape.m}x{shape.n}x{shape.k}",
+        kernel_name="grouped_" * bool(shape.group_tile)
+        + f"sparse_matmul_{shape.m}x{shape.n}x{shape.k}",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
-    )(values, metadata, b)
-    return tuple(out) if rows_apart else out[0]
+    )(*operands)
 
 
 def _shape_of(
@@ -306,52 +365,55 @@ def _kernel(
     values_gmem,
     metadata_gmem,
     b_gmem,
-    *out_gmem,
+    *refs,
     shape: Shape,
     config: Config,
-    tiles: tuple[int, int],
     clusters: int,
     activation,
-    first_apart: int,
+    first_apart: int | None,
 ) -> None:
-    in_segments = len(b_gmem.shape) == 3
+    walk, out_gmem = _walk(shape, config, refs)
+    in_segments = not shape.group_tile and len(b_gmem.shape) == 3
     # Where half a pair is beyond k, both operands are filled with zeros.
-    pairs = pl.cdiv(shape.k, 2 * TILE_K)
+    all_pairs = pl.cdiv(shape.k, 2 * TILE_K)
     tile_n, stages = config.tile_n, config.stages
     warpgroup = lax.axis_index("warpgroup")
     own_rows = _ROWS * config.row_blocks
     first = lax.axis_index("grid")
-    own_tiles = (tiles[0] * tiles[1] - first + clusters - 1) // clusters
+    own_tiles = (walk.count - first + clusters - 1) // clusters
     collective = "cluster" if config.cluster > 1 else None
 
-    def origin(tile):
-        """Of this block's part of a tile: row of A, column of B."""
-        row, column = plgpu.planar_snake(
-            first + tile * clusters, tiles, int(config.columns_first), config.width
-        )
-        row = row * config.cluster + lax.axis_index("cluster")
-        return row * config.tile_m, column * tile_n
+    def task_of(tile):
+        """A tile's; row and column of this block's part of C; pairs along k."""
+        task = walk.task(first + tile * clusters)
+        row = task.row * config.cluster + lax.axis_index("cluster")
+        pairs = all_pairs if task.pairs is None else task.pairs
+        return task, row * config.tile_m, task.column * tile_n, pairs
 
-    def slot_of_a(tile, pair):
-        return lax.rem(tile * pairs + pair, config.pairs)
+    # Slots are taken in turn, by the number of pairs that were loaded before.
+    def slot_of_a(before):
+        return lax.rem(before, config.pairs)
 
-    def slot_of_b(tile, pair, half):
-        return lax.rem(2 * (tile * pairs + pair) + half, stages)
+    def slot_of_b(before, half):
+        return lax.rem(2 * before + half, stages)
 
     def load(a_smem, b_smem, out_smem, a_slots, b_slots) -> None:
         """The memory warpgroup: fills slots as they become empty."""
         plgpu.set_max_registers(40, action="decrease")
         values_smem, metadata_smem = a_smem
 
-        def load_tile(tile, carry):
-            row, column = origin(tile)
+        def load_tile(tile, before):
+            task, row, column, pairs = task_of(tile)
+            if shape.group_tile and shape.transpose_out and not shape.sums_over_tokens:
+                row = task.expert * shape.m + row
             rows = pl.ds(row, config.tile_m)
             blocks = pl.ds(row // _ROWS, config.tile_m // _ROWS)
             columns = pl.ds(column, tile_n)
 
-            def load_pair(pair, carry):
+            def load_pair(index, carry):
                 full, empty = a_slots
-                slot = slot_of_a(tile, pair)
+                slot = slot_of_a(before + index)
+                pair = task.first_pair + index
                 kept = pl.ds(pair * TILE_K, TILE_K)
                 words = pl.ds(2 * pair, 2)
                 copy = partial(plgpu.copy_gmem_to_smem, barrier=full.at[slot])
@@ -359,17 +421,23 @@ def _kernel(
                 copy(values_gmem.at[rows, kept], values_smem.at[slot])
                 copy(metadata_gmem.at[blocks, words], metadata_smem.at[slot])
                 for half in range(2):
-                    load_b(columns, slot_of_b(tile, pair, half), 2 * pair + half)
+                    slot = slot_of_b(before + index, half)
+                    load_b(columns, task.expert, slot, 2 * pair + half)
                 return carry
 
-            return lax.fori_loop(0, pairs, load_pair, carry)
+            lax.fori_loop(0, pairs, load_pair, None)
+            return before + pairs
 
-        def load_b(columns, slot, step):
+        def load_b(columns, expert, slot, step):
             full, empty = b_slots
             along_k = pl.ds(step * TILE_K, TILE_K)
             b_tile = (columns, along_k) if shape.b_k_major else (along_k, columns)
             if in_segments:
                 b_tile = (slice(None), step, columns)
+            elif len(b_gmem.shape) == 3:
+                b_tile = (expert, *b_tile)
+                if shape.b_k_major:
+                    b_tile = (columns, expert, along_k)
             plgpu.barrier_wait(empty.at[slot])
             plgpu.copy_gmem_to_smem(
                 b_gmem.at[b_tile],
@@ -378,12 +446,12 @@ def _kernel(
                 collective_axes=collective,
             )
 
-        lax.fori_loop(0, own_tiles, load_tile, None)
+        loaded = lax.fori_loop(0, own_tiles, load_tile, 0)
 
         # A block must not end while others of its cluster still signal to it.
         def drain(step, carry):
             _, empty = b_slots
-            plgpu.barrier_wait(empty.at[slot_of_b(own_tiles, 0, step)])
+            plgpu.barrier_wait(empty.at[slot_of_b(loaded, step)])
             return carry
 
         lax.fori_loop(0, stages, drain, None)
@@ -398,12 +466,12 @@ def _kernel(
         multiply_add = [_multiply_add(shape, config, half) for half in range(2)]
         pieces = config.row_blocks * (tile_n // config.out_columns)
 
-        def multiply_tile(tile, carry):
-            row, column = origin(tile)
+        def multiply_tile(tile, before):
+            task, row, column, pairs = task_of(tile)
             row = row + warpgroup * own_rows
 
-            def multiply_pair(pair, sums):
-                slot = slot_of_a(tile, pair)
+            def multiply_pair(index, sums):
+                slot = slot_of_a(before + index)
                 plgpu.barrier_wait(a_slots[0].at[slot])
                 values = values_smem.at[slot, pl.ds(warpgroup * own_rows, own_rows)]
                 for half in range(2):
@@ -416,7 +484,7 @@ def _kernel(
                         )
                         for i in range(config.row_blocks)
                     ]
-                    b_slot = slot_of_b(tile, pair, half)
+                    b_slot = slot_of_b(before + index, half)
                     plgpu.barrier_wait(b_slots[0].at[b_slot])
                     sums = multiply_add[half](sums, values, b_smem.at[b_slot], *words)
                     plgpu.barrier_arrive(b_slots[1].at[b_slot])
@@ -444,12 +512,13 @@ def _kernel(
                     piece,
                     out_gmem,
                     (row + rows, column + offset),
+                    task.expert if shape.sums_over_tokens else None,
                     first_apart,
                     shape.transpose_out,
                 )
-            return carry
+            return before + pairs
 
-        lax.fori_loop(0, own_tiles, multiply_tile, None)
+        lax.fori_loop(0, own_tiles, multiply_tile, 0)
         plgpu.wait_smem_to_gmem(0)
 
     barrier = plgpu.Barrier
@@ -497,6 +566,22 @@ def _kernel(
     )
 
 
+def _walk(shape: Shape, config: Config, refs: Sequence) -> tuple[Walk, Sequence]:
+    """The order of the tiles; and the results, which follow what it looks up."""
+    tiling = tiling_of(shape, config)
+    if not shape.group_tile:
+        return EveryTile(tiling), refs
+    if shape.sums_over_tokens:
+        ends, *out = refs
+        pairs = shape.group_tile // (2 * TILE_K)
+        return OverTokensOfExpert(tiling, shape.experts, ends, pairs), out
+    tile_expert, used_tiles, *out = refs
+    walk = ByExpert(
+        tiling, tile_expert, used_tiles, shape.group_tile, not shape.transpose_out
+    )
+    return walk, out
+
+
 # What is 128 bytes wide in shared memory is not tiled: its rows may be any number, and
 # of a matrix one tile wide Pallas would drop the tile's index, so that tiles beyond the
 # matrix would wrap around into it. The bytes are in the same places either way, and
@@ -542,7 +627,7 @@ def _multiply_add(shape: Shape, config: Config, half: int):
 
 
 def _write_piece(
-    piece, smem, out_gmem, origin, first_apart: int, transpose: bool
+    piece, smem, out_gmem, origin, expert, first_apart: int | None, transpose: bool
 ) -> None:
     """Registers to shared memory to C, or to what is apart of it; the second half is
     left under way."""
@@ -565,9 +650,13 @@ def _write_piece(
     def copy(target, row) -> None:
         first, second = (column, row) if transpose else (row, column)
         for index in range(lines):
-            part = pl.ds(first, rows), pl.ds(second + index * line, line)
+            part = [pl.ds(first, rows), pl.ds(second + index * line, line)]
+            if expert is not None:
+                part.insert(int(transpose), expert)
             last = index == lines - 1
-            plgpu.copy_smem_to_gmem(smem.at[index], target.at[part], commit_group=last)
+            plgpu.copy_smem_to_gmem(
+                smem.at[index], target.at[tuple(part)], commit_group=last
+            )
 
     if len(out_gmem) == 1:
         copy(out_gmem[0], row)

@@ -81,7 +81,7 @@ def tokens_axis(shape: Shape) -> Literal["m", "n", "k"]:
     product with a weight as its sparse operand is written transposed, a row per token
     of B; else they are A's rows.
     """
-    if shape.float32_out and not shape.b_k_major:
+    if shape.sums_over_tokens:
         return "k"
     return "n" if shape.transpose_out else "m"
 

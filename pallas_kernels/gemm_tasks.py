@@ -1,0 +1,161 @@
+"""Which tile of a sparse GEMM a block works on, and where its operands are.
+
+Everything here is traced in the kernel. A block has the tasks `first`, `first + step`
+and so on; `Walk.task` says what they are.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+class Task(NamedTuple):
+    """One tile of C, of a whole cluster."""
+
+    row: Any
+    """Of tiles of C along m."""
+    column: Any
+    """Of tiles along n."""
+    expert: Any = None
+    """None: there are no experts."""
+    first_pair: Any = 0
+    """Of the pairs of steps along k."""
+    pairs: Any = None
+    """How many; None: all that k has."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A C in tiles."""
+
+    tile_m: int
+    """Of a cluster."""
+    tile_n: int
+    rows: int
+    """Of tiles along m."""
+    columns: int
+    width: int
+    """Tiles of one axis that are visited together."""
+    columns_first: bool
+
+    def snake(self, index) -> tuple[Any, Any]:
+        """Row and column of a tile: of neighbours in both axes, neighbours."""
+        return plgpu.planar_snake(
+            index, (self.rows, self.columns), int(self.columns_first), self.width
+        )
+
+
+class Walk(ABC):
+    """The order of the tasks."""
+
+    @property
+    @abstractmethod
+    def count(self) -> Any:
+        """Of all tasks."""
+
+    @abstractmethod
+    def task(self, index) -> Task:
+        """One of them."""
+
+
+@dataclass(frozen=True)
+class EveryTile(Walk):
+    """Of one GEMM."""
+
+    tiling: Tiling
+
+    @property
+    def count(self) -> int:
+        return self.tiling.rows * self.tiling.columns
+
+    def task(self, index) -> Task:
+        return Task(*self.tiling.snake(index))
+
+
+@dataclass(frozen=True)
+class ByExpert(Walk):
+    """Rows or columns of C are tokens sorted by expert, in group tiles of one expert
+    each; of these only the first so many are used."""
+
+    tiling: Tiling
+    tile_expert: Any
+    """Of each group tile."""
+    used_tiles: Any
+    """One number."""
+    group_tile: int
+    """Tokens of a group tile."""
+    tokens_are_rows: bool
+    """Of C, else columns."""
+
+    @property
+    def count(self) -> Any:
+        return self._along * self._others
+
+    def task(self, index) -> Task:
+        """`width` tiles along the tokens with all of the other axis, then the next."""
+        width = self.tiling.width
+        block, rest = index // (width * self._others), index % (width * self._others)
+        start = block * width
+        width = jnp.minimum(width, self._along - start)
+        by_token, other = start + rest % width, rest // width
+        expert = self.tile_expert[by_token * self._size // self.group_tile]
+        if self.tokens_are_rows:
+            return Task(by_token, other, expert)
+        return Task(other, by_token, expert)
+
+    @property
+    def _size(self) -> int:
+        return self.tiling.tile_m if self.tokens_are_rows else self.tiling.tile_n
+
+    @property
+    def _others(self) -> int:
+        return self.tiling.columns if self.tokens_are_rows else self.tiling.rows
+
+    @property
+    def _along(self) -> Any:
+        return self.used_tiles[0] * (self.group_tile // self._size)
+
+
+@dataclass(frozen=True)
+class OverTokensOfExpert(Walk):
+    """One C for each expert, summed over its tokens: a range of k."""
+
+    tiling: Tiling
+    experts: int
+    ends: Any
+    """Of each expert the first group tile after its own."""
+    pairs_of_tile: int
+    """Pairs of steps along k in a group tile."""
+
+    @property
+    def count(self) -> int:
+        return self.experts * self.tiling.rows * self.tiling.columns
+
+    def task(self, index) -> Task:
+        tiles = self.tiling.rows * self.tiling.columns
+        expert = index // tiles
+        before = self.ends[jnp.maximum(expert - 1, 0)]
+        first = jnp.where(expert > 0, before, 0)
+        return Task(
+            *self.tiling.snake(index % tiles),
+            expert=expert,
+            first_pair=first * self.pairs_of_tile,
+            pairs=(self.ends[expert] - first) * self.pairs_of_tile,
+        )
+
+
+def tiling_of(shape, config) -> Tiling:
+    """How `config` cuts the C of `shape` up."""
+    tile_m = config.tile_m * config.cluster
+    return Tiling(
+        tile_m=tile_m,
+        tile_n=config.tile_n,
+        rows=pl.cdiv(shape.m, tile_m),
+        columns=pl.cdiv(shape.n, config.tile_n),
+        width=config.width,
+        columns_first=config.columns_first,
+    )

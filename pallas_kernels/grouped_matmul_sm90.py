@@ -1,0 +1,211 @@
+"""GEMMs grouped over experts, with a 2:4 operand, on Hopper's sparse tensor cores.
+
+    sparse_rows       C[r] = A[r] B[e]         Y = A W2, dX = dY1 W1^T
+    sparse_weights    C[r] = B[r] A[e]^T       Y1 = X W1, dA = dY W2^T
+    sparse_over_rows  C[e] = A[:, r] B[r]      dW2 = A^T dY, dW1^T = dY1^T X
+
+with e the expert of row r, and a sum over e's rows in the last. Rows come sorted by
+expert, each expert's filled up to whole group tiles (`router.Dispatch`); which expert a
+tile has, and how many tiles are used, is data. The kernel is that of
+`sparse_matmul_sm90`, whose blocks look up their expert; tiles that are not used cost
+nothing.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int, UInt32
+
+from pallas_kernels.sparse_matmul_sm90 import (
+    Config,
+    Shape,
+    default_config,
+    launch,
+    why_invalid,
+)
+
+
+def sparse_rows(
+    values: Float[Array, "rows half_k"],
+    metadata: UInt32[Array, "row_blocks k_blocks 128"],
+    b: Float[Array, "_ _ _"],
+    tile_expert: Int[Array, " tiles"],
+    used_tiles: Int[Array, ""],
+    *,
+    b_k_major: bool,
+    config: Config | None = None,
+    multiprocessors: int = 132,
+) -> Float[Array, "rows n"]:
+    """`C[r] = A[r] B[expert of r]`, accumulated in float32 and rounded once.
+
+    Rows after the used tiles are not written. The bits do not depend on the config.
+
+    Args:
+      values, metadata: A (rows, k), 2:4 along k: see `packing`.
+      b: a matrix for each expert: (n, experts, k) if `b_k_major`, as columns of a
+        weight lie in memory, else (experts, k, n), as its rows do.
+      tile_expert: the expert of each group tile, of rows / tiles rows.
+      used_tiles: how many have rows.
+      config: None for `default_config`.
+      multiprocessors: of the GPU that will run it.
+    Raises:
+      ValueError: shapes do not fit, or the config cannot run them; says why.
+    """
+    if b_k_major:
+        n, experts, k_of_b = b.shape
+    else:
+        experts, k_of_b, n = b.shape
+    rows = values.shape[0]
+    shape = Shape(
+        m=rows,
+        n=n,
+        k=2 * values.shape[1],
+        dtype=str(values.dtype),
+        b_k_major=b_k_major,
+        transpose_out=False,
+        experts=experts,
+        group_tile=_group_tile(rows, tile_expert),
+    )
+    _check(values, metadata, b, k_of_b)
+    (out,) = launch(
+        shape,
+        _valid(config, shape, multiprocessors),
+        [jax.ShapeDtypeStruct((rows, n), values.dtype)],
+        values,
+        metadata,
+        b,
+        tile_expert.astype(jnp.int32),
+        used_tiles.astype(jnp.int32).reshape(1),
+        multiprocessors=multiprocessors,
+    )
+    return out
+
+
+def sparse_weights(
+    values: Float[Array, "experts_m half_k"],
+    metadata: UInt32[Array, "row_blocks k_blocks 128"],
+    b: Float[Array, "rows k"],
+    tile_expert: Int[Array, " tiles"],
+    used_tiles: Int[Array, ""],
+    *,
+    experts: int,
+    activation: Callable[[jax.Array], jax.Array] | None = None,
+    config: Config | None = None,
+    multiprocessors: int = 132,
+) -> Float[Array, "rows m"]:
+    """`C[r] = activation(B[r] A[expert of r]^T)`, otherwise as `sparse_rows`.
+
+    Args:
+      values, metadata: the experts' A (m, k) one below the other, 2:4 along k; m a
+        multiple of 64.
+      b: the rows.
+      activation: applied element-wise to the float32 sums.
+    """
+    rows, k_of_b = b.shape
+    if values.shape[0] % (64 * experts):
+        raise ValueError(
+            f"{values.shape[0]} rows of A are not {experts} experts of equally many, a "
+            f"multiple of 64"
+        )
+    shape = Shape(
+        m=values.shape[0] // experts,
+        n=rows,
+        k=2 * values.shape[1],
+        dtype=str(values.dtype),
+        experts=experts,
+        group_tile=_group_tile(rows, tile_expert),
+    )
+    _check(values, metadata, b, k_of_b)
+    (out,) = launch(
+        shape,
+        _valid(config, shape, multiprocessors),
+        [jax.ShapeDtypeStruct((rows, shape.m), values.dtype)],
+        values,
+        metadata,
+        b,
+        tile_expert.astype(jnp.int32),
+        used_tiles.astype(jnp.int32).reshape(1),
+        activation=activation,
+        multiprocessors=multiprocessors,
+    )
+    return out
+
+
+def sparse_over_rows(
+    values: Float[Array, "m half_rows"],
+    metadata: UInt32[Array, "row_blocks k_blocks 128"],
+    b: Float[Array, "rows n"],
+    ends: Int[Array, " experts"],
+    *,
+    group_tile: int,
+    transpose_out: bool,
+    config: Config | None = None,
+    multiprocessors: int = 132,
+) -> Float[Array, "_ _ _"]:
+    """`C[e] = A[:, rows of e] B[rows of e]` in float32; zeros for an expert without.
+
+    Args:
+      values, metadata: A (m, rows), 2:4 along the rows; what padding rows hold is
+        multiplied, so they are zero here or in b.
+      ends: of each expert the first group tile after its own.
+      group_tile: rows of a group tile, a multiple of 128.
+      transpose_out: return (n, experts, m), as columns of a weight lie in memory,
+        instead of (experts, m, n).
+    Otherwise as `sparse_rows`.
+    """
+    rows, n = b.shape
+    experts = ends.shape[0]
+    shape = Shape(
+        m=values.shape[0],
+        n=n,
+        k=2 * values.shape[1],
+        dtype=str(values.dtype),
+        b_k_major=False,
+        transpose_out=transpose_out,
+        float32_out=True,
+        experts=experts,
+        group_tile=group_tile,
+    )
+    _check(values, metadata, b, rows)
+    out = (n, experts, shape.m) if transpose_out else (experts, shape.m, n)
+    (product,) = launch(
+        shape,
+        _valid(config, shape, multiprocessors),
+        [jax.ShapeDtypeStruct(out, jnp.float32)],
+        values,
+        metadata,
+        b,
+        ends.astype(jnp.int32),
+        multiprocessors=multiprocessors,
+    )
+    return product
+
+
+def _group_tile(rows: int, tile_expert: jax.Array) -> int:
+    tiles = tile_expert.shape[0]
+    if rows % tiles:
+        raise ValueError(
+            f"{rows} rows are not a whole number of {tiles} group tiles; take both "
+            f"from one router.dispatch"
+        )
+    return rows // tiles
+
+
+def _check(values, metadata, b, k_of_b: int) -> None:
+    m, k = values.shape[0], 2 * values.shape[1]
+    blocks = (pl.cdiv(m, 64), pl.cdiv(k, 64), 128)
+    if k != k_of_b or metadata.shape != blocks or values.dtype != b.dtype:
+        raise ValueError(
+            f"values {values.dtype}{values.shape} of A ({m}, {k}) need metadata "
+            f"{blocks}, got {metadata.shape}, and B of k={k} and the same dtype, got "
+            f"{b.dtype}{b.shape} with k={k_of_b}"
+        )
+
+
+def _valid(config: Config | None, shape: Shape, multiprocessors: int) -> Config:
+    config = default_config(shape, multiprocessors) if config is None else config
+    if reason := why_invalid(config, shape):
+        raise ValueError(f"no grouped 2:4 GEMM of {shape} with {config}: {reason}")
+    return config
