@@ -4,16 +4,71 @@ What may be packed, how a kernel is run on every tile, and where a tile is in me
 """
 
 from functools import partial
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
+from jaxtyping import Array, Int
 
+from pallas_kernels import group_of_four as four
 from pallas_kernels.group_of_four import TILE, constant
 
 _SCALAR = plgpu.Layout.WG_SPLAT
+
+
+class ByExpert(NamedTuple):
+    """Rows that are tokens of a matrix, each with the features of its expert alone: of
+    features in as many equal parts."""
+
+    row_token: Int[Array, " rows"]
+    """int32, the token of each row; -1: a row of zeros."""
+    tile_expert: Int[Array, " tiles"]
+    """int32, the expert of each group tile, a multiple of 64 rows."""
+    experts: int
+
+    @property
+    def arrays(self) -> tuple[jax.Array, jax.Array]:
+        return self.row_token.astype(jnp.int32), self.tile_expert.astype(jnp.int32)
+
+    def check(self) -> None:
+        """Raises ValueError where blocks of 64 rows would have two experts."""
+        rows, tiles = self.row_token.size, self.tile_expert.size
+        if rows % (TILE * tiles):
+            raise ValueError(
+                f"{rows} rows in {tiles} group tiles: a group tile must be a multiple "
+                f"of {TILE} rows"
+            )
+
+
+class Source(NamedTuple):
+    """Where a kernel finds the rows of a `ByExpert`."""
+
+    row_token: ir.Value
+    expert: ir.Value
+    """Of a block of 64 rows."""
+
+    @classmethod
+    def of_block(cls, row_token, tile_expert, row_block: ir.Value) -> "Source":
+        (rows,), (tiles,) = (
+            ir.MemRefType(ref.type).shape for ref in (row_token, tile_expert)
+        )
+        tile = arith.divui(row_block, constant(rows // tiles // TILE))
+        (expert,) = four.load(tile_expert, None, tile, 1)
+        return cls(row_token, expert)
+
+    def token(self, row: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Of a row, and whether it has one; else the first."""
+        (token,) = four.load(self.row_token, None, row, 1)
+        exists = four.below(constant(-1), token)
+        return arith.select(exists, token, constant(0)), exists
+
+    def feature(self, feature: ir.Value, features: int) -> ir.Value:
+        """Among all experts', of one of its `features`."""
+        return arith.addi(arith.muli(self.expert, constant(features)), feature)
 
 
 def why_unsupported(features: int, dtype: str) -> str | None:

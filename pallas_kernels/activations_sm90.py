@@ -11,7 +11,9 @@ A 2:4 matrix is its kept values and words of positions, in the order of `packing
 warpgroup has 64 tokens by 64 features.
 """
 
+from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +31,7 @@ from pallas_kernels.group_of_four import TILE, constant
 
 def keep_features(
     y_up: Float[Array, "tokens features"],
+    by_expert: tiles.ByExpert | None = None,
 ) -> tuple[
     Float[Array, "tokens half_features"],
     UInt32[Array, "token_blocks feature_blocks 128"],
@@ -39,13 +42,15 @@ def keep_features(
     The two of four are those of largest A (ties: the lower index, NaN: largest).
     Squares are rounded once.
 
+    Args:
+      by_expert: A's rows are these, with the features of their experts.
     Returns:
       A's kept values and their positions; and how many of each 16 tokens have a kept
       entry that is not zero, per feature.
     Raises:
       ValueError: the features are not a multiple of 64, or the dtype not of 16 bits.
     """
-    values, metadata, nonzeros = _keep(y_up)
+    values, metadata, nonzeros = _keep(y_up, by_expert=by_expert)
     return values, metadata, nonzeros
 
 
@@ -76,14 +81,25 @@ def keep_gated_features(
     return values, metadata, nonzeros, hidden, kept_up
 
 
-def _keep(gate: Array, *up: Array) -> tuple[Array, ...]:
+def _keep(
+    gate: Array, *up: Array, by_expert: tiles.ByExpert | None = None
+) -> tuple[Array, ...]:
     """What `keep_features` returns, or with U `keep_gated_features`."""
     tokens, features = gate.shape
+    if by_expert is not None:
+        by_expert.check()
+        tokens, features = by_expert.row_token.size, features // by_expert.experts
     tiles.check(features, gate.dtype)
     blocks = pl.cdiv(tokens, TILE)
     kept = jax.ShapeDtypeStruct((tokens, features // 2), gate.dtype)
     return tiles.on_tiles(
-        partial(_keep_features, tokens=tokens, gated=bool(up)),
+        partial(
+            _keep_features,
+            tokens=tokens,
+            features=features,
+            gated=bool(up),
+            by_expert=by_expert is not None,
+        ),
         (blocks, features // TILE),
         (
             kept,
@@ -93,6 +109,7 @@ def _keep(gate: Array, *up: Array) -> tuple[Array, ...]:
         ),
         gate,
         *up,
+        *(() if by_expert is None else by_expert.arrays),
         name="keep_gated_features" if up else "keep_features",
     )
 
@@ -130,40 +147,56 @@ def backward(
     da: Float[Array, "tokens features"],
     values: Float[Array, "tokens half_features"],
     metadata: UInt32[Array, "token_blocks feature_blocks 128"],
+    by_expert: tiles.ByExpert | None = None,
 ) -> Float[Array, "tokens half_features"]:
     """The kept values of dY1 = dA 2 relu(Y1), at the positions of A = relu(Y1)^2.
 
     relu(Y1) is the root of A's kept values, rounded to their dtype: exactly what was
     squared, unless the square was below the dtype's normal numbers, or infinite.
 
+    Args:
+      by_expert: the rows of A, as `keep_features` had them; those of dA are tokens.
     Raises:
       ValueError: the features are not a multiple of 64, or the dtype not of 16 bits.
     """
-    tokens, features = da.shape
+    tokens, features = values.shape[0], 2 * values.shape[1]
+    if by_expert is not None:
+        by_expert.check()
     tiles.check(features, da.dtype)
     (dy,) = tiles.on_tiles(
-        partial(_backward, tokens=tokens),
+        partial(_backward, tokens=tokens, features=features),
         (pl.cdiv(tokens, TILE), features // TILE),
         (jax.ShapeDtypeStruct(values.shape, da.dtype),),
         da,
         values,
         metadata,
+        *(() if by_expert is None else by_expert.arrays),
         name="backward",
     )
     return dy
 
 
-def _keep_features(token_block, feature_block, *refs, tokens: int, gated: bool) -> None:
+def _keep_features(
+    token_block,
+    feature_block,
+    *refs,
+    tokens: int,
+    features: int,
+    gated: bool,
+    by_expert: bool,
+) -> None:
     """One thread: 16 features of tokens r and r + 8, as its word of metadata has."""
-    inputs, (values, metadata, nonzeros, *more) = refs[: 1 + gated], refs[1 + gated :]
+    inputs, refs = refs[: 1 + gated], refs[1 + gated :]
+    source, refs = refs[: 2 * by_expert], refs[2 * by_expert :]
+    values, metadata, nonzeros, *more = refs
     thread, first_column = _thread_and_column(feature_block)
     dtype = four.element_type(values)
-    tokens_of_thread = [_token(token_block, thread, half, tokens) for half in range(2)]
+    rows_of_thread = _rows(token_block, thread, first_column, source, tokens, features)
     loaded, exist = [], constant(0)
-    for half, (row, exists) in enumerate(tokens_of_thread):
-        hidden, *up = (_load_pairs(ref, row, first_column) for ref in inputs)
+    for half, row in enumerate(rows_of_thread):
+        hidden, *up = (row.load_pairs(ref) for ref in inputs)
         loaded.append([[two.relu(pair, dtype) for pair in hidden], *up])
-        sign = arith.select(exists, constant(0x8000 << 16 * half), constant(0))
+        sign = arith.select(row.exists, constant(0x8000 << 16 * half), constant(0))
         exist = arith.ori(exist, sign)
     word, counts = constant(0), []
     outputs = [values, *more]
@@ -188,9 +221,9 @@ def _keep_features(token_block, feature_block, *refs, tokens: int, gated: bool) 
         word = arith.ori(word, four.shifted(kept.positions(), 4 * group))
         counts.append(_kept_nonzeros(kept, a, exist))
     for ref, rows in zip(outputs, written, strict=True):
-        for (row, exists), pairs in zip(tokens_of_thread, rows, strict=True):
-            with four.when(exists):
-                four.store(ref, row, tiles.half(first_column), pairs)
+        for row, pairs in zip(rows_of_thread, rows, strict=True):
+            with four.when(row.exists):
+                four.store(ref, row.index, tiles.half(first_column), pairs)
     index = _word_index(token_block, feature_block, metadata)
     four.store(metadata, None, index, [word])
     counts = [_bytes_of_nibbles(four.sum_over_rows(count)) for count in counts]
@@ -225,32 +258,45 @@ def _bytes_of_nibbles(counts: ir.Value) -> ir.Value:
     return two.bytes_of(even, odd, 0x5140)
 
 
-def _backward(token_block, feature_block, da, values, metadata, dy, *, tokens: int):
+def _backward(
+    token_block,
+    feature_block,
+    da,
+    values,
+    metadata,
+    *refs,
+    tokens: int,
+    features: int,
+):
     """One thread: as in the forward."""
-    place = token_block, feature_block
-    _at_positions(gradients.squared, place, da, [values], metadata, [dy], tokens)
+    place, (*source, dy) = (token_block, feature_block), refs
+    sizes = tokens, features
+    _at_positions(gradients.squared, place, da, [values], metadata, source, [dy], sizes)
 
 
 def _gated_backward(
     token_block, feature_block, da, hidden, up, metadata, dgate, dup, *, tokens: int
 ):
     """Likewise."""
-    place, out = (token_block, feature_block), [dgate, dup]
-    _at_positions(gradients.gated, place, da, [hidden, up], metadata, out, tokens)
+    place, kept, out = (token_block, feature_block), [hidden, up], [dgate, dup]
+    sizes = tokens, 0
+    _at_positions(gradients.gated, place, da, kept, metadata, [], out, sizes)
 
 
-def _at_positions(compute, place, da, kept, metadata, out, tokens: int) -> None:
+def _at_positions(
+    compute, place, da, kept, metadata, source, out, sizes: tuple[int, int]
+) -> None:
     """What `compute` makes of dA at each kept position and of the values there."""
     token_block, feature_block = place
     thread, first_column = _thread_and_column(feature_block)
     index = _word_index(token_block, feature_block, metadata)
     (word,) = four.load(metadata, None, index, 1)
     dtype = four.element_type(da)
-    for half in range(2):
-        row, exists = _token(token_block, thread, half, tokens)
-        dense = _load_pairs(da, row, first_column)
-        column = tiles.half(first_column)
-        there = [four.load_pairs(ref, row, column, 4) for ref in kept]
+    column = tiles.half(first_column)
+    rows = _rows(token_block, thread, first_column, source, *sizes)
+    for half, row in enumerate(rows):
+        dense = row.load_pairs(da)
+        there = [four.load_pairs(ref, row.index, column, 4) for ref in kept]
         words: list[list[ir.Value]] = [[] for _ in out]
         for group in range(4):
             positions = arith.shrui(word, constant(4 * group + 16 * half))
@@ -259,8 +305,8 @@ def _at_positions(compute, place, da, kept, metadata, out, tokens: int) -> None:
             for row_of_words, result in zip(words, results, strict=True):
                 row_of_words.append(result)
         for ref, row_of_words in zip(out, words, strict=True):
-            with four.when(exists):
-                four.store(ref, row, column, row_of_words)
+            with four.when(row.exists):
+                four.store(ref, row.index, column, row_of_words)
 
 
 def _thread_and_column(feature_block: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -270,23 +316,56 @@ def _thread_and_column(feature_block: ir.Value) -> tuple[ir.Value, ir.Value]:
     return thread, arith.addi(start, four.metadata_columns(thread))
 
 
-def _token(
-    token_block: ir.Value, thread: ir.Value, half: int, tokens: int
-) -> tuple[ir.Value, ir.Value]:
-    """A token of a thread, and whether it exists; one that does not is the last."""
-    start = arith.addi(arith.muli(token_block, constant(TILE)), constant(8 * half))
-    row = arith.addi(start, four.metadata_row(thread))
-    exists = four.below(row, tokens)
-    return arith.select(exists, row, constant(tokens - 1)), exists
+class _Row(NamedTuple):
+    """One of a thread's rows of A."""
+
+    index: ir.Value
+    """The last where there is none."""
+    exists: ir.Value
+    source: ir.Value
+    """Its row in what is read."""
+    column: ir.Value
+    """The first of its 16 features there."""
+    filled: ir.Value | None
+    """Whether there is a source, else zeros; None: there is."""
+
+    def load_pairs(self, ref: ir.Value) -> list[ir.Value]:
+        """16 neighbouring features, two to a word."""
+        pairs = [
+            pair
+            for start in (0, 8)
+            for pair in four.load_pairs(
+                ref, self.source, arith.addi(self.column, constant(start)), 4
+            )
+        ]
+        if self.filled is None:
+            return pairs
+        return [arith.select(self.filled, pair, constant(0)) for pair in pairs]
 
 
-def _load_pairs(ref: ir.Value, row: ir.Value, column: ir.Value) -> list[ir.Value]:
-    """16 neighbouring features of a token, two to a word."""
-    halves = [
-        four.load_pairs(ref, row, arith.addi(column, constant(start)), 4)
-        for start in (0, 8)
-    ]
-    return [pair for half in halves for pair in half]
+def _rows(
+    token_block: ir.Value,
+    thread: ir.Value,
+    first_column: ir.Value,
+    source: Sequence[ir.Value],
+    tokens: int,
+    features: int,
+) -> list[_Row]:
+    """Two, 8 apart."""
+    rows = []
+    for half in range(2):
+        start = arith.addi(arith.muli(token_block, constant(TILE)), constant(8 * half))
+        row = arith.addi(start, four.metadata_row(thread))
+        exists = four.below(row, tokens)
+        row = arith.select(exists, row, constant(tokens - 1))
+        if not source:
+            rows.append(_Row(row, exists, row, first_column, None))
+            continue
+        of_expert = tiles.Source.of_block(source[0], source[1], token_block)
+        token, filled = of_expert.token(row)
+        column = of_expert.feature(first_column, features)
+        rows.append(_Row(row, exists, token, column, filled))
+    return rows
 
 
 def _word_index(

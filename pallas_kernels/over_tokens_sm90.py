@@ -47,7 +47,8 @@ class Whole(NamedTuple):
     row below, and the sum of both rows is exact."""
 
     slots: Int[Array, " features"]
-    """int32, a feature's row below, or -1; each of them exactly once."""
+    """int32, a feature's row below, or -1; each of them exactly once. With experts one
+    expert's features after the other's, each with its own rows."""
     rows: int
     """How many there are, a multiple of 64."""
 
@@ -80,14 +81,17 @@ def backward(
     whole: Whole | None = None,
     *,
     by_segments: bool,
+    by_expert: tiles.ByExpert | None = None,
 ) -> tuple[Float[Array, "tokens half_features"], OverTokens, OverTokens]:
     """dY1 as `activations_sm90.backward` has it, and A and dY1 as `keep_tokens`.
 
+    Args:
+      by_expert: the rows of A; those of dA are tokens. Not with `by_segments`.
     Raises:
       ValueError: as `keep_tokens`.
     """
     packed, (dy,) = _over_tokens(
-        _SQUARED, (da,), (values,), metadata, whole, by_segments
+        _SQUARED, (da,), (values,), metadata, whole, by_segments, by_expert
     )
     a, dy_over_tokens = packed
     return dy, a, dy_over_tokens
@@ -153,11 +157,16 @@ def _over_tokens(
     metadata: Array,
     whole: Whole | None,
     by_segments: bool,
+    by_expert: tiles.ByExpert | None = None,
 ) -> tuple[list[OverTokens], Sequence[Array]]:
     """The matrices over tokens, and the gradients along the features."""
     tokens, features = kept[0].shape[0], 2 * kept[0].shape[1]
     dtype = kept[0].dtype
     tiles.check(features, dtype)
+    if by_expert is not None:
+        by_expert.check()
+        if by_segments:
+            raise ValueError("rows of experts have their order: pass by_segments=False")
     rows = features
     if whole is not None:
         rows += whole.rows
@@ -178,6 +187,7 @@ def _over_tokens(
             tokens=tokens,
             features=features,
             by_segments=by_segments,
+            by_expert=by_expert is not None,
         ),
         (blocks, features // TILE),
         (
@@ -188,6 +198,7 @@ def _over_tokens(
         *kept,
         metadata,
         *(() if whole is None else (whole.slots.astype(jnp.int32),)),
+        *(() if by_expert is None else by_expert.arrays),
         scratch=(plgpu.SMEM((form.matrices * parts * _LINES_WORDS,), jnp.uint32),),
         name=form.name,
     )
@@ -206,6 +217,7 @@ def _pack(
     tokens: int,
     features: int,
     by_segments: bool,
+    by_expert: bool,
 ) -> None:
     """One thread: 8 features of four tokens, packed along the tokens. Then all 128 put
     their words into shared memory, and write the lines of features."""
@@ -213,17 +225,25 @@ def _pack(
     kept, refs = _split(refs, inputs)
     (metadata,), refs = _split(refs, 1)
     slots, refs = _split(refs, int(with_rest))
+    source, refs = _split(refs, 2 * by_expert)
     along_features, refs = _split(refs, form.gradients)
     out, (shared,) = _split(refs, 2 * form.matrices)
     at = _Part.of_thread(token_block, feature_block, tokens, by_segments)
     # Before anything is stored: what is loaded later would be waited for.
     words, chunks = _rows_of_words(at), _rows_of_lines(at)
     rests: list[_Rest | None] = [None] * 4
+    rows = None
+    if by_expert:
+        rows = tiles.Source.of_block(source[0], source[1], token_block)
     if with_rest:
-        rests = [_Rest.of(slots[0], row, features) for row in (*words, *chunks)]
+        every = [
+            row if rows is None else rows.feature(row, features)
+            for row in (*words, *chunks)
+        ]
+        rests = [_Rest.of(slots[0], feature, features) for feature in every]
     tokens_of_thread = [
         _of_token(form, token, da, kept, metadata, along_features, at)
-        for token in at.four_tokens(metadata)
+        for token in at.four_tokens(metadata, rows, features)
     ]
     lines = [_Lines(shared, i) for i in range(form.matrices * (1 + with_rest))]
     for i in range(form.matrices):
@@ -299,7 +319,7 @@ def _of_token(
     whole_row = [
         pair
         for ref in da
-        for pair in four.load_pairs(ref, token.row, at.first_feature, 4)
+        for pair in four.load_pairs(ref, token.source, token.feature, 4)
     ]
     dtype = four.element_type(kept[0])
     positions = [word, arith.shrui(word, constant(4))]
@@ -317,10 +337,10 @@ def _of_token(
         of_groups.append(matrices)
     for i, ref in enumerate(along_features, form.matrices - form.gradients):
         pairs = [matrices[i] for matrices in of_groups]
-        if token.exists is None:
+        if token.stored is None:
             four.store(ref, token.row, column, pairs)
             continue
-        with four.when(token.exists):
+        with four.when(token.stored):
             four.store(ref, token.row, column, pairs)
     return _Kept(positions, of_groups)
 
@@ -383,7 +403,13 @@ class _Token(NamedTuple):
     word: ir.Value
     """Of the metadata: which has the positions of its features."""
     exists: ir.Value | None
-    """None: all do."""
+    """Whether there is one, else zeros; None: all do."""
+    stored: ir.Value | None
+    """Whether there is a row for it; None: all have one."""
+    source: ir.Value
+    """Its row of dA."""
+    feature: ir.Value
+    """The first of its 8 there."""
 
 
 class _Part(NamedTuple):
@@ -416,8 +442,21 @@ class _Part(NamedTuple):
             by_segments=by_segments,
         )
 
-    def four_tokens(self, metadata: ir.Value) -> list[_Token]:
+    def four_tokens(
+        self, metadata: ir.Value, by_expert: tiles.Source | None, features: int
+    ) -> list[_Token]:
         """Of a group."""
+        tokens = self._four_rows(metadata)
+        if by_expert is None:
+            return tokens
+        feature = by_expert.feature(self.first_feature, features)
+        found = [by_expert.token(token.row) for token in tokens]
+        return [
+            token._replace(source=source, exists=exists, feature=feature)
+            for token, (source, exists) in zip(tokens, found, strict=True)
+        ]
+
+    def _four_rows(self, metadata: ir.Value) -> list[_Token]:
         first = arith.muli(self.group, constant(4))
         if self.by_segments:
             apart = pl.cdiv(self.tokens, SEGMENTS)
@@ -431,7 +470,10 @@ class _Part(NamedTuple):
             last = constant(self.tokens - 1)
             rows = [arith.select(e, r, last) for e, r in zip(exist, rows, strict=True)]
             words = [self._word(metadata, row) for row in rows]
-            return [_Token(*of) for of in zip(rows, words, exist, strict=True)]
+            return [
+                _Token(row, word, exists, exists, row, self.first_feature)
+                for row, word, exists in zip(rows, words, exist, strict=True)
+            ]
         # Rows in steps that are known, so that one address does for all.
         rows, words = [first], [self._word(metadata, first)]
         for i in range(1, 4):
@@ -441,7 +483,10 @@ class _Part(NamedTuple):
                 words.append(arith.addi(words[0], constant(further)))
             else:
                 words.append(self._word(metadata, rows[i]))
-        return [_Token(row, word, None) for row, word in zip(rows, words, strict=True)]
+        return [
+            _Token(row, word, None, None, row, self.first_feature)
+            for row, word in zip(rows, words, strict=True)
+        ]
 
     def _word(self, metadata: ir.Value, row: ir.Value) -> ir.Value:
         quarter = arith.divui(self.eighth, constant(2))

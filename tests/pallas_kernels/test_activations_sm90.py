@@ -235,6 +235,68 @@ def test_gated_gradients_are_packed_over_tokens_on_the_way(
         assert_over_tokens(got, of, whole, by_segments)
 
 
+EXPERTS = 3
+
+
+def by_expert() -> activation_tiles.ByExpert:
+    """Rows of three experts in group tiles of 128; some rows are nobody's."""
+    generator = np.random.default_rng(3)
+    tokens = generator.integers(-1, 40, 4 * 128).astype(np.int32)
+    tile_expert = np.array([0, 1, 1, 2], np.int32)
+    return activation_tiles.ByExpert(
+        jnp.asarray(tokens), jnp.asarray(tile_expert), EXPERTS
+    )
+
+
+def gathered(x, rows: activation_tiles.ByExpert):
+    """Of each row its token's features of its expert."""
+    tokens = np.asarray(rows.row_token)
+    parts = np.asarray(x).reshape(len(x), EXPERTS, -1)
+    expert = np.repeat(np.asarray(rows.tile_expert), 128)
+    found = np.where(tokens[:, None] < 0, 0, parts[tokens, expert])
+    return jnp.asarray(found)
+
+
+def test_rows_of_experts_are_kept_as_if_gathered_before(kernels):
+    y_up, rows = random((40, EXPERTS * 64)), by_expert()
+    got = kernels.keep_features(y_up, rows)
+    for ours, theirs in zip(
+        got, kernels.keep_features(gathered(y_up, rows)), strict=True
+    ):
+        same(ours, theirs)
+
+
+@pytest.mark.parametrize("along_tokens", [False, True])
+def test_gradients_of_rows_of_experts_are_those_gathered_before(kernels, along_tokens):
+    shape = (40, EXPERTS * 64)
+    y_up, da, rows = random(shape), random(shape, seed=1), by_expert()
+    a = packed_arrays(kept_features(gathered(y_up, rows)))
+    if not along_tokens:
+        got = kernels.backward(da, *a, rows)
+        same(got, kernels.backward(gathered(da, rows), *a))
+        return
+    slots = np.full((EXPERTS, 64), -1, np.int32)
+    for expert in range(EXPERTS):  # all features have a row, in another order
+        slots[expert] = np.random.default_rng(expert).permutation(64)
+    whole = over_tokens_sm90.Whole(jnp.asarray(slots.reshape(-1)), 64)
+    dy, *packed = over_tokens_sm90.backward(
+        da, *a, whole, by_segments=False, by_expert=rows
+    )
+    for expert in range(EXPERTS):
+        of_expert = over_tokens_sm90.Whole(jnp.asarray(slots[expert]), 64)
+        expected_dy, *expected = over_tokens_sm90.backward(
+            gathered(da, rows), *a, of_expert, by_segments=False
+        )
+        same(dy, expected_dy)
+        own = np.repeat(np.asarray(rows.tile_expert) == expert, 2)
+        for ours, theirs in zip(packed, expected, strict=True):
+            np.testing.assert_array_equal(
+                ours.metadata[:, own], theirs.metadata[:, own]
+            )
+            values = (of.values.reshape(128, -1, 32)[:, own] for of in (ours, theirs))
+            same(*values)
+
+
 def lowered(function, *shapes) -> str:
     operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     traced = jax.jit(function).trace(*operands)
@@ -248,6 +310,14 @@ def test_lowers_for_hopper(dtype):
     assert "mosaic_gpu" in lowered(activations_sm90.keep_features, y_up)
     assert "mosaic_gpu" in lowered(activations_sm90.backward, y_up, kept, words)
     assert "mosaic_gpu" in lowered(activations_sm90.keep_gated_features, y_up, y_up)
+    rows = jnp.zeros(128, jnp.int32), jnp.zeros(1, jnp.int32)
+
+    def of_experts(y_up):
+        return activations_sm90.keep_features(
+            y_up, activation_tiles.ByExpert(*rows, experts=2)
+        )
+
+    assert "mosaic_gpu" in lowered(of_experts, y_up)
     gated = lowered(activations_sm90.gated_backward, y_up, kept, kept, words)
     assert "mosaic_gpu" in gated
     slots = ((128,), "int32")
@@ -269,6 +339,13 @@ def test_lowers_for_hopper(dtype):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (
+            lambda: activations_sm90.keep_features(
+                jnp.zeros((4, 128), jnp.bfloat16),
+                activation_tiles.ByExpert(jnp.zeros(96, jnp.int32), jnp.zeros(2), 2),
+            ),
+            "96 rows in 2 group tiles",
+        ),
         (
             lambda: activations_sm90.keep_features(jnp.zeros((4, 96), jnp.bfloat16)),
             "96 features are not a multiple of 64",
