@@ -3,6 +3,7 @@
 What may be packed, how a kernel is run on every tile, and where a tile is in memory.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -24,19 +25,24 @@ class ByExpert(NamedTuple):
     """Rows that are tokens of a matrix, each with the features of its expert alone: of
     features in as many equal parts."""
 
-    row_token: Int[Array, " rows"]
-    """int32, the token of each row; -1: a row of zeros."""
+    row_token: Int[Array, " rows"] | None
+    """int32, the token of each row; -1: a row of zeros. None: the matrix has these
+    rows."""
     tile_expert: Int[Array, " tiles"]
     """int32, the expert of each group tile, a multiple of 64 rows."""
     experts: int
 
     @property
-    def arrays(self) -> tuple[jax.Array, jax.Array]:
-        return self.row_token.astype(jnp.int32), self.tile_expert.astype(jnp.int32)
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """What a kernel reads."""
+        tile_expert = self.tile_expert.astype(jnp.int32)
+        if self.row_token is None:
+            return (tile_expert,)
+        return tile_expert, self.row_token.astype(jnp.int32)
 
-    def check(self) -> None:
+    def check(self, rows: int) -> None:
         """Raises ValueError where blocks of 64 rows would have two experts."""
-        rows, tiles = self.row_token.size, self.tile_expert.size
+        tiles = self.tile_expert.size
         if rows % (TILE * tiles):
             raise ValueError(
                 f"{rows} rows in {tiles} group tiles: a group tile must be a multiple "
@@ -47,21 +53,24 @@ class ByExpert(NamedTuple):
 class Source(NamedTuple):
     """Where a kernel finds the rows of a `ByExpert`."""
 
-    row_token: ir.Value
+    row_token: ir.Value | None
     expert: ir.Value
     """Of a block of 64 rows."""
 
     @classmethod
-    def of_block(cls, row_token, tile_expert, row_block: ir.Value) -> "Source":
-        (rows,), (tiles,) = (
-            ir.MemRefType(ref.type).shape for ref in (row_token, tile_expert)
-        )
+    def of_block(
+        cls, arrays: Sequence[ir.Value], row_block: ir.Value, rows: int
+    ) -> "Source":
+        """From those of a `ByExpert` with so many rows."""
+        tile_expert, *row_token = arrays
+        (tiles,) = ir.MemRefType(tile_expert.type).shape
         tile = arith.divui(row_block, constant(rows // tiles // TILE))
         (expert,) = four.load(tile_expert, None, tile, 1)
-        return cls(row_token, expert)
+        return cls(row_token[0] if row_token else None, expert)
 
     def token(self, row: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Of a row, and whether it has one; else the first."""
+        assert self.row_token is not None
         (token,) = four.load(self.row_token, None, row, 1)
         exists = four.below(constant(-1), token)
         return arith.select(exists, token, constant(0)), exists

@@ -87,8 +87,9 @@ def _keep(
     """What `keep_features` returns, or with U `keep_gated_features`."""
     tokens, features = gate.shape
     if by_expert is not None:
-        by_expert.check()
+        assert by_expert.row_token is not None
         tokens, features = by_expert.row_token.size, features // by_expert.experts
+        by_expert.check(tokens)
     tiles.check(features, gate.dtype)
     blocks = pl.cdiv(tokens, TILE)
     kept = jax.ShapeDtypeStruct((tokens, features // 2), gate.dtype)
@@ -161,7 +162,7 @@ def backward(
     """
     tokens, features = values.shape[0], 2 * values.shape[1]
     if by_expert is not None:
-        by_expert.check()
+        by_expert.check(tokens)
     tiles.check(features, da.dtype)
     (dy,) = tiles.on_tiles(
         partial(_backward, tokens=tokens, features=features),
@@ -361,7 +362,7 @@ def _rows(
         if not source:
             rows.append(_Row(row, exists, row, first_column, None))
             continue
-        of_expert = tiles.Source.of_block(source[0], source[1], token_block)
+        of_expert = tiles.Source.of_block(source, token_block, tokens)
         token, filled = of_expert.token(row)
         column = of_expert.feature(first_column, features)
         rows.append(_Row(row, exists, token, column, filled))

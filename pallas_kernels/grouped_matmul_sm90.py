@@ -35,7 +35,7 @@ def sparse_rows(
     used_tiles: Int[Array, ""],
     *,
     b_k_major: bool,
-    config: Config | None = None,
+    config_for: Callable[[Shape], Config] = default_config,
     multiprocessors: int = 132,
 ) -> Float[Array, "rows n"]:
     """`C[r] = A[r] B[expert of r]`, accumulated in float32 and rounded once.
@@ -48,7 +48,7 @@ def sparse_rows(
         weight lie in memory, else (experts, k, n), as its rows do.
       tile_expert: the expert of each group tile, of rows / tiles rows.
       used_tiles: how many have rows.
-      config: None for `default_config`.
+      config_for: chooses the config of the shape.
       multiprocessors: of the GPU that will run it.
     Raises:
       ValueError: shapes do not fit, or the config cannot run them; says why.
@@ -71,7 +71,7 @@ def sparse_rows(
     _check(values, metadata, b, k_of_b)
     (out,) = launch(
         shape,
-        _valid(config, shape, multiprocessors),
+        _valid(config_for(shape), shape),
         [jax.ShapeDtypeStruct((rows, n), values.dtype)],
         values,
         metadata,
@@ -92,7 +92,7 @@ def sparse_weights(
     *,
     experts: int,
     activation: Callable[[jax.Array], jax.Array] | None = None,
-    config: Config | None = None,
+    config_for: Callable[[Shape], Config] = default_config,
     multiprocessors: int = 132,
 ) -> Float[Array, "rows m"]:
     """`C[r] = activation(B[r] A[expert of r]^T)`, otherwise as `sparse_rows`.
@@ -120,7 +120,7 @@ def sparse_weights(
     _check(values, metadata, b, k_of_b)
     (out,) = launch(
         shape,
-        _valid(config, shape, multiprocessors),
+        _valid(config_for(shape), shape),
         [jax.ShapeDtypeStruct((rows, shape.m), values.dtype)],
         values,
         metadata,
@@ -141,9 +141,10 @@ def sparse_over_rows(
     *,
     group_tile: int,
     transpose_out: bool,
-    config: Config | None = None,
+    rows_apart: int = 0,
+    config_for: Callable[[Shape], Config] = default_config,
     multiprocessors: int = 132,
-) -> Float[Array, "_ _ _"]:
+) -> Float[Array, "_ _ _"] | tuple[Float[Array, "_ _ _"], Float[Array, "_ _ _"]]:
     """`C[e] = A[:, rows of e] B[rows of e]` in float32; zeros for an expert without.
 
     Args:
@@ -153,6 +154,8 @@ def sparse_over_rows(
       group_tile: rows of a group tile, a multiple of 128.
       transpose_out: return (n, experts, m), as columns of a weight lie in memory,
         instead of (experts, m, n).
+      rows_apart: the product of the last rows of A, a multiple of 64 of them as m is,
+        comes as a second result. 0: one result.
     Otherwise as `sparse_rows`.
     """
     rows, n = b.shape
@@ -169,18 +172,25 @@ def sparse_over_rows(
         group_tile=group_tile,
     )
     _check(values, metadata, b, rows)
-    out = (n, experts, shape.m) if transpose_out else (experts, shape.m, n)
-    (product,) = launch(
+    if rows_apart % 64 or shape.m % 64 * rows_apart or rows_apart >= shape.m:
+        raise ValueError(
+            f"rows_apart={rows_apart} of {shape.m} rows of A: both must be multiples "
+            f"of 64, and some rows left"
+        )
+    parts = [shape.m - rows_apart] + [rows_apart] * bool(rows_apart)
+    sizes = [(n, experts, m) if transpose_out else (experts, m, n) for m in parts]
+    out = launch(
         shape,
-        _valid(config, shape, multiprocessors),
-        [jax.ShapeDtypeStruct(out, jnp.float32)],
+        _valid(config_for(shape), shape),
+        [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes],
         values,
         metadata,
         b,
         ends.astype(jnp.int32),
         multiprocessors=multiprocessors,
+        first_apart=shape.m - rows_apart,
     )
-    return product
+    return (out[0], out[1]) if rows_apart else out[0]
 
 
 def _group_tile(rows: int, tile_expert: jax.Array) -> int:
@@ -204,8 +214,7 @@ def _check(values, metadata, b, k_of_b: int) -> None:
         )
 
 
-def _valid(config: Config | None, shape: Shape, multiprocessors: int) -> Config:
-    config = default_config(shape, multiprocessors) if config is None else config
+def _valid(config: Config, shape: Shape) -> Config:
     if reason := why_invalid(config, shape):
         raise ValueError(f"no grouped 2:4 GEMM of {shape} with {config}: {reason}")
     return config

@@ -86,7 +86,8 @@ def backward(
     """dY1 as `activations_sm90.backward` has it, and A and dY1 as `keep_tokens`.
 
     Args:
-      by_expert: the rows of A; those of dA are tokens. Not with `by_segments`.
+      by_expert: the rows of A; those of dA are tokens, unless it says that they are
+        these rows. Not with `by_segments`.
     Raises:
       ValueError: as `keep_tokens`.
     """
@@ -164,7 +165,7 @@ def _over_tokens(
     dtype = kept[0].dtype
     tiles.check(features, dtype)
     if by_expert is not None:
-        by_expert.check()
+        by_expert.check(tokens)
         if by_segments:
             raise ValueError("rows of experts have their order: pass by_segments=False")
     rows = features
@@ -187,7 +188,7 @@ def _over_tokens(
             tokens=tokens,
             features=features,
             by_segments=by_segments,
-            by_expert=by_expert is not None,
+            lookups=0 if by_expert is None else len(by_expert.arrays),
         ),
         (blocks, features // TILE),
         (
@@ -217,7 +218,7 @@ def _pack(
     tokens: int,
     features: int,
     by_segments: bool,
-    by_expert: bool,
+    lookups: int,
 ) -> None:
     """One thread: 8 features of four tokens, packed along the tokens. Then all 128 put
     their words into shared memory, and write the lines of features."""
@@ -225,7 +226,7 @@ def _pack(
     kept, refs = _split(refs, inputs)
     (metadata,), refs = _split(refs, 1)
     slots, refs = _split(refs, int(with_rest))
-    source, refs = _split(refs, 2 * by_expert)
+    source, refs = _split(refs, lookups)
     along_features, refs = _split(refs, form.gradients)
     out, (shared,) = _split(refs, 2 * form.matrices)
     at = _Part.of_thread(token_block, feature_block, tokens, by_segments)
@@ -233,8 +234,8 @@ def _pack(
     words, chunks = _rows_of_words(at), _rows_of_lines(at)
     rests: list[_Rest | None] = [None] * 4
     rows = None
-    if by_expert:
-        rows = tiles.Source.of_block(source[0], source[1], token_block)
+    if source:
+        rows = tiles.Source.of_block(source, token_block, tokens)
     if with_rest:
         every = [
             row if rows is None else rows.feature(row, features)
@@ -447,7 +448,7 @@ class _Part(NamedTuple):
     ) -> list[_Token]:
         """Of a group."""
         tokens = self._four_rows(metadata)
-        if by_expert is None:
+        if by_expert is None or by_expert.row_token is None:
             return tokens
         feature = by_expert.feature(self.first_feature, features)
         found = [by_expert.token(token.row) for token in tokens]

@@ -234,6 +234,13 @@ class Dispatch:
     experts: int = field(metadata={"static": True})
 
 
+def row_count(tokens: int, experts_per_token: int, experts: int, v: int) -> int:
+    """R = max(v, T g + min(E, T g) (v - 1) rounded down to v), with the smaller of g
+    and E for g: the rows that any distribution of the tokens fits in."""
+    most = tokens * min(experts_per_token, experts)
+    return max(v, (most + min(experts, most) * (v - 1)) // v * v)
+
+
 def dispatch(
     expert_index: Int[Array, "tokens g"],
     experts: int,
@@ -253,13 +260,11 @@ def dispatch(
       v: rows per tile.
       token_order: a permutation of the tokens; None: 0, 1, ...
     Returns:
-      the dispatch, with R = max(v, T g + min(E, T g) (v - 1) rounded down to v), and
-      for g the smaller of g and E.
+      the dispatch, with R = `row_count`.
     """
     tokens, choices = expert_index.shape
     entries = tokens * choices
-    most = tokens * min(choices, experts)
-    rows = max(v, (most + min(experts, most) * (v - 1)) // v * v)
+    rows = row_count(tokens, choices, experts, v)
     if token_order is None:
         token_order = jnp.arange(tokens, dtype=jnp.int32)
     token_order = token_order.astype(jnp.int32)

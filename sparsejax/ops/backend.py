@@ -34,6 +34,10 @@ class GemmSpec:
     experts: int | None = None
     """Grouped over this many experts: a row meets only its expert's weights."""
     experts_per_token: int = 1
+    expert_features: int = 0
+    """Neurons of an expert."""
+    group_tile: int = 0
+    """Rows that follow each other and have one expert."""
     over_tokens: bool = False
     """A weight gradient, float32: k counts tokens and m features, else m counts tokens.
     """
@@ -116,6 +120,12 @@ def current_device() -> jax.Device:
     if device is None or isinstance(device, str):
         device = jax.devices(device)[0]
     return device
+
+
+def multiprocessors() -> int:
+    """Of the GPU that an operation traced now will run on."""
+    # Other devices have none to count, and only lower it.
+    return getattr(current_device(), "core_count", None) or 132
 
 
 def current_device_kind() -> str:

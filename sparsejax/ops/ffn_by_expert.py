@@ -5,24 +5,37 @@ grouped GEMM over experts whose sparse operand is 2:4. Tokens are sorted by expe
 padded to tiles of V rows; a row is one (token, expert) pair and holds F / E neurons.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from sparsejax.formats import Compressed, decompress
+from sparsejax.ops.backend import Backend
 from sparsejax.ops.ffn_all_neurons import keep_once
 from sparsejax.ops.ffn_layout import FFNLayout, gather_experts, own_experts
 from sparsejax.ops.ffn_spec import FFNSparsity
 from sparsejax.ops.ffn_weights import FFNWeights, multiply_by_weight
 from sparsejax.ops.grouped_matmul import grouped_matmul, grouped_outer
+from sparsejax.ops.packed_rows import (
+    PackedRows,
+    keep_rows,
+    multiply_by_expert_weight,
+    multiply_rows,
+    row_gradient,
+    row_gradient_over_tokens,
+    row_groups,
+    used_tiles,
+    weight_gradient_of_experts,
+)
 from sparsejax.ops.token_sparsity import (
     densest_features,
     fixed_token_order,
     sparsify_tokens,
 )
 from sparsejax.ops.weight_gradients import weight_gradients
-from sparsejax.packing import Packed
+from sparsejax.packing import Packed, unpack
 from sparsejax.patterns import NM, VNM
 from sparsejax.pruning import magnitude_mask, nm_mask
 from sparsejax.router import (
@@ -57,14 +70,18 @@ def forward(
     w: FFNWeights,
     expert_index: jax.Array | None,
     layout: FFNLayout | None,
-) -> tuple[jax.Array, Residuals]:
+) -> tuple[jax.Array, Residuals | PackedRows]:
     """Y (tokens, d_model), and what the backward needs."""
     hidden = None
     if sparsity.skip_blocks:
         routed = _dispatch(sparsity, expert_index, layout)
         # (rows, F / E) = (rows, d) @ (E, d, F / E)
-        w_up = _columns_by_expert(_weight(w.up, w.packed_up), routed.experts)
-        y_rows = _grouped(backends[0], gather_rows(x, routed), w_up, routed)
+        x_rows = gather_rows(x, routed)
+        if isinstance(w.packed_up, Packed):
+            y_up = multiply_by_expert_weight(x_rows, w.packed_up, routed)
+        else:
+            w_up = _columns_by_expert(_weight(w.up, w.packed_up), routed.experts)
+            y_up = _grouped(backends[0], x_rows, w_up, routed)
     else:
         # (T, F) = (T, d) @ (d, F)
         y_up = multiply_by_weight(backends[0], x, w.up, w.packed_up)
@@ -74,13 +91,18 @@ def forward(
             mass = gather_experts(layout, expert_mass(y_up, experts))
             expert_index = best_experts(mass, sparsity.experts_per_token)
         routed = _dispatch(sparsity, expert_index, layout)
-        y_rows = _own_neurons(y_up, routed)
         if not sparsity.mask_reuse and sparsity.weight_gradients == "dense":
             hidden = jax.nn.relu(y_up)
+    w_down = _rows_by_expert(w.down, routed.experts)
+    if backends[1] == "mosaic_sm90":
+        packed = keep_rows(y_up, routed, by_token=not sparsity.skip_blocks)
+        # (rows, d) = (rows, F / E) @ (E, F / E, d)
+        y = multiply_rows(packed.a, w_down, routed, b_k_major=False)
+        return combine_rows(y, routed), packed
+    y_rows = y_up if sparsity.skip_blocks else _own_neurons(y_up, routed)
     hidden_rows = jax.nn.relu(y_rows)
     kept = keep_once(jnp.where(nm_mask(y_rows, IN_CLUSTER), hidden_rows, 0))
     # (rows, d) = (rows, F / E) @ (E, F / E, d)
-    w_down = _rows_by_expert(w.down, routed.experts)
     y = combine_rows(_grouped(backends[1], kept * kept, w_down, routed), routed)
     hidden_rows = kept if sparsity.mask_reuse else hidden_rows
     return y, Residuals(hidden_rows, hidden, routed)
@@ -90,23 +112,25 @@ def backward(
     sparsity: FFNSparsity,
     backends: tuple,
     x: jax.Array,
-    residuals: Residuals,
+    residuals: Residuals | PackedRows,
     w: FFNWeights,
     dy: jax.Array,
     key: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dX (tokens, d_model), dW1 and dW2 in float32."""
-    hidden_rows, hidden, routed = residuals
+    routed = residuals.routed
     dy_rows = gather_rows(dy, routed)
-    da = None
     if sparsity.skip_blocks:
-        # (rows, F / E) = (rows, d) @ (E, d, F / E)
-        w_down = _rows_by_expert(_weight(w.down, w.packed_down), routed.experts)
-        da_rows = _grouped(backends[2], dy_rows, w_down.swapaxes(1, 2), routed)
+        da = _gradient_of_rows(backends[2], dy_rows, w, routed)
     else:
         # (T, F) = (T, d) @ (d, F)
         da = multiply_by_weight(backends[2], dy, w.down.T, w.packed_down)
-        da_rows = _own_neurons(da, routed)
+    if isinstance(residuals, PackedRows):
+        return _backward_packed(
+            sparsity, backends, x, residuals, w, da, dy, dy_rows, key
+        )
+    da_rows = da if sparsity.skip_blocks else _own_neurons(da, routed)
+    hidden_rows, hidden, _ = residuals
     dy_up_rows = selected = da_rows * 2 * hidden_rows
     if not sparsity.mask_reuse:
         selected = jnp.where(magnitude_mask(dy_up_rows, IN_CLUSTER), dy_up_rows, 0)
@@ -119,7 +143,7 @@ def backward(
             sparsity, backends, x, dy_up_rows, hidden_rows**2, dy_rows, key, routed
         )
         return dx, dw_up, dw_down
-    if hidden is not None and da is not None:
+    if hidden is not None:
         dy_up = da * 2 * hidden
     else:
         dy_up = _all_neurons(dy_up_rows, routed)
@@ -128,6 +152,61 @@ def backward(
         sparsity, backends[4:], x, [dy_up], hidden**2, dy, key
     )
     return dx, dw_up, dw_down
+
+
+def _gradient_of_rows(
+    backend: Backend, dy_rows: jax.Array, w: FFNWeights, routed: Dispatch
+) -> jax.Array:
+    """dA of each row, (rows, F / E) = (rows, d) @ (E, d, F / E)."""
+    if isinstance(w.packed_down, Packed):
+        return multiply_by_expert_weight(dy_rows, w.packed_down, routed)
+    w_down = _rows_by_expert(_weight(w.down, w.packed_down), routed.experts)
+    return _grouped(backend, dy_rows, w_down.swapaxes(1, 2), routed)
+
+
+def _backward_packed(
+    sparsity: FFNSparsity,
+    backends: tuple,
+    x: jax.Array,
+    kept: PackedRows,
+    w: FFNWeights,
+    da: jax.Array,
+    dy: jax.Array,
+    dy_rows: jax.Array,
+    key: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`backward` where A and dY1 are packed: dense only for dense GEMMs 5 and 6."""
+    routed, by_token = kept.routed, not sparsity.skip_blocks
+    if "mosaic_sm90" in backends[4:]:
+        groups, x_rows = row_groups(sparsity, len(x), kept), gather_rows(x, routed)
+        dy_up, over_tokens = row_gradient_over_tokens(
+            groups, da, kept, by_token=by_token
+        )
+        gradient = partial(weight_gradient_of_experts, groups, routed=routed)
+        (dy_up_over_tokens,) = over_tokens.gradients
+        dw_up = gradient(dy_up_over_tokens, x_rows, transpose_out=True)
+        dw_down = gradient(over_tokens.a, dy_rows, transpose_out=False)
+    else:
+        dy_up = row_gradient(da, kept, by_token=by_token)
+        # What the tiles without rows hold is not used, but it must be a number.
+        used = jnp.arange(len(dy_rows)) < routed.v * used_tiles(routed)
+        dy_up_rows, a_rows = (
+            jnp.where(used[:, None], decompress(unpack(packed)), 0)
+            for packed in (dy_up, kept.a)
+        )
+        if sparsity.weight_gradients == "expert_columns":
+            dw_up, dw_down = _weight_gradients_by_expert(
+                sparsity, backends, x, dy_up_rows, a_rows, dy_rows, key, routed
+            )
+        else:
+            dense_dy_up, a = (_all_neurons(r, routed) for r in (dy_up_rows, a_rows))
+            (dw_up,), dw_down = weight_gradients(
+                sparsity, backends[4:], x, [dense_dy_up], a, dy, key
+            )
+    # (rows, d) = (rows, F / E) @ (F / E, E, d), W1 as it is stored
+    w_up = w.up.reshape(w.up.shape[0], routed.experts, -1)
+    dx = multiply_rows(dy_up, w_up, routed, b_k_major=True)
+    return combine_rows(dx, routed), dw_up, dw_down
 
 
 def _weight_gradients_by_expert(
@@ -155,7 +234,7 @@ def _weight_gradients_by_expert(
         method = sparsity.token_sparsity
         dy_up_rows = sparsify_tokens(dy_up_rows, dense, method, key_up)
         a_rows = sparsify_tokens(a_rows, dense, method, key_down)
-    tiles = (routed.tile_expert, _used_tiles(routed), routed.experts)
+    tiles = (routed.tile_expert, used_tiles(routed), routed.experts)
     # (E, d, F / E) = (E, d, rows of e) @ (E, rows of e, F / E)
     dw_up = grouped_outer(x_rows, dy_up_rows, *tiles, backend=backends[4])
     # (E, F / E, d) = (E, F / E, rows of e) @ (E, rows of e, d)
@@ -182,18 +261,14 @@ def _dispatch(
     return dispatch(expert_index - first, experts, pattern.v, token_order=order)
 
 
-def _used_tiles(routed: Dispatch) -> jax.Array:
-    return jnp.sum(-(-routed.group_sizes // routed.v))
-
-
 def _grouped(backend, rows, weights, routed: Dispatch) -> jax.Array:
     return grouped_matmul(
-        rows, weights, routed.tile_expert, _used_tiles(routed), backend=backend
+        rows, weights, routed.tile_expert, used_tiles(routed), backend=backend
     )
 
 
 def _weight(w: jax.Array, packed: Compressed | Packed | None) -> jax.Array:
-    # `pack_ffn` packs for no kernel where experts are skipped.
+    # Packed for the kernel, no dense GEMM reads it.
     assert not isinstance(packed, Packed)
     return w if packed is None else decompress(packed).astype(w.dtype)
 

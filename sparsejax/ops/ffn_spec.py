@@ -257,6 +257,8 @@ class FFNSpec(FFNCall):
         t, d = self.tokens // self.token_shards, self.d_model
         f = self.d_hidden // self.hidden_shards
         activations = NM(2, 4) if s.activations else None
+        venom = s.activations if isinstance(s.activations, VNM) else None
+        neurons = self.d_hidden // (s.experts or 1)
         along_tokens = NM(2, 4) if s.token_sparsity else None
         routed, columns = bool(s.experts), s.weight_gradients == "expert_columns"
 
@@ -271,6 +273,8 @@ class FFNSpec(FFNCall):
                 pattern=pattern,
                 experts=s.experts if by_expert else None,
                 experts_per_token=s.experts_per_token if by_expert else 1,
+                expert_features=neurons if by_expert else 0,
+                group_tile=venom.v if venom and by_expert else 0,
                 device=self.device,
                 device_kind=self.device_kind,
                 **facts,
@@ -281,7 +285,9 @@ class FFNSpec(FFNCall):
             pattern=along_tokens,
             by_expert=columns,
             over_tokens=True,
-            whole_features=dense_feature_count(f, s.dense_features),
+            whole_features=dense_feature_count(
+                neurons if columns else f, s.dense_features
+            ),
             why_not_packed=why_not_packed_over_tokens(s),
         )
         return (
@@ -311,8 +317,10 @@ def why_not_packed_anew(sparsity: FFNSparsity) -> str | None:
 
 def why_not_packed_over_tokens(sparsity: FFNSparsity) -> str | None:
     """Why nothing packs what GEMMs 5 and 6 read, or None."""
-    if not isinstance(sparsity.activations, NM):
+    if sparsity.activations is None:
         return "they are not 2:4 along the features"
+    if sparsity.experts and sparsity.weight_gradients != "expert_columns":
+        return "weight_gradients='dense' sums over the tokens of all experts"
     if sparsity.needs_key:
         return f"token_sparsity={sparsity.token_sparsity!r} draws random numbers"
     if not sparsity.mask_reuse:
@@ -322,7 +330,7 @@ def why_not_packed_over_tokens(sparsity: FFNSparsity) -> str | None:
 
 def _choose(gemm: GemmSpec, backend: Backend | None) -> Decision:
     implementations = _implementations_of(gemm)
-    if gemm.pattern is None and gemm.experts is None and backend == "mosaic_sm90":
+    if gemm.pattern is None and backend == "mosaic_sm90":
         backend = None
     return choose_backend(gemm, backend, implementations)
 

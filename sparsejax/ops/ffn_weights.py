@@ -79,8 +79,8 @@ def pack_ffn(
     shards = 1 if layout is None else layout.hidden_shards * layout.stored_shards
     pack = partial(_compress, pattern=pattern, dtype=dtype)
     if (
-        backend in (None, "mosaic_sm90")
-        and not sparsity.skip_blocks  # whose GEMMs 1 and 3 are grouped
+        # Grouped over experts they are not chosen unasked: nothing was measured.
+        backend in (("mosaic_sm90",) if sparsity.skip_blocks else (None, "mosaic_sm90"))
         and why_not_packed(d_hidden // shards, d_model, str(w_up.dtype), dtype) is None
     ):
         pack = partial(_pack_on_each_device, layout, dtype=dtype)

@@ -4,6 +4,7 @@ Rows come sorted by expert and padded to tiles of `v` rows (`router.Dispatch`), 
 tile has one expert. Group sizes are data, shapes are not: no recompilation.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -11,12 +12,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from sparsejax.ops import sparse_matmul
 from sparsejax.ops.backend import (
     Backend,
     GemmSpec,
     Implementation,
     Implementations,
     choose_backend,
+    current_device_kind,
     current_platform,
 )
 from sparsejax.ops.dense_matmul import dense_matmul
@@ -74,6 +77,7 @@ def grouped_outer(
         experts=experts,
         over_tokens=True,
         device=current_platform(),
+        device_kind=current_device_kind(),
     )
     if lhs.shape[0] != rhs.shape[0]:
         raise ValueError(
@@ -102,6 +106,7 @@ def _spec(rows, weights, tile_expert) -> GemmSpec:
         dtype=str(rows.dtype),
         experts=weights.shape[0],
         device=current_platform(),
+        device_kind=current_device_kind(),
     )
 
 
@@ -315,7 +320,17 @@ def _describe_reference(spec: GemmSpec) -> tuple[str, float]:
     return f"{spec.experts} dense GEMMs, each row's own one kept", 1.0
 
 
+def _multiply_dense_on_sm90(*operands) -> jax.Array:
+    # Refused by `why_unsupported`: an FFN's packed rows take `ops.packed_rows`.
+    raise AssertionError("the kernel multiplies 2:4 operands")
+
+
+ON_SM90 = replace(
+    sparse_matmul.IMPLEMENTATIONS["mosaic_sm90"], run=_multiply_dense_on_sm90
+)
+
 IMPLEMENTATIONS: Implementations = {
+    "mosaic_sm90": ON_SM90,
     "reference": Implementation(
         run=_matmul_reference,
         why_unsupported=lambda spec: None,
@@ -326,6 +341,7 @@ IMPLEMENTATIONS: Implementations = {
     ),
 }
 OUTER_IMPLEMENTATIONS: Implementations = {
+    "mosaic_sm90": ON_SM90,
     "reference": Implementation(
         run=_outer_reference,
         why_unsupported=lambda spec: None,

@@ -24,13 +24,14 @@ from sparsejax.ops.backend import (
     Implementation,
     Implementations,
     choose_backend,
-    current_device,
     current_device_kind,
     current_platform,
+    multiprocessors,
 )
 from sparsejax.ops.dense_matmul import dense_matmul
 from sparsejax.packing import Packed, in_blocks, pack, unpack
 from sparsejax.patterns import TWO_FOUR
+from sparsejax.router import row_count
 
 
 def sparse_matmul(
@@ -237,6 +238,8 @@ def _shape_on_sm90(spec: GemmSpec):
     that stay whole have a second row."""
     from pallas_kernels.sparse_matmul_sm90 import Shape
 
+    if spec.experts is not None:
+        return _grouped_shape_on_sm90(spec)
     transposed = spec.sparse_operand == "rhs"
     m, n = (spec.n, spec.m) if transposed else (spec.m, spec.n)
     return Shape(
@@ -249,6 +252,49 @@ def _shape_on_sm90(spec: GemmSpec):
         transpose_out=transposed,
         float32_out=spec.over_tokens or spec.float32_out,
     )
+
+
+def _grouped_shape_on_sm90(spec: GemmSpec):
+    """The same over experts, of this device's: rows instead of tokens, and one expert's
+    neurons instead of all."""
+    from pallas_kernels.sparse_matmul_sm90 import Shape
+
+    tokens, neurons = _tokens(spec), spec.expert_features
+    experts = _all_neurons(spec) // neurons
+    rows = row_count(tokens, spec.experts_per_token, experts, spec.group_tile)
+    grouped = partial(
+        Shape, dtype=spec.dtype, experts=experts, group_tile=spec.group_tile
+    )
+    if spec.over_tokens:
+        weight_up = spec.sparse_operand == "rhs"
+        return grouped(
+            m=neurons + _whole_rows(spec),
+            n=spec.m if weight_up else spec.n,
+            k=rows,
+            b_k_major=False,
+            transpose_out=weight_up,
+            float32_out=True,
+        )
+    if spec.sparse_weight:
+        return grouped(m=neurons, n=rows, k=spec.k)
+    return grouped(
+        m=rows,
+        n=spec.n,
+        k=neurons,
+        b_k_major=spec.rhs_transposed,
+        transpose_out=False,
+    )
+
+
+def _tokens(spec: GemmSpec) -> int:
+    return spec.k if spec.over_tokens else spec.m
+
+
+def _all_neurons(spec: GemmSpec) -> int:
+    """The size of an FFN's GEMM that counts neurons."""
+    if spec.over_tokens:
+        return spec.n if spec.sparse_operand == "rhs" else spec.m
+    return spec.n if spec.sparse_weight else spec.k
 
 
 def _whole_rows(spec: GemmSpec) -> int:
@@ -265,14 +311,21 @@ def _why_unsupported_on_sm90(spec: GemmSpec) -> str | None:
     if not spec.sparse_weight:
         from pallas_kernels import activation_tiles
 
-        features = spec.k
-        if spec.over_tokens:
-            features = spec.n if spec.sparse_operand == "rhs" else spec.m
+        features = spec.expert_features or _all_neurons(spec)
         if reason := activation_tiles.why_unsupported(features, spec.dtype):
             return reason
-    from pallas_kernels.sparse_matmul_sm90 import why_unsupported
+    from pallas_kernels.sparse_matmul_sm90 import (
+        default_config,
+        why_invalid,
+        why_unsupported,
+    )
 
-    return why_unsupported(_shape_on_sm90(spec))
+    shape = _shape_on_sm90(spec)
+    if spec.experts is None:
+        return why_unsupported(shape)
+    if spec.group_tile % 64:
+        return f"v={spec.group_tile}: rows of one expert come in multiples of 64"
+    return why_unsupported(shape) or why_invalid(default_config(shape), shape)
 
 
 def _why_slower_on_sm90(spec: GemmSpec) -> str | None:
@@ -303,9 +356,13 @@ def _measured_on_sm90(spec: GemmSpec) -> dict[str, float] | None:
 
 def _describe_on_sm90(spec: GemmSpec) -> tuple[str, float]:
     operand = "weight" if spec.sparse_weight else "activation"
-    features = spec.n if spec.sparse_operand == "rhs" else spec.m
+    features = spec.expert_features or _all_neurons(spec)
     share = 0.5 * (1 + _whole_rows(spec) / features)
-    return f"2:4 {operand} on the sparse tensor cores", share
+    if spec.experts is None:
+        return f"2:4 {operand} on the sparse tensor cores", share
+    share *= spec.experts_per_token / spec.experts
+    what = f"2:4 {operand} of {spec.experts} experts on the sparse tensor cores"
+    return what, share
 
 
 def _multiply_on_sm90(lhs, rhs) -> jax.Array:
@@ -368,8 +425,7 @@ def _kernel_on_sm90(
             out_dtype=out_dtype,
             rows_apart=rows_apart,
             config=tuning.config_for(current_device_kind(), shape),
-            # Other devices have none to count, and only lower it.
-            multiprocessors=getattr(current_device(), "core_count", None) or 132,
+            multiprocessors=multiprocessors(),
         )
 
     return run

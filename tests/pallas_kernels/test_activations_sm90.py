@@ -266,26 +266,34 @@ def test_rows_of_experts_are_kept_as_if_gathered_before(kernels):
         same(ours, theirs)
 
 
-@pytest.mark.parametrize("along_tokens", [False, True])
-def test_gradients_of_rows_of_experts_are_those_gathered_before(kernels, along_tokens):
+def test_gradients_of_rows_of_experts_are_those_gathered_before(kernels):
     shape = (40, EXPERTS * 64)
     y_up, da, rows = random(shape), random(shape, seed=1), by_expert()
     a = packed_arrays(kept_features(gathered(y_up, rows)))
-    if not along_tokens:
-        got = kernels.backward(da, *a, rows)
-        same(got, kernels.backward(gathered(da, rows), *a))
-        return
+    got = kernels.backward(da, *a, rows)
+    same(got, kernels.backward(gathered(da, rows), *a))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_each_expert_has_its_whole_features(kernels, in_place):
+    shape = (40, EXPERTS * 64)
+    y_up, da, rows = random(shape), random(shape, seed=1), by_expert()
+    a = packed_arrays(kept_features(gathered(y_up, rows)))
     slots = np.full((EXPERTS, 64), -1, np.int32)
     for expert in range(EXPERTS):  # all features have a row, in another order
         slots[expert] = np.random.default_rng(expert).permutation(64)
     whole = over_tokens_sm90.Whole(jnp.asarray(slots.reshape(-1)), 64)
+    if in_place:
+        da, rows = gathered(da, rows), rows._replace(row_token=None)
     dy, *packed = over_tokens_sm90.backward(
         da, *a, whole, by_segments=False, by_expert=rows
     )
+    if not in_place:
+        da = gathered(da, rows)
     for expert in range(EXPERTS):
         of_expert = over_tokens_sm90.Whole(jnp.asarray(slots[expert]), 64)
         expected_dy, *expected = over_tokens_sm90.backward(
-            gathered(da, rows), *a, of_expert, by_segments=False
+            da, *a, of_expert, by_segments=False
         )
         same(dy, expected_dy)
         own = np.repeat(np.asarray(rows.tile_expert) == expert, 2)

@@ -1,5 +1,7 @@
 """A Hopper GPU for the choice of kernels; what those compute, in plain JAX."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,11 +9,18 @@ import pytest
 from pallas_kernels import (
     activations_sm90,
     compress_sm90,
+    grouped_matmul_sm90,
     over_tokens_sm90,
     sparse_matmul_sm90,
 )
 from sparsejax.formats import Compressed, compress, decompress
-from sparsejax.ops import ffn_spec, gated_ffn, sparse_matmul
+from sparsejax.ops import (
+    ffn_spec,
+    gated_ffn,
+    grouped_matmul,
+    packed_rows,
+    sparse_matmul,
+)
 from sparsejax.packing import Packed, pack, unpack
 from sparsejax.patterns import TWO_FOUR
 from sparsejax.pruning import magnitude_mask, nm_mask, soft_threshold
@@ -69,8 +78,19 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
         )
         return parts if rows_apart else parts[0]
 
-    def keep_features_on_gpu(y_up):
+    def gathered(x, by_expert):
+        """What a kernel finds for its rows."""
+        if by_expert is None or by_expert.row_token is None:
+            return x
+        tiles = by_expert.tile_expert.size
+        expert = jnp.repeat(by_expert.tile_expert, by_expert.row_token.size // tiles)
+        parts = x.reshape(len(x), by_expert.experts, -1)
+        rows = parts[by_expert.row_token, expert]
+        return jnp.where((by_expert.row_token < 0)[:, None], 0, rows)
+
+    def keep_features_on_gpu(y_up, by_expert=None):
         calls.append("keep_features")
+        y_up = gathered(y_up, by_expert)
         assert y_up.shape[1] % 64 == 0
         hidden = jax.nn.relu(y_up)
         a = compress(hidden * hidden, mask=nm_mask(hidden, TWO_FOUR))
@@ -79,8 +99,9 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
         counts = nonzero.reshape(-1, 16, y_up.shape[1]).sum(axis=1, dtype=jnp.uint8)
         return packed.values, packed.metadata, counts
 
-    def backward_on_gpu(da, values, metadata):
+    def backward_on_gpu(da, values, metadata, by_expert=None):
         calls.append("backward")
+        da = gathered(da, by_expert)
         root = jnp.sqrt(decompress(unpack(Packed(values, metadata))))
         positions = unpack(Packed(values, metadata))
         return _at(positions, (da * 2 * root).astype(da.dtype))
@@ -121,12 +142,25 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
         packed = pack(compress(x, mask=mask))
         return packed.values, packed.metadata
 
-    def backward_over_tokens_on_gpu(da, values, metadata, *whole, by_segments):
-        dy = backward_on_gpu(da, values, metadata)
-        over_tokens = (
-            keep_tokens_on_gpu(kept, metadata, *whole, by_segments=by_segments)
-            for kept in (values, dy)
-        )
+    def backward_over_tokens_on_gpu(
+        da, values, metadata, whole=None, *, by_segments, by_expert=None
+    ):
+        dy = backward_on_gpu(da, values, metadata, by_expert)
+        keep = partial(keep_tokens_on_gpu, by_segments=by_segments)
+        if whole is None or by_expert is None:
+            return dy, *(keep(kept, metadata, whole) for kept in (values, dy))
+        slots = whole.slots.reshape(by_expert.experts, -1)
+        expert = by_expert.tile_expert
+        expert = jnp.repeat(expert, metadata.shape[0] // expert.size)
+        over_tokens = []
+        for kept in (values, dy):
+            of_each = [keep(kept, metadata, whole._replace(slots=s)) for s in slots]
+            found, words = (jnp.stack(arrays) for arrays in zip(*of_each, strict=True))
+            blocks = found.reshape(*found.shape[:2], expert.size, -1)
+            index = jnp.arange(expert.size)
+            found = blocks[expert, :, index].swapaxes(0, 1)
+            words = words[expert, :, index].swapaxes(0, 1)
+            over_tokens.append((found.reshape(found.shape[0], -1), words))
         return dy, *over_tokens
 
     def gated_over_tokens_on_gpu(da, hidden, up, metadata, *whole, by_segments):
@@ -137,6 +171,59 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
         )
         return *gradients, *over_tokens
 
+    def rows_on_gpu(
+        values, words, b, tile_expert, used, *, b_k_major, config_for, multiprocessors
+    ):
+        calls.append("sparse_rows")
+        a = decompress(unpack(Packed(values, words))).astype(jnp.float32)
+        b = b.astype(jnp.float32)
+        b = b.transpose(1, 2, 0) if b_k_major else b
+        tiles = a.reshape(tile_expert.size, -1, a.shape[1])
+        product = jnp.einsum("tvk,tkn->tvn", tiles, b[tile_expert])
+        return unwritten(product, used).astype(values.dtype)
+
+    def weights_on_gpu(
+        values, words, b, tile_expert, used, *, experts, config_for, multiprocessors
+    ):
+        calls.append("sparse_weights")
+        a = decompress(unpack(Packed(values, words))).astype(jnp.float32)
+        a = a.reshape(experts, -1, a.shape[1])
+        tiles = b.astype(jnp.float32).reshape(tile_expert.size, -1, b.shape[1])
+        product = jnp.einsum("tvk,tmk->tvm", tiles, a[tile_expert])
+        return unwritten(product, used).astype(values.dtype)
+
+    def unwritten(product, used):
+        """Rows, those of tiles that are not used like memory that nobody wrote."""
+        tile = jnp.arange(len(product))[:, None, None]
+        return jnp.where(tile < used, product, jnp.nan).reshape(-1, product.shape[2])
+
+    def over_rows_on_gpu(
+        values,
+        words,
+        b,
+        ends,
+        *,
+        group_tile,
+        transpose_out,
+        rows_apart,
+        config_for,
+        multiprocessors,
+    ):
+        calls.append("sparse_over_rows")
+        a = decompress(unpack(Packed(values, words))).astype(jnp.float32)
+        tile = jnp.repeat(jnp.arange(len(b) // group_tile), group_tile)
+        starts = jnp.pad(ends[:-1], (1, 0))
+        own = (tile[None] >= starts[:, None]) & (tile[None] < ends[:, None])
+        dense = jnp.where(own[..., None], b.astype(jnp.float32)[None], 0)
+        a = jnp.where(own[:, None], a[None], 0)
+        product = jnp.einsum("emk,ekn->emn", a, dense)
+        parts = jnp.split(
+            product, [product.shape[1] - rows_apart] if rows_apart else 1, axis=1
+        )
+        if transpose_out:
+            parts = [part.transpose(2, 0, 1) for part in parts]
+        return tuple(parts) if rows_apart else parts[0]
+
     jax.clear_caches()  # of traces made with the real kernels
     patch.setattr(activations_sm90, "keep_features", keep_features_on_gpu)
     patch.setattr(activations_sm90, "backward", backward_on_gpu)
@@ -145,9 +232,12 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
     patch.setattr(over_tokens_sm90, "keep_tokens", keep_tokens_on_gpu)
     patch.setattr(over_tokens_sm90, "backward", backward_over_tokens_on_gpu)
     patch.setattr(over_tokens_sm90, "gated_backward", gated_over_tokens_on_gpu)
+    patch.setattr(grouped_matmul_sm90, "sparse_rows", rows_on_gpu)
+    patch.setattr(grouped_matmul_sm90, "sparse_weights", weights_on_gpu)
+    patch.setattr(grouped_matmul_sm90, "sparse_over_rows", over_rows_on_gpu)
     patch.setattr(compress_sm90, "compress", compress_on_gpu)
     patch.setattr(sparse_matmul_sm90, "sparse_matmul", multiply_on_gpu)
-    for module in (ffn_spec, gated_ffn, sparse_matmul):
+    for module in (ffn_spec, gated_ffn, sparse_matmul, grouped_matmul, packed_rows):
         patch.setattr(module, "current_device_kind", lambda: device_kind)
     return calls
 

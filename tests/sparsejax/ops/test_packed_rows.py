@@ -1,0 +1,228 @@
+"""FFNs whose rows of experts are packed for the Hopper kernels: choice and values."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hopper
+from pallas_kernels import tuning
+from sparsejax.ops.ffn import ffn
+from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
+from sparsejax.patterns import NM, VNM
+from test_packed_activations import assert_close, distance, operands, whole_numbers
+
+TWO_FOUR = NM(2, 4)
+VENOM = FFNSparsity(
+    activations=VNM(64, 2, 8), router="true_mass", weight_gradients="expert_columns"
+)
+ALONG_ROWS = replace(
+    VENOM, activations=VNM(128, 2, 8), token_sparsity="magnitude", weights=TWO_FOUR
+)
+SPARSITIES = {
+    "activations": VENOM,
+    "with weights": replace(VENOM, weights=TWO_FOUR),
+    "all six": ALONG_ROWS,
+    "in order": replace(ALONG_ROWS, permute_tokens=False),
+    "no whole features": replace(ALONG_ROWS, dense_features=0.0),
+    "many whole features": replace(ALONG_ROWS, dense_features=0.5),
+    "two of four experts": replace(
+        ALONG_ROWS, activations=VNM(128, 2, 16), experts_per_token=2
+    ),
+    "gradients over all neurons": replace(VENOM, weight_gradients="dense"),
+    "skipped": replace(VENOM, router="token_hash", skip_blocks=True),
+    "skipped with weights": replace(
+        VENOM, router="token_hash", skip_blocks=True, weights=TWO_FOUR
+    ),
+    "all six, skipped": replace(ALONG_ROWS, router="token_hash", skip_blocks=True),
+}
+D, F = 64, 256
+
+
+@pytest.fixture
+def untuned(monkeypatch):
+    monkeypatch.setattr(tuning, "entries", lambda kind: {})
+
+
+@pytest.fixture
+def calls(untuned, monkeypatch):
+    return hopper.pretend(monkeypatch)
+
+
+def chosen(sparsity: FFNSparsity, tokens: int, routing: str = "any"):
+    """Experts of each token, where it is not the mass that decides."""
+    if sparsity.router == "true_mass":
+        return None
+    experts, count = sparsity.experts, sparsity.experts_per_token
+    if routing == "all to one":
+        return jnp.full((tokens, count), experts - 1, jnp.int32)
+    return jax.random.randint(jax.random.key(5), (tokens, count), 0, experts)
+
+
+def step(sparsity, backend, arguments, dy, *, experts=None, scales=(1.3, 1.5)):
+    @jax.jit
+    def run(arguments, dy, experts):
+        def y(*arguments):
+            return ffn(
+                *arguments,
+                sparsity=sparsity,
+                backend=backend,
+                expert_index=experts,
+                scales=jnp.asarray(scales) if sparsity.weights else None,
+            )
+
+        y, pull_back = jax.vjp(y, *arguments)
+        return y, *pull_back(dy)
+
+    return run(arguments, dy, experts)
+
+
+def assert_exact(sparsity, arguments, dy, experts) -> None:
+    got, again, expected = (
+        step(sparsity, backend, arguments, dy, experts=experts, scales=(1.0, 1.0))
+        for backend in ("mosaic_sm90", "mosaic_sm90", "reference")
+    )
+    for ours, repeated, right in zip(got, again, expected, strict=True):
+        np.testing.assert_array_equal(ours, repeated)
+        np.testing.assert_array_equal(ours, right)
+
+
+# The choice.
+
+
+def spec(sparsity: FFNSparsity, **changes) -> FFNSpec:
+    facts = {"tokens": 4096, "d_model": 2048, "d_hidden": 8192, "dtype": "bfloat16"}
+    device = {"device": "gpu", "device_kind": "NVIDIA H200"}
+    return FFNSpec(sparsity=sparsity, **facts | device | changes)
+
+
+def on_sm90(decisions) -> list[bool]:
+    return [decision.backend == "mosaic_sm90" for decision in decisions]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("activations", [False, True, False, True, False, False]),
+        ("with weights", [True, True, True, True, False, False]),
+        ("all six", [True] * 6),
+        ("skipped", [False, True, False, True, False, False]),
+        ("all six, skipped", [True] * 6),
+        ("gradients over all neurons", [False, True, False, True, False, False]),
+    ],
+)
+def test_what_is_sparse_runs_on_it_where_it_is_named(untuned, name, expected):
+    decisions = spec(SPARSITIES[name]).explain("mosaic_sm90")
+    assert on_sm90(decisions) == expected
+
+
+def test_what_was_not_measured_is_not_chosen_unasked(untuned):
+    decisions = spec(ALONG_ROWS).explain()
+    assert on_sm90(decisions) == [True, False, True, False, False, False]
+    assert "have not been measured on this GPU" in decisions[1].reason
+
+
+def test_the_share_is_that_of_an_experts_half(untuned):
+    decisions = spec(SPARSITIES["all six, skipped"]).explain("mosaic_sm90")
+    shares = [decision.executed_share for decision in decisions]
+    assert shares[:4] == [0.25] * 4
+    # 5 % of 4096 neurons of an expert, in blocks of 64, are multiplied twice.
+    assert shares[4:] == [0.25 * (1 + 256 / 4096)] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"activations": VNM(32, 2, 8)}, "v=32: rows of one expert .* multiples of 64"),
+        ({"activations": VNM(64, 2, 8)}, "group_tile=64 is not a multiple of 128"),
+        ({"mask_reuse": False}, "selects anew"),
+        ({"token_sparsity": "mvue"}, "draws random numbers"),
+        ({"weight_gradients": "dense"}, "sums over the tokens of all experts"),
+    ],
+)
+def test_what_nothing_packs_is_refused_by_name(untuned, changes, message):
+    with pytest.raises(NotImplementedError, match=message):
+        spec(replace(ALONG_ROWS, **changes)).explain("mosaic_sm90")
+
+
+# Values.
+
+
+@pytest.mark.parametrize("name", SPARSITIES)
+@pytest.mark.parametrize("tokens", [100, 300])
+def test_an_ffn_of_whole_numbers_is_exactly_the_reference(calls, name, tokens):
+    sparsity = SPARSITIES[name]
+    arguments, dy = whole_numbers(tokens, D, F, seed=0)
+    assert_exact(sparsity, arguments, dy, chosen(sparsity, tokens))
+    assert "sparse_rows" in calls
+    assert ("sparse_over_rows" in calls) == (sparsity.token_sparsity is not None)
+    skipped = sparsity.skip_blocks and sparsity.weights is not None
+    assert ("sparse_weights" in calls) == skipped
+
+
+@pytest.mark.parametrize("name", ["all six, skipped", "skipped"])
+def test_all_tokens_may_go_to_one_expert(calls, name):
+    sparsity = SPARSITIES[name]
+    arguments, dy = whole_numbers(200, D, F, seed=0)
+    assert_exact(sparsity, arguments, dy, chosen(sparsity, 200, "all to one"))
+
+
+@pytest.mark.parametrize("name", ["all six", "all six, skipped"])
+def test_an_ffn_is_that_of_the_reference(calls, name):
+    sparsity = SPARSITIES[name]
+    arguments, dy = operands(200, d=D, f=F)
+    experts = chosen(sparsity, 200)
+    got, expected = (
+        step(sparsity, backend, arguments, dy, experts=experts)
+        for backend in ("mosaic_sm90", "reference")
+    )
+    assert_close(got, expected)
+
+
+def test_under_vmap_every_ffn_is_its_own(calls):
+    (x, w_up, w_down), dy = whole_numbers(150, D, F, seed=0)
+
+    def run(x, dy):
+        return step(ALONG_ROWS, "mosaic_sm90", (x, w_up, w_down), dy)
+
+    got = jax.vmap(run)(jnp.stack([x, -x]), jnp.stack([dy, dy]))
+    for ours, theirs in zip(got, run(-x, dy), strict=True):
+        np.testing.assert_array_equal(ours[1], theirs)
+
+
+# On a GPU, with the kernels themselves.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SPARSITIES)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_ffns_on_a_gpu_are_those_of_the_reference(name, seed):
+    sparsity = SPARSITIES[name]
+    generator = np.random.default_rng(seed)
+    for _ in range(5):
+        d = 64 * int(generator.integers(1, 16))
+        f = 64 * sparsity.experts * int(generator.integers(1, 8))
+        tokens = int(generator.integers(1, 3000))
+        arguments, dy = whole_numbers(tokens, d, f, seed)
+        routing = "all to one" if generator.integers(3) == 0 else "any"
+        experts = chosen(sparsity, tokens, routing)
+        if sparsity.experts_per_token > 1:
+            experts = None
+        assert_exact(sparsity, arguments, dy, experts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["all six", "all six, skipped"])
+def test_an_ffn_on_a_gpu_rounds_as_the_masked_one_does(name):
+    sparsity = SPARSITIES[name]
+    arguments, dy = operands(2500, d=640, f=1280)
+    experts = chosen(sparsity, 2500)
+    got, masked, exact = (
+        step(sparsity, backend, arguments, dy, experts=experts)
+        for backend in ("mosaic_sm90", "xla", "reference")
+    )
+    for ours, theirs, right in zip(got, masked, exact, strict=True):
+        bound = distance(theirs, right) + 2**-7 * distance(right, 0 * right)
+        assert distance(ours, right) <= bound
