@@ -143,6 +143,13 @@ def modes(config: Config) -> dict[str, FFNSparsity]:
         "V:N:M, true mass, 2 of 2E": masked(
             activations=finer, router="true_mass", experts_per_token=2
         ),
+        "V:N:M, true mass, all six": masked(
+            weights=TWO_FOUR,
+            activations=venom,
+            router="true_mass",
+            token_sparsity="magnitude",
+        ),
+        "skip_blocks, all six": skip(weights=TWO_FOUR, token_sparsity="magnitude"),
     }
     if unknown := [name for name in config.only if name not in known]:
         raise ValueError(
@@ -287,19 +294,26 @@ def masked_dense(
     hidden = jnp.maximum(y_up, 0)
     if sparsity.activations:
         hidden = jnp.where(_two_largest_of_four(y_up), hidden, 0)
+    member = jnp.ones((len(x), 1), bool)
     if sparsity.experts:
         experts, count = sparsity.experts, sparsity.experts_per_token
         if sparsity.router == "true_mass":
-            mass = jnp.maximum(y_up, 0) ** 4
+            mass = jnp.maximum(y_up, 0).astype(jnp.float32) ** 4
             scores = mass.reshape(len(x), experts, -1).sum(axis=2)
         else:
-            scores = x @ inputs.centres.T
+            scores = jnp.matmul(x, inputs.centres.T, precision="highest")
         best = jnp.sort(scores, axis=1)[:, -count][:, None]
-        hidden *= jnp.repeat(scores >= best, y_up.shape[1] // experts, axis=1)
+        member = scores >= best
+        hidden *= jnp.repeat(member, y_up.shape[1] // experts, axis=1)
     a = hidden**2
     dy_up = 2 * hidden * (dy @ s_down.T)
     y, dx = a @ w_down, dy_up @ w_up.T
-    if sparsity.token_sparsity:
+    if sparsity.token_sparsity and sparsity.experts:
+        a, dy_up = (
+            _along_tokens_of_experts(matrix, a, member, sparsity.dense_features)
+            for matrix in (a, dy_up)
+        )
+    elif sparsity.token_sparsity:
         # Over the tokens, in their fixed order; a share of the features stays whole.
         count = dense_feature_count(a.shape[1], sparsity.dense_features)
         ranked = jnp.argsort(-(a != 0).sum(axis=0), stable=True)
@@ -310,6 +324,30 @@ def masked_dense(
             for matrix in (a, dy_up)
         )
     return y, dx, x.T @ dy_up, a.T @ dy
+
+
+def _along_tokens_of_experts(
+    matrix: Array, a: Array, member: Array, share: float
+) -> Array:
+    """Two of every four of an expert's tokens, in their fixed order, in its columns; a
+    share of them, those with most non-zeros in A, whole."""
+    tokens, experts = member.shape
+    order = fixed_token_order(tokens)
+    order = order[order >= 0]
+    parts = zip(*(jnp.split(m, experts, axis=1) for m in (matrix, a)), strict=True)
+    kept = []
+    for expert, (own, own_a) in enumerate(parts):
+        among = member[order, expert]
+        place = jnp.where(among, jnp.cumsum(among) - 1, tokens)
+        place = jnp.zeros(tokens, int).at[order].set(place)
+        rows = jnp.zeros_like(own).at[place].set(own, mode="drop")
+        count = dense_feature_count(own.shape[1], share)
+        ranked = jnp.argsort(-(own_a != 0).sum(axis=0), stable=True)
+        whole = jnp.zeros(own.shape[1], bool).at[ranked[:count]].set(True)
+        mask = whole[None] | _two_largest_of_four(abs(rows).T).T
+        rows = jnp.where(mask, rows, 0)
+        kept.append(rows.at[place].get(mode="fill", fill_value=0))
+    return jnp.concatenate(kept, axis=1)
 
 
 def _in_order(matrix: Array) -> Array:

@@ -172,7 +172,15 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
         return *gradients, *over_tokens
 
     def rows_on_gpu(
-        values, words, b, tile_expert, used, *, b_k_major, config_for, multiprocessors
+        values,
+        words,
+        b,
+        tile_expert,
+        used,
+        *,
+        b_k_major,
+        config_for=None,
+        multiprocessors=132,
     ):
         calls.append("sparse_rows")
         a = decompress(unpack(Packed(values, words))).astype(jnp.float32)
@@ -183,7 +191,15 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
         return unwritten(product, used).astype(values.dtype)
 
     def weights_on_gpu(
-        values, words, b, tile_expert, used, *, experts, config_for, multiprocessors
+        values,
+        words,
+        b,
+        tile_expert,
+        used,
+        *,
+        experts,
+        config_for=None,
+        multiprocessors=132,
     ):
         calls.append("sparse_weights")
         a = decompress(unpack(Packed(values, words))).astype(jnp.float32)
@@ -205,9 +221,9 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
         *,
         group_tile,
         transpose_out,
-        rows_apart,
-        config_for,
-        multiprocessors,
+        rows_apart=0,
+        config_for=None,
+        multiprocessors=132,
     ):
         calls.append("sparse_over_rows")
         a = decompress(unpack(Packed(values, words))).astype(jnp.float32)

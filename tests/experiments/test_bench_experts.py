@@ -1,0 +1,44 @@
+"""The benchmark of experts' 2:4 GEMMs times what it has checked."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import hopper
+from experiments import bench_experts
+from pallas_kernels import grouped_matmul_sm90
+
+TINY = bench_experts.Config(
+    tokens=512, d_model=64, d_hidden=256, experts=(2,), rounds=2, results=None
+)
+
+
+def test_every_gemm_is_compared_and_timed(monkeypatch, tmp_path):
+    hopper.pretend(monkeypatch)
+    results = tmp_path / "rows.jsonl"
+    rows = bench_experts.main(replace(TINY, results=results))
+    assert [json.loads(line) for line in results.read_text().splitlines()] == rows
+    names = [f"GEMM {gemm} of 2 experts" for gemm in "12456"]
+    assert [row["name"] for row in rows] == names
+    for row in rows:
+        low, high = row["spread"]
+        assert 0 < low <= row["speedup"] <= high and row["error"] < 3e-3
+
+
+def test_a_wrong_product_stops_the_benchmark(monkeypatch):
+    hopper.pretend(monkeypatch)
+    right = grouped_matmul_sm90.sparse_rows
+    monkeypatch.setattr(
+        grouped_matmul_sm90, "sparse_rows", lambda *a, **k: 1.05 * right(*a, **k)
+    )
+    with pytest.raises(AssertionError, match="relative error"):
+        bench_experts.main(replace(TINY, gemms=("2",)))
+
+
+def test_one_expert_may_have_nearly_all_tokens(monkeypatch):
+    hopper.pretend(monkeypatch)
+    config = replace(TINY, experts=(4,), gemms=("2", "6"), share_of_first=0.9)
+    assert [row["share_of_first"] for row in bench_experts.main(config)] == [0.9] * 2
+    with pytest.raises(ValueError, match="share_of_first=1.5"):
+        bench_experts.main(replace(config, share_of_first=1.5))
