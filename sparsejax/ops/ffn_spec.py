@@ -10,6 +10,7 @@ GEMM is sparse in its weight (1, 3) or in its activation (2, 4, 5, 6), never in 
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -183,7 +184,8 @@ class FFNCall(ABC):
         runs the sparse ones alone.
 
         The activations are packed for all GEMMs that read them token by token, and from
-        that for the weight gradients, or for none of them.
+        that for the weight gradients, or for none of them; unasked only where what was
+        measured, packing included, is faster than those GEMMs dense.
 
         Raises:
           NotImplementedError: the named backend cannot run one of them; says why.
@@ -191,22 +193,44 @@ class FFNCall(ABC):
         gemms = self.gemms()
         decisions = tuple(_choose(gemm, backend) for gemm in gemms)
         packed = [decision.backend == "mosaic_sm90" for decision in decisions]
+        why = "sparse tensor cores run GEMMs 2 and 4 together, and 5 and 6 after them"
         by_token = [i for i, gemm in enumerate(gemms) if gemm.reads_activations]
         over_tokens = [i for i, gemm in enumerate(gemms) if gemm.over_tokens]
-        alone = []
-        if not _alike(packed, by_token):
-            alone += by_token
-        tokenwise = not alone and all(packed[i] for i in by_token)
-        if not _alike(packed, over_tokens) or packed[over_tokens[0]] > tokenwise:
-            alone += over_tokens
-        if not alone:
-            return decisions
-        why = "sparse tensor cores run GEMMs 2 and 4 together, and 5 and 6 after them"
+        reasons: dict[int, str] = {}
+        for group in (by_token, over_tokens):
+            slower = None
+            if backend is None and group and all(packed[i] for i in group):
+                slower = _why_slower_together([decisions[i] for i in group])
+            tokenwise = all(packed[i] and i not in reasons for i in by_token)
+            if slower is not None:
+                reasons |= dict.fromkeys(group, slower)
+            elif not _alike(packed, group) or (
+                group is over_tokens and packed[group[0]] and not tokenwise
+            ):
+                reasons |= dict.fromkeys(group, why)
         changed = [
-            replace(gemm, why_not_packed=why) if i in alone else gemm
+            replace(gemm, why_not_packed=reasons[i]) if i in reasons else gemm
             for i, gemm in enumerate(gemms)
         ]
         return tuple(_choose(gemm, backend) for gemm in changed)
+
+
+def _why_slower_together(decisions: Sequence[Decision]) -> str | None:
+    """Why GEMMs that share the packing of their operands are slower than dense ones, by
+    what was measured; None where they are not, or where it was not."""
+    times = [decision.measured_us for decision in decisions]
+    names = ("mosaic_sm90", "packing", "dense")
+    if any(of is None or not all(name in of for name in names) for of in times):
+        return None
+    sparse, packing, dense = (
+        sum(of[name] for of in times if of is not None) for name in names
+    )
+    if sparse + packing < dense:
+        return None
+    return (
+        f"measured slower together: {sparse:.0f} us and {packing:.0f} of packing, "
+        f"dense {dense:.0f}"
+    )
 
 
 def _alike(packed: list[bool], of: list[int]) -> bool:

@@ -305,7 +305,7 @@ def _why_unsupported_on_sm90(spec: GemmSpec) -> str | None:
     if not is_hopper(spec.device_kind):
         return f"needs a Hopper GPU, not {spec.device_kind or spec.device}"
     if spec.pattern != TWO_FOUR:
-        return f"multiplies by 2:4 operands, not {spec.pattern}"
+        return f"multiplies by 2:4 operands, not {spec.pattern or 'dense ones'}"
     if spec.why_not_packed is not None:
         return f"the activations are not packed: {spec.why_not_packed}"
     if not spec.sparse_weight:

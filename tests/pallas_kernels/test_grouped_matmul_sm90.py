@@ -222,16 +222,31 @@ def test_each_row_meets_its_expert_on_a_gpu(case, name):
     np.testing.assert_array_equal(np.asarray(got, np.float32), expected)
 
 
+def configs_of(case: str) -> list[Config]:
+    # Lines of C are 128 bytes: 32 numbers of float32, else 64.
+    of_config = partial(Config, cluster=1, out_columns=32 if "over" in case else 64)
+    return [
+        of_config(row_blocks=1, tile_n=128),
+        of_config(row_blocks=1, tile_n=64, width=3),
+        of_config(row_blocks=2, warpgroups=1, tile_n=128),
+    ]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_configs_of_the_next_test_can_run_every_case(case):
+    run, operands, _ = CASES[case]("uneven")
+    for config in configs_of(case):
+        traced = jax.jit(partial(run, config_for=lambda _, c=config: c)).trace(
+            *operands
+        )
+        assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_every_config_gives_the_same_on_a_gpu(case):
     run, operands, expected = CASES[case]("uneven")
-    configs = [
-        Config(row_blocks=1, tile_n=128, cluster=1, out_columns=32),
-        Config(row_blocks=1, tile_n=64, cluster=1, width=3, out_columns=32),
-        Config(row_blocks=2, warpgroups=1, tile_n=128, cluster=1, out_columns=32),
-    ]
-    for config in configs:
+    for config in configs_of(case):
         got = jax.jit(partial(run, config_for=lambda _, c=config: c))(*operands)
         got = got if "over" in case else got[: len(expected)]
         np.testing.assert_array_equal(np.asarray(got, np.float32), expected)

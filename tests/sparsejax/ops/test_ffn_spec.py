@@ -181,7 +181,7 @@ def test_explain_names_the_path():
     ("sparsity", "reason"),
     [
         (FFNSparsity(weights=TWO_FOUR), "needs a Hopper GPU, not cpu"),
-        (FFNSparsity(activations=VNM(4, 2, 16)), "has no kernel for a grouped GEMM"),
+        (FFNSparsity(activations=VNM(4, 2, 16)), "needs a Hopper GPU, not cpu"),
     ],
 )
 def test_missing_kernel_is_named(sparsity, reason):

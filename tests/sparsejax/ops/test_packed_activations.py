@@ -115,6 +115,26 @@ def test_what_was_measured_is_chosen_in_pairs(monkeypatch, slower, chosen):
     assert backends(spec(ALL_SIX).explain()) == chosen
 
 
+def test_packing_counts_where_gemms_share_it(monkeypatch):
+    """Each kernel alone is faster than dense; with their packing they are not."""
+    shapes = [
+        TOKENWISE,
+        replace(TOKENWISE, b_k_major=False),
+        OVER_TOKENS,
+        replace(OVER_TOKENS, transpose_out=True),
+    ]
+    known = {shape: entry(shape, faster=True) for shape in shapes}
+    for shape in shapes[2:]:
+        known[shape] = replace(known[shape], pack_us=50.0)
+    monkeypatch.setattr(tuning, "entries", lambda kind: known)
+    decisions = spec(ALL_SIX).explain()
+    assert backends(decisions) == [True, True, True, True, False, False]
+    reason = "measured slower together: 200 us and 100 of packing, dense 300"
+    assert reason in decisions[4].reason and reason in decisions[5].reason
+    # Where it is named, it runs.
+    assert backends(spec(ALL_SIX).explain("mosaic_sm90")) == [True] * 6
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
