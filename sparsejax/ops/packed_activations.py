@@ -115,8 +115,14 @@ def token_groups(
     first of the other features have a row whose product is not used.
     """
     count = dense_feature_count(nonzeros.size, sparsity.dense_features)
-    if count == 0:
-        return TokenGroups(sparsity.permute_tokens, None)
+    whole = whole_features(nonzeros, count, tokens) if count else None
+    return TokenGroups(sparsity.permute_tokens, whole)
+
+
+def whole_features(
+    nonzeros: Int[Array, " features"], count: int, tokens: int
+) -> WholeFeatures:
+    """The `count` features with most non-zeros, of at most `tokens`."""
     rows = in_blocks(count)
     found, index = densest(nonzeros, count, tokens), jnp.arange(nonzeros.size)
     others = index - found.before
@@ -124,7 +130,7 @@ def token_groups(
     slots = jnp.where(found.chosen, found.before, slots)
     place = jnp.where(found.chosen, found.before, count)
     chosen = jnp.zeros(count, jnp.int32).at[place].set(index, mode="drop")
-    return TokenGroups(sparsity.permute_tokens, WholeFeatures(chosen, slots, rows))
+    return WholeFeatures(chosen, slots, rows)
 
 
 class OverTokens(NamedTuple):
@@ -206,10 +212,21 @@ def _weight_gradient(
     chosen = groups.whole.chosen
     product, lost = multiply(rows_apart=groups.whole.rows)
     lost = lost[:, : chosen.size] if transpose_out else lost[: chosen.size]
+    return add_lost(product, lost, chosen, columns=transpose_out)
+
+
+def add_lost(
+    product: Float[Array, "_ _"],
+    lost: Float[Array, "_ _"],
+    chosen: Int[Array, " whole"],
+    *,
+    columns: bool,
+) -> Float[Array, "_ _"]:
+    """`product` with `lost` added to its chosen rows or columns."""
     # In place; each number once, so that the bits repeat. Number by number along the
     # columns, since XLA would first transpose all of the product.
     rows = np.arange(product.shape[0])[:, None]
-    place = product.at[rows, chosen] if transpose_out else product.at[chosen]
+    place = product.at[rows, chosen] if columns else product.at[chosen]
     return place.add(lost, unique_indices=True, mode="promise_in_bounds")
 
 

@@ -13,8 +13,12 @@ from jaxtyping import Array, Float, Int
 
 from sparsejax.ops.backend import current_device_kind, multiprocessors
 from sparsejax.ops.ffn_spec import FFNSparsity, dense_feature_count
-from sparsejax.ops.packed_activations import OverTokens
-from sparsejax.ops.token_sparsity import densest
+from sparsejax.ops.packed_activations import (
+    OverTokens,
+    WholeFeatures,
+    add_lost,
+    whole_features,
+)
 from sparsejax.packing import Packed, in_blocks
 from sparsejax.router import Dispatch
 
@@ -65,54 +69,49 @@ def row_gradient(
 
 
 class RowGroups(NamedTuple):
-    """How GEMMs 5 and 6 group an expert's rows: four that follow each other. Whole
-    features have a second row, as in `packed_activations.WholeFeatures`."""
+    """How GEMMs 5 and 6 group an expert's rows: four that follow each other."""
 
-    chosen: Int[Array, " whole"] | None
-    """Neurons of all experts, in the order of their second rows, expert by expert."""
-    slots: Int[Array, " features"] | None
-    """Of each neuron the second row among its expert's, or -1."""
-    rows: int
-    """Second rows of an expert, in blocks."""
+    whole: WholeFeatures | None
+    """Of each expert, along a first axis."""
+
+    @property
+    def rows(self) -> int:
+        """Second rows of an expert."""
+        return 0 if self.whole is None else self.whole.rows
 
 
 def row_groups(sparsity: FFNSparsity, tokens: int, kept: PackedRows) -> RowGroups:
     """A share of each expert's neurons, those with most non-zeros, stays whole."""
-    experts, neurons = kept.nonzeros.shape
-    count = dense_feature_count(neurons, sparsity.dense_features)
+    count = dense_feature_count(kept.nonzeros.shape[1], sparsity.dense_features)
     if count == 0:
-        return RowGroups(None, None, 0)
-    rows, index = in_blocks(count), jnp.arange(neurons)
+        return RowGroups(None)
 
     def of_expert(nonzeros):
-        found = densest(nonzeros, count, tokens)
-        others = index - found.before
-        slots = jnp.where(others < rows - count, count + others, -1)
-        place = jnp.where(found.chosen, found.before, count)
-        chosen = jnp.zeros(count, jnp.int32).at[place].set(index, mode="drop")
-        return chosen, jnp.where(found.chosen, found.before, slots)
+        chosen, slots, _ = whole_features(nonzeros, count, tokens)
+        return chosen, slots
 
-    chosen, slots = jax.vmap(of_expert)(kept.nonzeros)
-    first = neurons * jnp.arange(experts, dtype=jnp.int32)
-    return RowGroups((chosen + first[:, None]).reshape(-1), slots.reshape(-1), rows)
+    return RowGroups(
+        WholeFeatures(*jax.vmap(of_expert)(kept.nonzeros), in_blocks(count))
+    )
 
 
 def row_gradient_over_tokens(
     groups: RowGroups, da: Float[Array, "_ _"], kept: PackedRows, *, by_token: bool
 ) -> tuple[Packed, OverTokens]:
     """dY1 as `row_gradient` has it, and A and dY1 2:4 along the rows."""
-    slots = () if groups.slots is None else (groups.slots,)
-    row_token, tile_expert = _by_expert(kept.routed)
-    by_expert = (tile_expert, row_token) if by_token else (tile_expert,)
+    slots = () if groups.whole is None else (groups.whole.slots.reshape(-1),)
+    by_expert = _by_expert(kept.routed)
+    if not by_token:
+        by_expert = by_expert[:1]
     run, a = _over_tokens(kept.routed.experts, groups.rows), kept.a
     dy_up, *over_tokens = run(da, a.values, a.metadata, by_expert, slots)
     return Packed(dy_up, a.metadata), OverTokens.of(over_tokens)
 
 
 def _by_expert(routed: Dispatch) -> tuple[jax.Array, jax.Array]:
-    """What the kernels look up: each row's token, and each tile's expert."""
+    """What the kernels look up: each tile's expert, and each row's token."""
     tokens = jnp.where(routed.row_valid, routed.row_token, -1)
-    return tokens, routed.tile_expert
+    return routed.tile_expert, tokens
 
 
 # The GEMMs.
@@ -153,19 +152,18 @@ def weight_gradient_of_experts(
     ends = jnp.cumsum(_tiles_of_experts(routed), dtype=jnp.int32)
     run = _sum_over_rows(routed.v, transpose_out, groups.rows)
     results = run(sparse.values, sparse.metadata, rows, ends)
-    if groups.chosen is None:
+    if groups.whole is None:
         return _side_by_side(results, transpose_out)
     product, lost = (_side_by_side(result, transpose_out) for result in results)
-    count = groups.chosen.size // routed.experts
-    used = jnp.arange(routed.experts)[:, None] * groups.rows + jnp.arange(count)[None]
-    used = used.reshape(-1)
-    # As in `packed_activations`: in place, each number once.
-    if transpose_out:
-        row = jnp.arange(product.shape[0])[:, None]
-        place, lost = product.at[row, groups.chosen[None]], lost[:, used]
-    else:
-        place, lost = product.at[groups.chosen], lost[used]
-    return place.add(lost, unique_indices=True, mode="promise_in_bounds")
+    # Of all neurons, and of all second rows: one expert's after the other's.
+    experts, count = groups.whole.chosen.shape
+    neurons = groups.whole.slots.shape[1]
+    second = groups.whole.rows
+    first = jnp.arange(experts, dtype=jnp.int32)[:, None]
+    chosen = (first * neurons + groups.whole.chosen).reshape(-1)
+    own = (first * second + jnp.arange(count)[None]).reshape(-1)
+    lost = lost[:, own] if transpose_out else lost[own]
+    return add_lost(product, lost, chosen, columns=transpose_out)
 
 
 def _side_by_side(result: jax.Array, transpose_out: bool) -> jax.Array:
@@ -206,10 +204,8 @@ def _over_tokens(experts: int, whole_rows: int):
     @jax.custom_batching.sequential_vmap
     def run(da, values, metadata, by_expert, slots):
         from pallas_kernels import over_tokens_sm90
-        from pallas_kernels.activation_tiles import ByExpert
 
-        tile_expert, *row_token = by_expert
-        rows = ByExpert(row_token[0] if row_token else None, tile_expert, experts)
+        rows = _rows(experts, by_expert)
         whole = over_tokens_sm90.Whole(slots[0], whole_rows) if slots else None
         return over_tokens_sm90.backward(
             da, values, metadata, whole, by_segments=False, by_expert=rows
@@ -221,7 +217,10 @@ def _over_tokens(experts: int, whole_rows: int):
 def _rows(experts: int, by_expert):
     from pallas_kernels.activation_tiles import ByExpert
 
-    return ByExpert(by_expert[0], by_expert[1], experts) if by_expert else None
+    if not by_expert:
+        return None
+    tile_expert, *row_token = by_expert
+    return ByExpert(row_token[0] if row_token else None, tile_expert, experts)
 
 
 @lru_cache
