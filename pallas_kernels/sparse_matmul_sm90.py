@@ -224,17 +224,13 @@ def _tilings(shape: Shape) -> list[Config]:
     piece = LINE_BYTES // shape.out_bytes
     sizes = [(2, n) for n in range(192, 63, -step)]
     sizes += [(1, n) for n in range(256, 63, -step)]
-    # One warpgroup only where two have more rows than one expert.
-    warpgroups = [2] if shape.group_tile % 128 == 0 else [1]
     return [
         Config(
-            warpgroups=count,
             row_blocks=row_blocks,
             tile_n=tile_n,
             cluster=cluster,
             out_columns=piece if tile_n % piece == 0 else tile_n // 2,
         )
-        for count in warpgroups
         for row_blocks, tile_n in sizes
         for cluster in (2, 1)
     ]

@@ -15,7 +15,7 @@ from sparsejax.formats import Compressed, decompress
 from sparsejax.ops.backend import Backend
 from sparsejax.ops.ffn_all_neurons import keep_once
 from sparsejax.ops.ffn_layout import FFNLayout, gather_experts, own_experts
-from sparsejax.ops.ffn_spec import FFNSparsity
+from sparsejax.ops.ffn_spec import FFNSparsity, group_tile
 from sparsejax.ops.ffn_weights import FFNWeights, multiply_by_weight
 from sparsejax.ops.grouped_matmul import grouped_matmul, grouped_outer
 from sparsejax.ops.packed_rows import (
@@ -74,7 +74,7 @@ def forward(
     """Y (tokens, d_model), and what the backward needs."""
     hidden = None
     if sparsity.skip_blocks:
-        routed = _dispatch(sparsity, expert_index, layout)
+        routed = _dispatch(sparsity, backends, expert_index, layout)
         # (rows, F / E) = (rows, d) @ (E, d, F / E)
         x_rows = gather_rows(x, routed)
         if isinstance(w.packed_up, Packed):
@@ -90,7 +90,7 @@ def forward(
             _, experts = own_experts(layout, sparsity.experts)
             mass = gather_experts(layout, expert_mass(y_up, experts))
             expert_index = best_experts(mass, sparsity.experts_per_token)
-        routed = _dispatch(sparsity, expert_index, layout)
+        routed = _dispatch(sparsity, backends, expert_index, layout)
         if not sparsity.mask_reuse and sparsity.weight_gradients == "dense":
             hidden = jax.nn.relu(y_up)
     w_down = _rows_by_expert(w.down, routed.experts)
@@ -246,6 +246,7 @@ def _weight_gradients_by_expert(
 
 def _dispatch(
     sparsity: FFNSparsity,
+    backends: tuple,
     expert_index: jax.Array | None,
     layout: FFNLayout | None,
 ) -> Dispatch:
@@ -257,8 +258,9 @@ def _dispatch(
         order = fixed_token_order(expert_index.shape[0])
         order = jnp.asarray(order[order >= 0])
     pattern = sparsity.activations
+    v = group_tile(pattern.v) if "mosaic_sm90" in backends else pattern.v
     first, experts = own_experts(layout, pattern.experts)
-    return dispatch(expert_index - first, experts, pattern.v, token_order=order)
+    return dispatch(expert_index - first, experts, v, token_order=order)
 
 
 def _grouped(backend, rows, weights, routed: Dispatch) -> jax.Array:

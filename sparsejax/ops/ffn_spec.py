@@ -156,6 +156,16 @@ def dense_feature_count(features: int, share: float) -> int:
     return min(math.ceil(share * features / FEATURE_TILE) * FEATURE_TILE, features)
 
 
+GROUP_TILE = 128
+"""Rows of one expert that sparse tensor cores take together."""
+
+
+def group_tile(v: int) -> int:
+    """What an expert's tokens are filled up to multiples of there, at least V. It pads
+    more, and changes no value."""
+    return math.ceil(v / GROUP_TILE) * GROUP_TILE
+
+
 @dataclass(frozen=True, kw_only=True)
 class FFNCall(ABC):
     """The static facts of one call of an FFN, gated or not."""
@@ -298,7 +308,7 @@ class FFNSpec(FFNCall):
                 experts=s.experts if by_expert else None,
                 experts_per_token=s.experts_per_token if by_expert else 1,
                 expert_features=neurons if by_expert else 0,
-                group_tile=venom.v if venom and by_expert else 0,
+                group_tile=group_tile(venom.v) if venom and by_expert else 0,
                 device=self.device,
                 device_kind=self.device_kind,
                 **facts,

@@ -321,10 +321,6 @@ def _why_unsupported_on_sm90(spec: GemmSpec) -> str | None:
     )
 
     shape = _shape_on_sm90(spec)
-    if spec.experts is None:
-        return why_unsupported(shape)
-    if spec.group_tile % 64:
-        return f"v={spec.group_tile}: rows of one expert come in multiples of 64"
     return why_unsupported(shape) or why_invalid(default_config(shape), shape)
 
 
