@@ -123,6 +123,9 @@ def test_what_was_not_measured_is_not_chosen_unasked(untuned):
     decisions = spec(ALONG_ROWS).explain()
     assert on_sm90(decisions) == [True, False, True, False, False, False]
     assert "have not been measured on this GPU" in decisions[1].reason
+    skipped = spec(SPARSITIES["all six, skipped"]).explain()
+    assert on_sm90(skipped) == [False] * 6
+    assert "only where it is named" in skipped[0].reason
 
 
 def test_the_share_is_that_of_an_experts_half(untuned):
@@ -167,6 +170,20 @@ def test_all_tokens_may_go_to_one_expert(calls, name):
     sparsity = SPARSITIES[name]
     arguments, dy = whole_numbers(200, D, F, seed=0)
     assert_exact(sparsity, arguments, dy, chosen(sparsity, 200, "all to one"))
+
+
+@pytest.mark.parametrize("name", ["all six", "all six, skipped"])
+def test_unasked_the_library_multiplies_what_the_kernels_could(calls, name):
+    sparsity = SPARSITIES[name]
+    arguments, dy = whole_numbers(100, D, F, seed=0)
+    experts = chosen(sparsity, 100)
+    got, expected = (
+        step(sparsity, backend, arguments, dy, experts=experts, scales=(1.0, 1.0))
+        for backend in (None, "reference")
+    )
+    assert "sparse_rows" not in calls and "sparse_weights" not in calls
+    for ours, theirs in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["all six", "all six, skipped"])
