@@ -8,7 +8,7 @@ runs it. Random bfloat16 operands, as they lie in memory in a training step; eve
 result is compared with float32 on some of its rows before anything is timed; with every
 config that the search of `bench_matmul` would try, and the fastest is kept.
 
-One H200: about a minute for three numbers of experts.
+One H200: less than a minute for one number of experts.
 """
 
 import json
@@ -29,7 +29,7 @@ from experiments.provenance import commit
 from experiments.timing import time_queued
 from pallas_kernels import grouped_matmul_sm90 as grouped
 from pallas_kernels import tuning
-from pallas_kernels.sparse_matmul_sm90 import Shape
+from pallas_kernels.sparse_matmul_sm90 import Shape, default_config, why_invalid
 from sparsejax.formats import compress, decompress
 from sparsejax.packing import Packed, pack, unpack
 from sparsejax.pruning import magnitude_mask
@@ -106,6 +106,12 @@ def main(config: Config) -> list[dict]:
 
 def _times(config: Config, problem: Problem) -> dict:
     configs = tuning.candidates(problem.shape)
+    if not configs:
+        reason = why_invalid(default_config(problem.shape), problem.shape)
+        raise ValueError(
+            f"v={config.v}, T={config.tokens}, d={config.d_model}, F={config.d_hidden} "
+            f"have no grouped 2:4 kernel: {reason}"
+        )
 
     def compiled(kernel) -> Callable:
         run = partial(problem.sparse, config_for=lambda _: kernel)
@@ -141,11 +147,7 @@ def _check(problem: Problem, call: Callable[[], jax.Array]) -> float:
 
 
 def make_problem(config: Config, gemm: Gemm, experts: int) -> Problem:
-    """Random operands of a size.
-
-    Raises:
-      ValueError: the kernel cannot run the size; says why.
-    """
+    """Random operands of a size."""
     sizes = _group_tiles(config, experts)
     expert = np.repeat(np.arange(experts), sizes).astype(np.int32)
     rows, own = expert.size * config.v, config.d_hidden // experts
@@ -228,8 +230,11 @@ def _group_tiles(config: Config, experts: int) -> list[int]:
     share = config.share_of_first
     shares = [1 / experts] * experts
     if share is not None:
-        if not 0 < share < 1:
-            raise ValueError(f"share_of_first={share} is not between 0 and 1")
+        if not 0 < share < 1 or experts == 1:
+            raise ValueError(
+                f"share_of_first={share} of {experts} experts: give a share between 0 "
+                f"and 1, and two experts or more"
+            )
         shares = [share] + [(1 - share) / (experts - 1)] * (experts - 1)
     return [-(-round(s * config.tokens) // config.v) for s in shares]
 

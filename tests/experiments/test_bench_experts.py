@@ -42,3 +42,9 @@ def test_one_expert_may_have_nearly_all_tokens(monkeypatch):
     assert [row["share_of_first"] for row in bench_experts.main(config)] == [0.9] * 2
     with pytest.raises(ValueError, match="share_of_first=1.5"):
         bench_experts.main(replace(config, share_of_first=1.5))
+
+
+def test_a_size_without_a_kernel_is_refused(monkeypatch):
+    hopper.pretend(monkeypatch)
+    with pytest.raises(ValueError, match="v=64, .* group_tile=64"):
+        bench_experts.main(replace(TINY, v=64, gemms=("2",)))

@@ -142,7 +142,9 @@ def weights_case(name, *, m: int = 192, k: int = 320):
     return run, operands, expected[: used * GROUP_TILE]
 
 
-def over_rows_case(name, *, transpose_out: bool, m: int = 320, n: int = 192):
+def over_rows_case(
+    name, *, transpose_out: bool, rows_apart: int = 0, m: int = 320, n: int = 192
+):
     expert, used, ends = groups(name)
     experts, rows = len(GROUPS[name]), expert.size * GROUP_TILE
     keys = jax.random.split(jax.random.key(2))
@@ -156,9 +158,19 @@ def over_rows_case(name, *, transpose_out: bool, m: int = 320, n: int = 192):
     expected = np.stack([a[:, rows] @ dense[rows] for rows in own])
     if transpose_out:
         expected = expected.transpose(2, 0, 1)
-    run = partial(
-        grouped.sparse_over_rows, group_tile=GROUP_TILE, transpose_out=transpose_out
-    )
+
+    def run(*operands, **options):
+        results = grouped.sparse_over_rows(
+            *operands,
+            group_tile=GROUP_TILE,
+            transpose_out=transpose_out,
+            rows_apart=rows_apart,
+            **options,
+        )
+        if not rows_apart:
+            return results
+        return jnp.concatenate(results, axis=2 if transpose_out else 1)
+
     return run, (packed.values, packed.metadata, b, jnp.asarray(ends)), expected
 
 
@@ -168,6 +180,12 @@ CASES = {
     "weights": weights_case,
     "over rows": partial(over_rows_case, transpose_out=False),
     "over rows, transposed": partial(over_rows_case, transpose_out=True),
+    "over rows, some apart": partial(
+        over_rows_case, transpose_out=False, rows_apart=64
+    ),
+    "over rows, transposed, some apart": partial(
+        over_rows_case, transpose_out=True, rows_apart=128
+    ),
 }
 
 
@@ -260,7 +278,7 @@ def test_random_groups_on_a_gpu(case, monkeypatch):
         counts = generator.integers(0, 6, int(generator.integers(1, 9)))
         monkeypatch.setitem(GROUPS, "random", list(counts))
         sizes = {
-            size: 64 * int(generator.integers(1, 12))
+            size: 64 * int(generator.integers(3, 12))
             for size in {"weights": "mk"}.get(case, "mn" if "over" in case else "kn")
         }
         run, operands, expected = CASES[case]("random", **sizes)
