@@ -71,13 +71,12 @@ def sparse_rows(
     _check(values, metadata, b, k_of_b)
     (out,) = launch(
         shape,
-        _valid(config_for(shape), shape),
+        _config(config_for, shape),
         [jax.ShapeDtypeStruct((rows, n), values.dtype)],
         values,
         metadata,
         b,
-        tile_expert.astype(jnp.int32),
-        used_tiles.astype(jnp.int32).reshape(1),
+        *_lookups(tile_expert, used_tiles),
         multiprocessors=multiprocessors,
     )
     return out
@@ -120,13 +119,12 @@ def sparse_weights(
     _check(values, metadata, b, k_of_b)
     (out,) = launch(
         shape,
-        _valid(config_for(shape), shape),
+        _config(config_for, shape),
         [jax.ShapeDtypeStruct((rows, shape.m), values.dtype)],
         values,
         metadata,
         b,
-        tile_expert.astype(jnp.int32),
-        used_tiles.astype(jnp.int32).reshape(1),
+        *_lookups(tile_expert, used_tiles),
         activation=activation,
         multiprocessors=multiprocessors,
     )
@@ -181,7 +179,7 @@ def sparse_over_rows(
     sizes = [(n, experts, m) if transpose_out else (experts, m, n) for m in parts]
     out = launch(
         shape,
-        _valid(config_for(shape), shape),
+        _config(config_for, shape),
         [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes],
         values,
         metadata,
@@ -214,7 +212,13 @@ def _check(values, metadata, b, k_of_b: int) -> None:
         )
 
 
-def _valid(config: Config, shape: Shape) -> Config:
+def _lookups(tile_expert: jax.Array, used_tiles: jax.Array) -> tuple[jax.Array, ...]:
+    """What the blocks look up."""
+    return tile_expert.astype(jnp.int32), used_tiles.astype(jnp.int32).reshape(1)
+
+
+def _config(config_for: Callable[[Shape], Config], shape: Shape) -> Config:
+    config = config_for(shape)
     if reason := why_invalid(config, shape):
         raise ValueError(f"no grouped 2:4 GEMM of {shape} with {config}: {reason}")
     return config

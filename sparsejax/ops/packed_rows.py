@@ -5,7 +5,7 @@ over all neurons wrote, or from the rows that one grouped over experts did.
 """
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +125,7 @@ def multiply_rows(
     Args:
       b: (n, experts, k) if `b_k_major`, else (experts, k, n).
     """
-    run = _multiply_rows(b_k_major)
+    run = _grouped("sparse_rows", b_k_major=b_k_major)
     return run(a.values, a.metadata, b, routed.tile_expert, used_tiles(routed))
 
 
@@ -134,7 +134,7 @@ def multiply_by_expert_weight(
 ) -> Float[Array, "rows n"]:
     """`rows[r] @ weight[expert of r]^T`, experts' weights below each other: GEMMs 1
     and 3."""
-    run = _multiply_by_expert_weight(routed.experts)
+    run = _grouped("sparse_weights", experts=routed.experts)
     operands = weight.values, weight.metadata, rows, routed.tile_expert
     return run(*operands, used_tiles(routed))
 
@@ -150,7 +150,12 @@ def weight_gradient_of_experts(
     """`sparse @ rows`, of each expert over its own rows, in float32: dW2 (features, d),
     or dW1 (d, features)."""
     ends = jnp.cumsum(_tiles_of_experts(routed), dtype=jnp.int32)
-    run = _sum_over_rows(routed.v, transpose_out, groups.rows)
+    run = _grouped(
+        "sparse_over_rows",
+        group_tile=routed.v,
+        transpose_out=transpose_out,
+        rows_apart=groups.rows,
+    )
     results = run(sparse.values, sparse.metadata, rows, ends)
     if groups.whole is None:
         return _side_by_side(results, transpose_out)
@@ -224,61 +229,18 @@ def _rows(experts: int, by_expert):
 
 
 @lru_cache
-def _multiply_rows(b_k_major: bool):
+def _grouped(name: str, **options: Any):
+    """A kernel of `grouped_matmul_sm90`, for arrays."""
+
     @jax.custom_batching.sequential_vmap
-    def run(values, metadata, b, tile_expert, used_tiles):
+    def run(*operands):
         from pallas_kernels import grouped_matmul_sm90
 
-        return grouped_matmul_sm90.sparse_rows(
-            values,
-            metadata,
-            b,
-            tile_expert,
-            used_tiles,
-            b_k_major=b_k_major,
+        return getattr(grouped_matmul_sm90, name)(
+            *operands,
             config_for=_config,
             multiprocessors=multiprocessors(),
-        )
-
-    return run
-
-
-@lru_cache
-def _multiply_by_expert_weight(experts: int):
-    @jax.custom_batching.sequential_vmap
-    def run(values, metadata, rows, tile_expert, used_tiles):
-        from pallas_kernels import grouped_matmul_sm90
-
-        return grouped_matmul_sm90.sparse_weights(
-            values,
-            metadata,
-            rows,
-            tile_expert,
-            used_tiles,
-            experts=experts,
-            config_for=_config,
-            multiprocessors=multiprocessors(),
-        )
-
-    return run
-
-
-@lru_cache
-def _sum_over_rows(group_tile: int, transpose_out: bool, rows_apart: int):
-    @jax.custom_batching.sequential_vmap
-    def run(values, metadata, rows, ends):
-        from pallas_kernels import grouped_matmul_sm90
-
-        return grouped_matmul_sm90.sparse_over_rows(
-            values,
-            metadata,
-            rows,
-            ends,
-            group_tile=group_tile,
-            transpose_out=transpose_out,
-            rows_apart=rows_apart,
-            config_for=_config,
-            multiprocessors=multiprocessors(),
+            **options,
         )
 
     return run

@@ -58,11 +58,6 @@ def spec(**changes) -> FFNSpec:
     return FFNSpec(**facts | changes)
 
 
-@pytest.fixture
-def untuned(monkeypatch):
-    monkeypatch.setattr(tuning, "entries", lambda kind: {})
-
-
 # The choice.
 
 

@@ -29,16 +29,6 @@ ALL_SIX = FFNSparsity(
 D, F = 64, 192
 
 
-@pytest.fixture
-def untuned(monkeypatch):
-    monkeypatch.setattr(tuning, "entries", lambda kind: {})
-
-
-@pytest.fixture
-def calls(untuned, monkeypatch):
-    return hopper.pretend(monkeypatch)
-
-
 # The choice.
 
 

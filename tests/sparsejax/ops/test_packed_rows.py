@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import hopper
-from pallas_kernels import tuning
 from sparsejax.ops.ffn import ffn
 from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
 from sparsejax.patterns import NM, VNM
@@ -41,16 +39,6 @@ SPARSITIES = {
     "all six, skipped": replace(ALONG_ROWS, router="token_hash", skip_blocks=True),
 }
 D, F = 64, 256
-
-
-@pytest.fixture
-def untuned(monkeypatch):
-    monkeypatch.setattr(tuning, "entries", lambda kind: {})
-
-
-@pytest.fixture
-def calls(untuned, monkeypatch):
-    return hopper.pretend(monkeypatch)
 
 
 def chosen(sparsity: FFNSparsity, tokens: int, routing: str = "any"):
