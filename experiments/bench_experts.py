@@ -29,7 +29,11 @@ from experiments.provenance import commit
 from experiments.timing import time_queued
 from pallas_kernels import grouped_matmul_sm90 as grouped
 from pallas_kernels import tuning
-from pallas_kernels.sparse_matmul_sm90 import Shape, default_config, why_invalid
+from pallas_kernels.sparse_matmul_configs import (
+    Shape,
+    default_config,
+    why_invalid,
+)
 from sparsejax.formats import compress, decompress
 from sparsejax.packing import Packed, pack, unpack
 from sparsejax.pruning import magnitude_mask

@@ -38,8 +38,8 @@ from experiments.ffn_gemms import Gemm, Problem, make_problem
 from experiments.power import PowerSampler
 from experiments.provenance import commit
 from experiments.timing import time_queued
-from pallas_kernels import sparse_matmul_sm90, tuning
-from pallas_kernels.sparse_matmul_sm90 import Shape
+from pallas_kernels import sparse_matmul_configs, tuning
+from pallas_kernels.sparse_matmul_configs import Shape
 
 WIDTHS = (
     (2048, 8192),
@@ -142,11 +142,11 @@ def _tune(problem: Problem) -> tuning.Entry:
     exact = problem.whole(calls[configs[0]]())
     _check(problem, exact)
 
-    def is_correct(config: sparse_matmul_sm90.Config) -> bool:
+    def is_correct(config: sparse_matmul_configs.Config) -> bool:
         # The order of the sums, and so every bit, does not depend on the config.
         return bool(jnp.array_equal(problem.whole(calls[config]()), exact))
 
-    def time_us(correct: list[sparse_matmul_sm90.Config]):
+    def time_us(correct: list[sparse_matmul_configs.Config]):
         named = {str(c): calls[c] for c in [None, *correct]}
         timings, _ = time_queued(named, baseline=str(None), rounds=3)
         by_name = {timing.name: 1e3 * timing.time_ms for timing in timings}

@@ -20,8 +20,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import activation_tiles, sparse_matmul_sm90
-from pallas_kernels.sparse_matmul_sm90 import Config, Shape
+from pallas_kernels import activation_tiles, sparse_matmul_configs, sparse_matmul_sm90
+from pallas_kernels.sparse_matmul_configs import Config, Shape
 from sparsejax.formats import decompress
 from sparsejax.ops import packed_activations
 from sparsejax.ops.ffn_spec import FFNSparsity, dense_feature_count
@@ -109,7 +109,7 @@ def make_problem(gemm: Gemm, tokens: int, d_model: int, d_hidden: int) -> Proble
       ValueError: no kernel runs this size; says why.
     """
     shape = _shape(gemm, tokens, d_model, d_hidden)
-    reason = sparse_matmul_sm90.why_unsupported(shape)
+    reason = sparse_matmul_configs.why_unsupported(shape)
     if gemm != "1":
         reason = reason or activation_tiles.why_unsupported(d_hidden, shape.dtype)
     if reason is not None:

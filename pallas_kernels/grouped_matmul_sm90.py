@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int, UInt32
 
-from pallas_kernels.sparse_matmul_sm90 import (
+from pallas_kernels.sparse_matmul_configs import (
     Config,
     Shape,
     default_config,
-    launch,
     why_invalid,
 )
+from pallas_kernels.sparse_matmul_sm90 import launch
 
 
 def sparse_rows(

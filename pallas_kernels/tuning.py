@@ -12,7 +12,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from pallas_kernels.sparse_matmul_sm90 import Config, Shape, default_config, why_invalid
+from pallas_kernels.sparse_matmul_configs import (
+    Config,
+    Shape,
+    default_config,
+    why_invalid,
+)
 
 FOLDER = Path(__file__).parent / "tuned"
 

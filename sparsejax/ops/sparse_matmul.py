@@ -236,7 +236,7 @@ def _shape_on_sm90(spec: GemmSpec):
     """The kernel's view of `spec`: the sparse operand is its left one, so where that is
     our right one both are transposed, and so is the product that it writes. Features
     that stay whole have a second row."""
-    from pallas_kernels.sparse_matmul_sm90 import Shape
+    from pallas_kernels.sparse_matmul_configs import Shape
 
     if spec.experts is not None:
         return _grouped_shape_on_sm90(spec)
@@ -257,7 +257,7 @@ def _shape_on_sm90(spec: GemmSpec):
 def _grouped_shape_on_sm90(spec: GemmSpec):
     """The same over experts, of this device's: rows instead of tokens, and one expert's
     neurons instead of all."""
-    from pallas_kernels.sparse_matmul_sm90 import Shape
+    from pallas_kernels.sparse_matmul_configs import Shape
 
     tokens, neurons = _tokens(spec), spec.expert_features
     experts = _all_neurons(spec) // neurons
@@ -314,7 +314,7 @@ def _why_unsupported_on_sm90(spec: GemmSpec) -> str | None:
         features = spec.expert_features or _all_neurons(spec)
         if reason := activation_tiles.why_unsupported(features, spec.dtype):
             return reason
-    from pallas_kernels.sparse_matmul_sm90 import (
+    from pallas_kernels.sparse_matmul_configs import (
         default_config,
         why_invalid,
         why_unsupported,
@@ -404,9 +404,9 @@ def _kernel_on_sm90(
     # The kernel has no batching rule: under vmap one matrix follows the other.
     @jax.custom_batching.sequential_vmap
     def run(values, metadata, b):
-        from pallas_kernels import sparse_matmul_sm90, tuning
+        from pallas_kernels import sparse_matmul_configs, sparse_matmul_sm90, tuning
 
-        shape = sparse_matmul_sm90.Shape(
+        shape = sparse_matmul_configs.Shape(
             m=values.shape[0],
             n=b.shape[0] if b_k_major else b.shape[-1],
             k=2 * values.shape[1],

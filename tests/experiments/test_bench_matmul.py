@@ -9,7 +9,7 @@ import pytest
 import hopper
 from experiments import bench_matmul, ffn_gemms
 from pallas_kernels import sparse_matmul_sm90, tuning
-from pallas_kernels.sparse_matmul_sm90 import default_config
+from pallas_kernels.sparse_matmul_configs import default_config
 from sparsejax.ops import sparse_matmul
 from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
 from sparsejax.ops.token_sparsity import fixed_token_order

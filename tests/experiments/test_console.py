@@ -9,7 +9,7 @@ import pytest
 import hopper
 from experiments import console, pretrain
 from pallas_kernels import tuning
-from pallas_kernels.sparse_matmul_sm90 import Shape, default_config
+from pallas_kernels.sparse_matmul_configs import Shape, default_config
 from sparsejax import metrics, plan
 from sparsejax.config import MeshConfig, RecipeName, TrainConfig
 from sparsejax.presets import PRESETS

@@ -9,7 +9,12 @@ import pytest
 
 from pallas_kernels import grouped_matmul_sm90 as grouped
 from pallas_kernels.gemm_tasks import ByExpert, OverTokensOfExpert, Tiling, tiling_of
-from pallas_kernels.sparse_matmul_sm90 import Config, Shape, default_config, why_invalid
+from pallas_kernels.sparse_matmul_configs import (
+    Config,
+    Shape,
+    default_config,
+    why_invalid,
+)
 from pallas_kernels.tuning import candidates
 from sparsejax.formats import compress, decompress
 from sparsejax.packing import pack, unpack

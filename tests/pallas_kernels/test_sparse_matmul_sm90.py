@@ -12,7 +12,12 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import sparse_matmul_sm90
-from pallas_kernels.sparse_matmul_sm90 import Config, Shape, default_config, why_invalid
+from pallas_kernels.sparse_matmul_configs import (
+    Config,
+    Shape,
+    default_config,
+    why_invalid,
+)
 from sparsejax.formats import compress, decompress
 from sparsejax.packing import pack
 

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import tuning
-from pallas_kernels.sparse_matmul_sm90 import (
+from pallas_kernels.sparse_matmul_configs import (
     Config,
     Shape,
     default_config,
-    sparse_matmul,
     why_invalid,
 )
+from pallas_kernels.sparse_matmul_sm90 import sparse_matmul
 from pallas_kernels.tuning import Entry
 
 GPU = "NVIDIA H200"

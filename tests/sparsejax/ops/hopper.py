@@ -11,6 +11,7 @@ from pallas_kernels import (
     compress_sm90,
     grouped_matmul_sm90,
     over_tokens_sm90,
+    sparse_matmul_configs,
     sparse_matmul_sm90,
 )
 from sparsejax.formats import Compressed, compress, decompress
@@ -58,7 +59,7 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
             assert not b_k_major and len(b) == 64
             b = b.swapaxes(0, 1).reshape(-1, b.shape[2])
         n, k = b.shape if b_k_major else b.shape[::-1]
-        shape = sparse_matmul_sm90.Shape(
+        shape = sparse_matmul_configs.Shape(
             m=values.shape[0],
             n=n,
             k=k,
@@ -67,7 +68,7 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
             transpose_out=transpose_out,
             float32_out=out_dtype == jnp.float32,
         )
-        assert sparse_matmul_sm90.why_invalid(config, shape) is None
+        assert sparse_matmul_configs.why_invalid(config, shape) is None
         # In float32: XLA on CPUs lacks the product of bfloat16 in some orders.
         a = decompress(unpack(Packed(values, metadata))).astype(jnp.float32)
         b = (b.T if b_k_major else b).astype(jnp.float32)

@@ -11,7 +11,7 @@ from flax import nnx
 
 import hopper
 from pallas_kernels import tuning
-from pallas_kernels.sparse_matmul_sm90 import Shape, default_config
+from pallas_kernels.sparse_matmul_configs import Shape, default_config
 from sparsejax.formats import Compressed
 from sparsejax.layers import SparseFFN
 from sparsejax.ops import ffn_spec

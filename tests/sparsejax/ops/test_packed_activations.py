@@ -10,7 +10,7 @@ import pytest
 
 import hopper
 from pallas_kernels import tuning
-from pallas_kernels.sparse_matmul_sm90 import Shape, default_config
+from pallas_kernels.sparse_matmul_configs import Shape, default_config
 from sparsejax.ops import ffn_all_neurons
 from sparsejax.ops.ffn import ffn
 from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
