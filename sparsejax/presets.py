@@ -45,7 +45,11 @@ def gpt_124m() -> TrainConfig:
 
 
 def llama_1b() -> TrainConfig:
-    """The probable 1B set-up of arXiv 2602.06183: Meta Lingua's, with squared ReLU."""
+    """The probable 1B set-up of arXiv 2602.06183: Meta Lingua's, with squared ReLU.
+
+    F is 4 d_model and not the 8448 that would have exactly SwiGLU's parameters: 2, 4, 8
+    or 16 experts are then whole blocks of 64 neurons, as sparse tensor cores need.
+    """
     return TrainConfig(
         preset="llama-1b",
         model=ModelConfig(
@@ -54,7 +58,7 @@ def llama_1b() -> TrainConfig:
             layers=25,
             heads=16,
             kv_heads=16,
-            d_hidden=8448,
+            d_hidden=8192,
             rope_base=500_000.0,
             dtype="bfloat16",
             remat="dots",
@@ -76,7 +80,10 @@ def llama_1b() -> TrainConfig:
 
 
 def llama_7b() -> TrainConfig:
-    """The probable 7B set-up of arXiv 2602.06183: Meta Lingua's, with squared ReLU."""
+    """The probable 7B set-up of arXiv 2602.06183: Meta Lingua's, with squared ReLU.
+
+    F is 4 d_model and not 16,512, as in `llama_1b`.
+    """
     return TrainConfig(
         preset="llama-7b",
         model=ModelConfig(
@@ -85,7 +92,7 @@ def llama_7b() -> TrainConfig:
             layers=32,
             heads=32,
             kv_heads=32,
-            d_hidden=16_512,
+            d_hidden=16_384,
             rope_base=500_000.0,
             dtype="bfloat16",
             remat="full",
