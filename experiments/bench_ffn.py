@@ -47,17 +47,23 @@ from rich.table import Table
 from experiments.kernel_times import kernel_times
 from experiments.masked_ffn import Inputs, masked_dense
 from experiments.provenance import commit
+from experiments.sparse_modes import choose, sparse_modes
 from experiments.timing import Timing, time_interleaved, time_queued
 from sparsejax.checkpoint import Checkpoints
 from sparsejax.config import MeshConfig
 from sparsejax.config_file import read_config
+from sparsejax.metrics import ffn_statistics
 from sparsejax.model import Transformer
 from sparsejax.ops.backend import Backend, current_device_kind, current_platform
 from sparsejax.ops.ffn import ffn
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity, FFNSpec
-from sparsejax.patterns import TWO_FOUR, VNM
-from sparsejax.pruning import soft_threshold_scale
-from sparsejax.router import nearest_centre
+from sparsejax.pruning import soft_threshold, soft_threshold_scale
+from sparsejax.router import (
+    balanced_clusters,
+    contiguous_order,
+    nearest_centre,
+    token_hash,
+)
 from sparsejax.train import Run
 
 BASELINE = "dense"
@@ -101,45 +107,8 @@ class Config:
 
 def modes(config: Config) -> dict[str, FFNSparsity]:
     """What is compared, by name; the baseline first."""
-    venom = VNM(config.v, 2, 4 * config.experts)
-    finer = VNM(config.v, 2, 8 * config.experts)
-    skip = partial(
-        FFNSparsity,
-        activations=venom,
-        skip_blocks=True,
-        weight_gradients="expert_columns",
-    )
-    masked = partial(FFNSparsity, weight_gradients="expert_columns")
-    activations = FFNSparsity(activations=TWO_FOUR)
-    along_tokens = replace(activations, token_sparsity="magnitude")
-    known = {
-        BASELINE: DENSE,
-        "2:4 weights": FFNSparsity(weights=TWO_FOUR),
-        "2:4 activations": activations,
-        "2:4 activations along tokens": along_tokens,
-        "2:4 weights and activations": replace(activations, weights=TWO_FOUR),
-        "all six GEMMs 2:4": replace(along_tokens, weights=TWO_FOUR),
-        "V:N:M, nearest centre": masked(activations=venom),
-        "skip_blocks": skip(),
-        "skip_blocks, 2:4 weights": skip(weights=TWO_FOUR),
-        "V:N:M, true mass, 1 of E": masked(activations=venom, router="true_mass"),
-        "V:N:M, true mass, 2 of 2E": masked(
-            activations=finer, router="true_mass", experts_per_token=2
-        ),
-        "V:N:M, true mass, all six": masked(
-            weights=TWO_FOUR,
-            activations=venom,
-            router="true_mass",
-            token_sparsity="magnitude",
-        ),
-        "skip_blocks, all six": skip(weights=TWO_FOUR, token_sparsity="magnitude"),
-    }
-    if unknown := [name for name in config.only if name not in known]:
-        raise ValueError(
-            f"only={unknown[0]!r} is no mode; choose from {', '.join(known)}"
-        )
-    chosen = {BASELINE, *(config.only or known)}
-    return {name: sparsity for name, sparsity in known.items() if name in chosen}
+    known = sparse_modes(experts=config.experts, v=config.v)
+    return {BASELINE: DENSE, **choose(config.only or known, known)}
 
 
 def of_run(config: Config) -> tuple[Config, Inputs]:
@@ -168,6 +137,9 @@ def of_run(config: Config) -> tuple[Config, Inputs]:
     x = _ffn_inputs(model, run, layer, config.tokens)
     ffn = model.blocks.ffn
     w_up, w_down = ffn.w_up[...][layer], ffn.w_down[...][layer]
+    assignment, centres = balanced_clusters(w_up, config.experts)
+    order = contiguous_order(assignment, config.experts)
+    w_up, w_down = w_up[:, order], w_down[order]
     active = jax.jit(lambda x, w: jnp.mean(x @ w.astype(x.dtype) > 0))(x, w_up)
     d_model, d_hidden = w_up.shape
     config = replace(
@@ -180,6 +152,7 @@ def of_run(config: Config) -> tuple[Config, Inputs]:
         w_up=w_up,
         w_down=w_down,
         scales=_scales(w_up, w_down),
+        centres=centres,
     )
     return config, inputs
 
@@ -232,7 +205,17 @@ def make_inputs(config: Config) -> Inputs:
         dy=jax.random.normal(keys[3], (t, d), config.dtype),
         scales=_scales(w_up, w_down),
         centres=centres / jnp.linalg.norm(centres, axis=1, keepdims=True),
+        token_ids=jax.random.randint(keys[4], (t,), 0, 50_000),
     )
+
+
+def routes(sparsity: FFNSparsity, inputs: Inputs) -> Array | None:
+    """Experts of the tokens where they are known before GEMM 1."""
+    if sparsity.experts is None or sparsity.router == "true_mass":
+        return None
+    if sparsity.router == "token_hash":
+        return token_hash(inputs.token_ids, sparsity.experts)
+    return nearest_centre(inputs.x, inputs.centres)
 
 
 Step = Callable[..., tuple[Array, Array, Array, Array]]
@@ -242,9 +225,7 @@ def step(
     sparsity: FFNSparsity, inputs: Inputs, *, backend: Backend | None = None
 ) -> tuple[Array, Array, Array, Array]:
     """(y, dx, dw_up, dw_down) by the library: what is timed."""
-    expert_index = None
-    if sparsity.experts and sparsity.router == "nearest_centre":
-        expert_index = nearest_centre(inputs.x, inputs.centres)
+    expert_index = routes(sparsity, inputs)
 
     def run(x, w_up, w_down):
         return ffn(
@@ -311,6 +292,7 @@ def main(
             "error": errors[timing.name],
             "temporaries_mib": memory[timing.name].temp_size_in_bytes / 2**20,
             "kernel_us": _kernel_us(calls[timing.name]),
+            **_routing(modes(config)[timing.name], inputs),
         }
         for timing in timings
     ]
@@ -320,6 +302,23 @@ def main(
             file.writelines(json.dumps(row) + "\n" for row in rows)
     _print(config, rows)
     return rows
+
+
+def _routing(sparsity: FFNSparsity, inputs: Inputs) -> dict:
+    """How many tokens each expert has, and the share of A^2 in the chosen experts and
+    in the best; nothing without a router."""
+    if not sparsity.experts:
+        return {}
+    w_up = inputs.w_up
+    if sparsity.weights:
+        w_up = inputs.scales[0] * soft_threshold(w_up, axis=0)
+    measure = jax.jit(ffn_statistics, static_argnums=2)
+    report = measure(inputs.x, w_up, sparsity, routes(sparsity, inputs))
+    shares = ("router_mass", "oracle_mass")
+    return {
+        "tokens_per_expert": report["tokens_per_expert"].tolist(),
+        **{name: round(float(report[name]), 4) for name in shares},
+    }
 
 
 def _kernel_us(call: Callable[[], object]) -> dict[str, float]:

@@ -1,16 +1,18 @@
 """What is right for one FFN: a training step of full-size matrices and masks.
 
-Written without the library's masks, dispatch or grouped GEMMs, for comparison.
+Written without the library's masks, dispatch or grouped GEMMs, for comparison; only
+which expert a token's hash gives is the library's.
 """
 
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from sparsejax.ops.ffn_spec import FFNSparsity, dense_feature_count
 from sparsejax.ops.token_sparsity import fixed_token_order
+from sparsejax.router import token_hash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,8 @@ class Inputs:
     """beta of W1 and W2^T, frozen when the sparse phase began: not timed."""
     centres: Float[Array, "experts d_model"]
     """Of the clusters, recomputed rarely: not timed."""
+    token_ids: Int[Array, " tokens"]
+    """What the hash routes by."""
 
 
 jax.tree_util.register_dataclass(Inputs)
@@ -52,6 +56,9 @@ def masked_dense(
         if sparsity.router == "true_mass":
             mass = jnp.maximum(y_up, 0).astype(jnp.float32) ** 4
             scores = mass.reshape(len(x), experts, -1).sum(axis=2)
+        elif sparsity.router == "token_hash":
+            chosen = token_hash(inputs.token_ids, experts, experts_per_token=count)
+            scores = jax.nn.one_hot(chosen, experts).sum(axis=1)
         else:
             scores = jnp.matmul(x, inputs.centres.T, precision="highest")
         best = jnp.sort(scores, axis=1)[:, -count][:, None]

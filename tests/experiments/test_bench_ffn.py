@@ -14,6 +14,7 @@ from experiments.timing import time_interleaved
 from pallas_kernels import tuning
 from sparsejax.config import RecipeConfig
 from sparsejax.loop import train
+from sparsejax.patterns import NM
 from tests.micro_run import micro_config
 
 TINY = Config(tokens=40, d_model=8, d_hidden=64, v=8, rounds=2, results=None)
@@ -39,6 +40,13 @@ def test_rows_are_complete_and_appended(tmp_path):
         "v": 8,
     }
     assert dense["shape"]["experts"] is None
+    assert "tokens_per_expert" not in dense
+    assert len(skip["tokens_per_expert"]) == 4 and sum(skip["tokens_per_expert"]) == 40
+    twice = by_mode["V:N:M, true mass, 2 of 2E"]
+    assert (
+        len(twice["tokens_per_expert"]) == 8 and sum(twice["tokens_per_expert"]) == 80
+    )
+    assert twice["router_mass"] == twice["oracle_mass"] > skip["router_mass"] > 0
     assert skip["command"] == "python -m experiments.bench_ffn --tokens 40"
     for row in rows:
         assert row["ratio_min"] <= row["ratio"] <= row["ratio_max"]
@@ -65,7 +73,7 @@ def test_wrong_implementation_is_caught(output, tmp_path):
 def test_mode_that_forgets_its_mask_is_caught():
     def forgetful(sparsity, inputs, *, backend):
         masked = dataclasses.replace(sparsity, activations=None)
-        two_four = sparsity.activations == bench_ffn.TWO_FOUR
+        two_four = sparsity.activations == NM(2, 4)
         return bench_ffn.step(masked if two_four else sparsity, inputs)
 
     with pytest.raises(AssertionError, match="mode '2:4 activations': y differs"):
@@ -144,7 +152,7 @@ def test_a_share_of_the_hidden_units_is_zero(zeros):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"only": ("2:4",)}, "only='2:4' is no mode; choose from dense, 2:4 weights"),
+        ({"only": ("2:4",)}, "'2:4' is no mode; choose from 2:4 weights, 2:4"),
         ({"zeros": 1.0}, "zeros=1.0 is not between 0 and 1"),
         ({"tokens": 42}, "tokens=42 is not a multiple of four"),
     ],
