@@ -1,19 +1,22 @@
-"""Times a whole training step with 2:4 weights against the dense one.
+"""Times a whole training step with sparse FFNs against the dense one.
 
     uv run --extra cuda experiments/bench_step.py
     uv run --extra cuda experiments/bench_step.py --preset llama-7b --layers 16
-    uv run --extra cuda experiments/bench_step.py --profile
+    uv run --extra cuda experiments/bench_step.py --backend mosaic_sm90 \\
+        --modes "V:N:M, true mass, all six" "skip_blocks, all six" --profile
 
 Everything is in it: embedding, attention (cuDNN), FFN, loss head, backward, gradient
-clip, AdamW, and for the sparse step the packing of the weights. Both steps run on one
-state in turn, on real text. Before anything is timed, the loss and the gradient norm of
-a sparse step are compared with those of the masked dense path (`xla`). With `--profile`
+clip, AdamW, and for a sparse step routing and packing. All steps run in turn on the
+same weights and moments, on real text; where there are experts the neurons have been
+clustered first. Before anything is timed, the loss and the gradient norm of every
+sparse step are compared with those of the masked dense path (`xla`). With `--profile`
 the time of a step is split by kind of GPU kernel.
 
 One H200, `llama-1b`: about two minutes, most of it compilation.
 """
 
 import json
+import time
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -21,16 +24,21 @@ from pathlib import Path
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import tyro
+from flax import nnx
 
 from experiments.kernel_times import by_kind, kernel_times
 from experiments.provenance import commit
+from experiments.sparse_modes import choose, sparse_modes
 from experiments.timing import Timing, time_interleaved
 from sparsejax import metrics
-from sparsejax.config import MeshConfig, PresetName, RecipeName, TrainConfig
-from sparsejax.ops.ffn_spec import DENSE
+from sparsejax.config import MeshConfig, PresetName, TrainConfig
+from sparsejax.layers import set_sparsity
+from sparsejax.model import Transformer
+from sparsejax.ops.backend import Backend
+from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
 from sparsejax.presets import PRESETS
-from sparsejax.recipe import sparsity_of
 from sparsejax.train import Run, TrainState, train_step
 
 DENSE_STEP = "dense"
@@ -41,8 +49,14 @@ class Config:
     """What is timed, and where the rows go."""
 
     preset: PresetName = "llama-1b"
-    recipe: RecipeName = "weights"
-    """Its sparse phase."""
+    modes: tuple[str, ...] = ("2:4 weights",)
+    """Of `sparse_modes`, each against the dense step."""
+    experts: int = 4
+    """E, clusters of neurons; a token uses 1 of E (or 2 of 2 E)."""
+    v: int = 128
+    """Rows of a V:N:M block."""
+    backend: Backend | None = None
+    """Of the sparse GEMMs; None: the best of each."""
     layers: int | None = None
     """None: the preset's."""
     batch_size: int = 8
@@ -61,45 +75,77 @@ class Config:
 
 
 class Steps:
-    """The dense step and the sparse one, compiled, on one state."""
+    """The dense step and the sparse ones, compiled, on the same weights."""
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, modes: dict[str, FFNSparsity]) -> None:
         self.run = Run(config, devices=jax.devices()[:1])
-        self.sparsity = sparsity_of(config.recipe, config.phases)
-        state = self.run.initial_state()
-        self.state: TrainState = self.run.switch(state, DENSE, self.sparsity)
+        self.sparsities = {DENSE_STEP: DENSE, **modes}
+        self.state, self.switch_seconds = self._clustered(self.run.initial_state())
+        self.buffers = {
+            name: self._buffers(sparsity) for name, sparsity in self.sparsities.items()
+        }
         self.tokens = self.run.place(next(self.run.batches())["tokens"])
         self.compiled = {
-            name: self.run.step(sparsity).lower(self.state, self.tokens).compile()
-            for name, sparsity in ((DENSE_STEP, DENSE), (config.recipe, self.sparsity))
+            name: self.run.step(sparsity).lower(self._of(name), self.tokens).compile()
+            for name, sparsity in self.sparsities.items()
         }
+
+    def _clustered(self, state: TrainState) -> tuple[TrainState, float | None]:
+        """A dense state whose neurons lie cluster by cluster, as the first sparsity
+        with experts has them, and the seconds that the switch took to compile and
+        run."""
+        with_experts = [s for s in self.sparsities.values() if s.experts]
+        if not with_experts:
+            return state, None
+        start = time.perf_counter()
+        switched = self.run.switch(state, DENSE, with_experts[0])
+        jax.block_until_ready(switched.params)
+        seconds = time.perf_counter() - start
+        model = self.run.model(switched, with_experts[0])
+        return replace(switched, buffers=_buffers_of(model, DENSE)), seconds
+
+    def _buffers(self, sparsity: FFNSparsity) -> nnx.State:
+        return _buffers_of(self.run.model(self.state, DENSE), sparsity)
+
+    def _of(self, name: str) -> TrainState:
+        return replace(self.state, buffers=self.buffers[name])
 
     def call(self, name: str, times: int = 1) -> dict[str, float]:
         """Some steps; what the last one reports, waited for."""
         report = {}
         for _ in range(times):
-            self.state, report = self.compiled[name](self.state, self.tokens)
+            self.state, report = self.compiled[name](self._of(name), self.tokens)
+            self.buffers[name] = self.state.buffers
         jax.block_until_ready(self.state.params)
         return {name: float(value) for name, value in report.items()}
 
-    def masked(self) -> dict[str, float]:
+    def masked(self, name: str) -> dict[str, float]:
         """What a sparse step on this state reports, computed by dense GEMMs over
         masked operands."""
         run = Run(replace(self.run.config, backend="xla"), devices=jax.devices()[:1])
-        graph = run.graph(self.sparsity)
+        graph = run.graph(self.sparsities[name])
 
         @jax.jit
         def report(state: TrainState, tokens: jax.Array):
             return train_step(graph, run.optimizer, state, tokens)[1]
 
-        values = report(self.state, self.tokens)
+        values = report(self._of(name), self.tokens)
         return {name: float(value) for name, value in values.items()}
+
+
+def _buffers_of(model: Transformer, sparsity: FFNSparsity) -> nnx.State:
+    """Those of the dense model under another sparsity: its centres are the mean
+    directions of its clusters, or of their halves."""
+    set_sparsity(model, sparsity)
+    # Copies: a step donates its own.
+    return jax.tree.map(jnp.copy, nnx.split(model, nnx.Param, ...)[2])
 
 
 def main(config: Config) -> list[dict]:
     """Checks, times, prints and records both steps; returns the rows."""
-    steps = Steps(_train_config(config))
-    errors = _check(steps, config.recipe)
+    modes = choose(config.modes, sparse_modes(experts=config.experts, v=config.v))
+    steps = Steps(_train_config(config), modes)
+    errors = {name: _check(steps, name) for name in modes}
     timings = time_interleaved(
         {name: partial(steps.call, name, config.steps) for name in steps.compiled},
         baseline=DENSE_STEP,
@@ -109,7 +155,7 @@ def main(config: Config) -> list[dict]:
     for timing in timings:
         row = _row(config, steps, timing)
         if timing.name != DENSE_STEP:
-            row |= {"error": errors}
+            row |= {"error": errors[timing.name]}
         if config.profile:
             by_name = kernel_times(partial(steps.call, timing.name))
             row["kernel_ms"] = by_kind(by_name)
@@ -127,7 +173,8 @@ def _train_config(config: Config) -> TrainConfig:
     layers = preset.model.layers if config.layers is None else config.layers
     return replace(
         preset,
-        recipe=config.recipe,
+        recipe="dense",
+        backend=config.backend,
         model=replace(preset.model, layers=layers, remat=config.remat),
         data=replace(preset.data, text=config.text),
         mesh=MeshConfig(data=1),
@@ -137,10 +184,10 @@ def _train_config(config: Config) -> TrainConfig:
     )
 
 
-def _check(steps: Steps, recipe: str) -> dict[str, float]:
+def _check(steps: Steps, mode: str) -> dict[str, float]:
     """Relative differences between a sparse step and the masked dense one."""
     steps.call(DENSE_STEP)
-    masked, sparse = steps.masked(), steps.call(recipe)
+    masked, sparse = steps.masked(mode), steps.call(mode)
     errors = {}
     # bfloat16 sums in another order, averaged over a batch, as in bench_mesh.
     for name, tolerance in (("loss", 1e-3), ("gradient_norm", 5e-3)):
@@ -153,11 +200,12 @@ def _row(config: Config, steps: Steps, timing: Timing) -> dict:
     train = steps.run.config
     step_ms = timing.time_ms / config.steps
     sequence = train.data.sequence_length
+    sparsity = steps.sparsities[timing.name]
     decisions = metrics.ffn_decisions(
         train.model,
-        DENSE if timing.name == DENSE_STEP else steps.sparsity,
+        sparsity,
         train.batch_size // train.micro_batches * sequence,
-        train.backend,
+        None if sparsity.is_dense else train.backend,
     )
     memory = steps.compiled[timing.name].memory_analysis()
     assert memory is not None
@@ -171,6 +219,9 @@ def _row(config: Config, steps: Steps, timing: Timing) -> dict:
         "tokens_per_micro_batch": decisions[0].spec.m,
         "micro_batches": train.micro_batches,
         "remat": model.remat,
+        "experts": sparsity.experts,
+        "v": config.v if sparsity.experts else None,
+        "switch_seconds": steps.switch_seconds if sparsity.experts else None,
         "step_ms": step_ms,
         "speedup": 1 / timing.ratio,
         "spread": [1 / timing.ratio_max, 1 / timing.ratio_min],
@@ -193,7 +244,7 @@ def _row(config: Config, steps: Steps, timing: Timing) -> dict:
 
 def _line(row: dict) -> str:
     text = (
-        f"{row['name']:<8} {row['preset']}, {row['layers']} layers: "
+        f"{row['name']}: {row['preset']}, {row['layers']} layers: "
         f"{row['step_ms']:.0f} ms a step, {row['speedup']:.3f} "
         f"({row['spread'][0]:.3f}-{row['spread'][1]:.3f}) x dense; "
         f"{row['tokens_per_second']:,.0f} tokens/s; MFU of the dense FLOPs "

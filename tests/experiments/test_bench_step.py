@@ -3,12 +3,16 @@
 import json
 from dataclasses import replace
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import hopper
 from experiments import bench_step
+from experiments.sparse_modes import sparse_modes
 from pallas_kernels import tuning
 from sparsejax import metrics, plan
+from sparsejax.ops.ffn_spec import DENSE
 from sparsejax.presets import PRESETS
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -35,7 +39,7 @@ def test_rows(config, tmp_path):
     rows = bench_step.main(config)
     assert [json.loads(line) for line in config.results.open()] == rows
     dense, sparse = rows
-    assert [row["name"] for row in rows] == ["dense", "weights"]
+    assert [row["name"] for row in rows] == ["dense", "2:4 weights"]
     assert (dense["speedup"], dense["spread"]) == (1.0, [1.0, 1.0])
     assert "error" not in dense
     low, high = sparse["spread"]
@@ -55,14 +59,50 @@ def test_rows(config, tmp_path):
         assert [gemm[0] for gemm in row["gemms"]] == list("123456")
         assert all(gemm.endswith(": xla") for gemm in row["gemms"])
         assert "kernel_ms" not in row
+        assert (row["experts"], row["v"], row["switch_seconds"]) == (None,) * 3
+
+
+def test_steps_with_experts_run_on_clustered_neurons(config):
+    modes = ("V:N:M, true mass, 2 of 2E, all six", "skip_blocks, all six")
+    config = replace(config, modes=modes, experts=2, v=8)
+    dense, *sparse = bench_step.main(config)
+    assert [row["name"] for row in (dense, *sparse)] == ["dense", *modes]
+    assert [row["experts"] for row in sparse] == [4, 2]
+    for row in sparse:
+        assert row["v"] == 8 and row["switch_seconds"] > 0
+        assert row["error"] == pytest.approx({"loss": 0, "gradient_norm": 0}, abs=1e-4)
+
+
+def test_another_sparsity_gets_the_centres_of_the_clusters(config):
+    train = bench_step._train_config(config)
+    modes = sparse_modes(experts=2, v=8)
+    names = "2:4 weights", "skip_blocks"
+    steps = bench_step.Steps(train, {name: modes[name] for name in names})
+    w_up = steps.run.model(steps.state, DENSE).blocks.ffn.w_up[...][0]
+    units = w_up / jnp.linalg.norm(w_up, axis=0, keepdims=True)
+    means = units.reshape(len(w_up), 2, -1).mean(axis=2).T
+    model = steps.run.model(steps._of("skip_blocks"), modes["skip_blocks"])
+    centres = model.blocks.ffn.centres[...][0]
+    np.testing.assert_allclose(
+        centres, means / jnp.linalg.norm(means, axis=1, keepdims=True), atol=1e-5
+    )
+    # Alike neurons lie together: their mean is longer than that of any half.
+    any_half = units[:, ::2].mean(axis=1)
+    assert jnp.linalg.norm(means, axis=1).min() > jnp.linalg.norm(any_half)
+    assert steps.run.model(steps._of("2:4 weights"), modes["2:4 weights"])
+
+
+def test_what_is_no_mode_is_refused(config):
+    with pytest.raises(ValueError, match="'weights' is no mode; choose from 2:4 wei"):
+        bench_step.main(replace(config, modes=("weights",)))
 
 
 @pytest.mark.parametrize("wrong", ["loss", "gradient_norm"])
 def test_a_wrong_sparse_step_is_never_timed(config, wrong, monkeypatch):
     right = bench_step.Steps.masked
 
-    def one_percent_off(self):
-        report = right(self)
+    def one_percent_off(self, mode):
+        report = right(self, mode)
         return report | {wrong: 1.01 * report[wrong]}
 
     def timed(*arguments, **options):
