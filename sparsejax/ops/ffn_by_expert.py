@@ -35,7 +35,7 @@ from sparsejax.ops.token_sparsity import (
     sparsify_tokens,
 )
 from sparsejax.ops.weight_gradients import weight_gradients
-from sparsejax.packing import Packed, unpack
+from sparsejax.packing import Packed, pack, unpack
 from sparsejax.patterns import NM, VNM
 from sparsejax.pruning import magnitude_mask, nm_mask
 from sparsejax.router import (
@@ -77,10 +77,11 @@ def forward(
         routed = _dispatch(sparsity, backends, expert_index, layout)
         # (rows, F / E) = (rows, d) @ (E, d, F / E)
         x_rows = gather_rows(x, routed)
-        if isinstance(w.packed_up, Packed):
-            y_up = multiply_by_expert_weight(x_rows, w.packed_up, routed)
+        if backends[0] == "mosaic_sm90" and w.packed_up is not None:
+            y_up = multiply_by_expert_weight(x_rows, _packed(w.packed_up), routed)
         else:
-            w_up = _columns_by_expert(_weight(w.up, w.packed_up), routed.experts)
+            w_up = _weight(w.up, w.packed_up, up=True)
+            w_up = _columns_by_expert(w_up, routed.experts)
             y_up = _grouped(backends[0], x_rows, w_up, routed)
     else:
         # (T, F) = (T, d) @ (d, F)
@@ -158,9 +159,9 @@ def _gradient_of_rows(
     backend: Backend, dy_rows: jax.Array, w: FFNWeights, routed: Dispatch
 ) -> jax.Array:
     """dA of each row, (rows, F / E) = (rows, d) @ (E, d, F / E)."""
-    if isinstance(w.packed_down, Packed):
-        return multiply_by_expert_weight(dy_rows, w.packed_down, routed)
-    w_down = _rows_by_expert(_weight(w.down, w.packed_down), routed.experts)
+    if backend == "mosaic_sm90" and w.packed_down is not None:
+        return multiply_by_expert_weight(dy_rows, _packed(w.packed_down), routed)
+    w_down = _rows_by_expert(_weight(w.down, w.packed_down, up=False), routed.experts)
     return _grouped(backend, dy_rows, w_down.swapaxes(1, 2), routed)
 
 
@@ -269,10 +270,20 @@ def _grouped(backend, rows, weights, routed: Dispatch) -> jax.Array:
     )
 
 
-def _weight(w: jax.Array, packed: Compressed | Packed | None) -> jax.Array:
-    # Packed for the kernel, no dense GEMM reads it.
-    assert not isinstance(packed, Packed)
-    return w if packed is None else decompress(packed).astype(w.dtype)
+def _packed(weight: Compressed | Packed) -> Packed:
+    return weight if isinstance(weight, Packed) else pack(weight)
+
+
+def _weight(w: jax.Array, packed: Compressed | Packed | None, *, up: bool) -> jax.Array:
+    """W1 (`up`) or W2 as a dense GEMM reads it, masked where it is sparse."""
+    if packed is None:
+        return w
+    if isinstance(packed, Packed):
+        masked = decompress(unpack(packed))
+        masked = masked.T if up else masked
+    else:
+        masked = decompress(packed)
+    return masked.astype(w.dtype)
 
 
 def _columns_by_expert(w_up: jax.Array, experts: int) -> jax.Array:

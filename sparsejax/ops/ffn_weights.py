@@ -78,10 +78,12 @@ def pack_ffn(
     d_model, d_hidden = w_up.shape[-2:]
     shards = 1 if layout is None else layout.hidden_shards * layout.stored_shards
     pack = partial(_compress, pattern=pattern, dtype=dtype)
-    if (
-        # Grouped over experts they are not chosen unasked: nothing was measured.
-        backend in (("mosaic_sm90",) if sparsity.skip_blocks else (None, "mosaic_sm90"))
-        and why_not_packed(d_hidden // shards, d_model, str(w_up.dtype), dtype) is None
+    # Rows that lie together: those of a device, and of an expert.
+    together = [d_hidden // shards]
+    if sparsity.skip_blocks and sparsity.experts:
+        together.append(d_hidden // sparsity.experts)
+    if backend in (None, "mosaic_sm90") and not any(
+        why_not_packed(rows, d_model, str(w_up.dtype), dtype) for rows in together
     ):
         pack = partial(_pack_on_each_device, layout, dtype=dtype)
     gate = None

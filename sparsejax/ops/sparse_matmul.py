@@ -328,9 +328,6 @@ def _why_slower_on_sm90(spec: GemmSpec) -> str | None:
     from pallas_kernels import tuning
 
     shape = _shape_on_sm90(spec)
-    if spec.sparse_weight and spec.experts is not None:
-        # `pack_ffn` does not know how many tokens there will be.
-        return "weights of experts are packed for it only where it is named"
     if not spec.sparse_weight and tuning.nearest(spec.device_kind, shape) is None:
         # Packing them costs time at every call, so that no rule can be trusted.
         return "2:4 activations of this size have not been measured on this GPU"

@@ -251,17 +251,20 @@ def test_a_training_step_of_two_layers_lowers_for_hopper(
     assert text.count("custom_call @mosaic_gpu") == kernels
 
 
-def test_skipping_blocks_keeps_the_logical_order(calls):
+@pytest.mark.parametrize("neurons", [64, 32])
+def test_experts_of_whole_blocks_are_packed_for_the_kernel(calls, neurons):
+    _, weights, scales = operands()
+    experts = weights[0].shape[1] // neurons
     sparsity = FFNSparsity(
         weights=NM(2, 4),
-        activations=VNM(8, 2, 8),
+        activations=VNM(8, 2, 4 * experts),
         skip_blocks=True,
         weight_gradients="expert_columns",
     )
-    _, weights, scales = operands()
     packed = pack_ffn(*weights, sparsity=sparsity, scales=scales, dtype=jnp.bfloat16)
-    assert isinstance(packed.up, Compressed)
-    assert calls == []
+    whole = neurons == 64
+    assert isinstance(packed.up, Packed if whole else Compressed)
+    assert calls == ["compress"] * (2 * whole)
 
 
 def test_the_public_operation_takes_packed_weights_and_is_exact(calls):

@@ -8,8 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import tuning
+from pallas_kernels.sparse_matmul_configs import default_config
+from sparsejax.ops import sparse_matmul
 from sparsejax.ops.ffn import ffn
 from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
+from sparsejax.ops.ffn_weights import pack_ffn
 from sparsejax.patterns import NM, VNM
 from test_packed_activations import assert_close, distance, operands, whole_numbers
 
@@ -112,8 +116,37 @@ def test_what_was_not_measured_is_not_chosen_unasked(untuned):
     assert on_sm90(decisions) == [True, False, True, False, False, False]
     assert "have not been measured on this GPU" in decisions[1].reason
     skipped = spec(SPARSITIES["all six, skipped"]).explain()
-    assert on_sm90(skipped) == [False] * 6
-    assert "only where it is named" in skipped[0].reason
+    assert on_sm90(skipped) == [True, False, True, False, False, False]
+
+
+def test_what_was_measured_faster_is_chosen_unasked(monkeypatch):
+    """Together with packing."""
+    sparsity = SPARSITIES["all six, skipped"]
+    gemms = spec(sparsity).gemms()
+
+    def entries(sparse_us: float, pack_us: float):
+        shapes = [sparse_matmul._shape_on_sm90(gemm) for gemm in gemms]
+        return {
+            shape: tuning.Entry(
+                shape=shape,
+                config=default_config(shape),
+                sparse_us=sparse_us,
+                dense_us=100.0,
+                pack_us=pack_us,
+                jax="0",
+                date="2000-01-01",
+                commit=None,
+            )
+            for shape in shapes
+        }
+
+    for times, expected in (
+        ((20.0, 70.0), [True] * 6),
+        ((20.0, 90.0), [True, False, True, False, False, False]),
+        ((101.0, 0.0), [False] * 6),
+    ):
+        monkeypatch.setattr(tuning, "entries", lambda kind, t=times: entries(*t))
+        assert on_sm90(spec(sparsity).explain()) == expected
 
 
 def test_the_share_is_that_of_an_experts_half(untuned):
@@ -162,15 +195,18 @@ def test_all_tokens_may_go_to_one_expert(calls, name):
 
 
 @pytest.mark.parametrize("name", ["all six", "all six, skipped"])
-def test_unasked_the_library_multiplies_what_the_kernels_could(calls, name):
+@pytest.mark.parametrize("d", [D, F])
+def test_unasked_the_library_multiplies_what_is_too_small(calls, name, d):
+    """Also by weights that were packed for the kernels."""
     sparsity = SPARSITIES[name]
-    arguments, dy = whole_numbers(100, D, F, seed=0)
+    arguments, dy = whole_numbers(100, d, F, seed=0)
     experts = chosen(sparsity, 100)
     got, expected = (
         step(sparsity, backend, arguments, dy, experts=experts, scales=(1.0, 1.0))
         for backend in (None, "reference")
     )
-    assert "sparse_rows" not in calls and "sparse_weights" not in calls
+    assert set(calls) <= {"compress"}
+    assert ("compress" in calls) == (sparsity.weights is not None)
     for ours, theirs in zip(got, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -196,6 +232,20 @@ def test_under_vmap_every_ffn_is_its_own(calls):
     got = jax.vmap(run)(jnp.stack([x, -x]), jnp.stack([dy, dy]))
     for ours, theirs in zip(got, run(-x, dy), strict=True):
         np.testing.assert_array_equal(ours[1], theirs)
+
+
+def test_the_kernels_take_weights_that_were_packed_for_the_library(calls):
+    sparsity = SPARSITIES["all six, skipped"]
+    arguments, dy = whole_numbers(100, D, F, seed=0)
+    scales = jnp.ones(2)
+    packed = pack_ffn(
+        *arguments[1:], sparsity=sparsity, scales=scales, dtype=dy.dtype, backend="xla"
+    )
+    options = {"sparsity": sparsity, "expert_index": chosen(sparsity, 100)}
+    run = partial(ffn, *arguments, backend="mosaic_sm90", **options)
+    given, own = run(packed=packed), run(scales=scales)
+    assert "sparse_weights" in calls
+    np.testing.assert_array_equal(given, own)
 
 
 # On a GPU, with the kernels themselves.
