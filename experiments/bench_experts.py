@@ -4,9 +4,11 @@
     uv run --extra cuda experiments/bench_experts.py --experts 8 --share-of-first 0.9
 
 One token in one of E experts, M = 4 E. The dense GEMM is over all neurons, as cuBLAS
-runs it. Random bfloat16 operands, as they lie in memory in a training step; every
-result is compared with float32 on some of its rows before anything is timed; with every
-config that the search of `bench_matmul` would try, and the fastest is kept.
+runs it. Random bfloat16 operands, as they lie in memory in a training step, with second
+rows for the features that stay whole in GEMMs 5 and 6; every result is compared with
+float32 on some of its rows before anything is timed, with every config that the search
+of `bench_matmul` would try, and the fastest is kept. `--tune` writes it where an FFN
+looks it up, with the time of packing the sparse operand.
 
 One H200: less than a minute for one number of experts.
 """
@@ -35,8 +37,18 @@ from pallas_kernels.sparse_matmul_configs import (
     why_invalid,
 )
 from sparsejax.formats import compress, decompress
-from sparsejax.packing import Packed, pack, unpack
+from sparsejax.ops.ffn_spec import FFNSparsity, dense_feature_count
+from sparsejax.ops.packed_rows import (
+    keep_rows,
+    row_gradient,
+    row_gradient_over_tokens,
+    row_groups,
+    used_tiles,
+)
+from sparsejax.ops.sparse_matmul import pack_weight
+from sparsejax.packing import Packed, in_blocks, pack, unpack
 from sparsejax.pruning import magnitude_mask
+from sparsejax.router import Dispatch, dispatch
 
 Gemm = Literal["1", "2", "4", "5", "6"]
 
@@ -55,6 +67,8 @@ class Config:
     """By the number of their equation; 1, with the weights 2:4, stands for 3 too."""
     share_of_first: float | None = None
     """Of the tokens, in the first expert; None: equally many in each."""
+    tune: bool = False
+    """Keep the fastest config of every shape, and the times."""
     rounds: int = 5
     results: Path | None = Path("experiments/results/bench_experts.jsonl")
     """One JSON line per GEMM is appended; None writes nothing."""
@@ -69,16 +83,27 @@ class Problem(NamedTuple):
     operands: tuple
     dense: Callable[[jax.Array, jax.Array], jax.Array]
     of_dense: tuple[jax.Array, jax.Array]
-    expected: Callable[[], tuple[Any, np.ndarray]]
-    """An index of the result, and what is there in float32."""
+    pack: Callable[..., Any]
+    """Makes the sparse operand of `source`; of 5 and 6 those of both."""
+    source: tuple
+    expected: Callable[[], tuple[Callable[[Any], jax.Array], np.ndarray]]
+    """Takes some of the result, and what that is in float32."""
 
 
 def main(config: Config) -> list[dict]:
     """Checks, times, prints and records every GEMM; returns the rows."""
+    if config.tune and config.share_of_first is not None:
+        raise ValueError(
+            f"tune=True keeps what FFNs look up, and share_of_first="
+            f"{config.share_of_first} is not usual; leave one of them out"
+        )
     rows: list[dict] = []
     for experts in config.experts:
         for gemm in config.gemms:
             problem = make_problem(config, gemm, experts)
+            times, entry = _times(config, problem)
+            if config.tune:
+                tuning.save(jax.devices()[0].device_kind, [entry])
             row: dict = {
                 "name": f"GEMM {gemm} of {experts} experts",
                 "shape": {
@@ -89,17 +114,18 @@ def main(config: Config) -> list[dict]:
                     "V": config.v,
                 },
                 "share_of_first": config.share_of_first,
-                **_times(config, problem),
+                **times,
                 "device": jax.devices()[0].device_kind,
-                "jax": jax.__version__,
-                "commit": commit(),
-                "date": f"{datetime.now(UTC):%Y-%m-%d}",
+                "jax": entry.jax,
+                "commit": entry.commit,
+                "date": entry.date,
             }
             rows.append(row)
             print(
                 f"{row['name']}: dense {row['dense_us']:.0f} us, sparse "
                 f"{row['sparse_us']:.0f}, {row['speedup']:.2f}x "
-                f"({row['spread'][0]:.2f}-{row['spread'][1]:.2f})",
+                f"({row['spread'][0]:.2f}-{row['spread'][1]:.2f}), "
+                f"pack {row['pack_us']:.0f}",
                 flush=True,
             )
             if config.results is not None:
@@ -108,7 +134,7 @@ def main(config: Config) -> list[dict]:
     return rows
 
 
-def _times(config: Config, problem: Problem) -> dict:
+def _times(config: Config, problem: Problem) -> tuple[dict, tuning.Entry]:
     configs = tuning.candidates(problem.shape)
     if not configs:
         reason = why_invalid(default_config(problem.shape), problem.shape)
@@ -132,19 +158,34 @@ def _times(config: Config, problem: Problem) -> dict:
     by_name = {timing.name: timing for timing in timings}
     names = {str(kernel): kernel for kernel in configs}
     best = by_name[min(names, key=lambda name: by_name[name].time_ms)]
+    pack = jax.jit(problem.pack).lower(*problem.source).compile()
+    packing = {"pack": partial(pack, *problem.source)}
+    (packed,), _ = time_queued(packing, baseline="pack", rounds=config.rounds)
+    entry = tuning.Entry(
+        shape=problem.shape,
+        config=names[best.name],
+        sparse_us=round(1e3 * best.time_ms, 2),
+        dense_us=round(1e3 * by_name["dense"].time_ms, 2),
+        # GEMMs 5 and 6 share one pass.
+        pack_us=round(1e3 * packed.time_ms / (1 + problem.shape.sums_over_tokens), 2),
+        jax=jax.__version__,
+        date=f"{datetime.now(UTC):%Y-%m-%d}",
+        commit=commit(),
+    )
     return {
-        "dense_us": round(1e3 * by_name["dense"].time_ms, 2),
-        "sparse_us": round(1e3 * best.time_ms, 2),
+        "dense_us": entry.dense_us,
+        "sparse_us": entry.sparse_us,
+        "pack_us": entry.pack_us,
         "speedup": round(1 / best.ratio, 4),
         "spread": [round(1 / best.ratio_max, 4), round(1 / best.ratio_min, 4)],
         "error": error,
-        "config": asdict(names[best.name]),
-    }
+        "config": asdict(entry.config),
+    }, entry
 
 
-def _check(problem: Problem, call: Callable[[], jax.Array]) -> float:
-    index, expected = problem.expected()
-    got = np.asarray(call()[index], np.float32)
+def _check(problem: Problem, call: Callable[[], Any]) -> float:
+    some, expected = problem.expected()
+    got = np.asarray(some(call()), np.float32)
     error = float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
     assert error < 3e-3, f"{problem.shape}: relative error {error}"
     return error
@@ -152,35 +193,40 @@ def _check(problem: Problem, call: Callable[[], jax.Array]) -> float:
 
 def make_problem(config: Config, gemm: Gemm, experts: int) -> Problem:
     """Random operands of a size."""
-    sizes = _group_tiles(config, experts)
-    expert = np.repeat(np.arange(experts), sizes).astype(np.int32)
-    rows, own = expert.size * config.v, config.d_hidden // experts
+    routed = _routed(config, experts)
+    used = int(used_tiles(routed))
+    expert = np.asarray(routed.tile_expert)[:used]
+    rows, own = routed.row_token.size, config.d_hidden // experts
     d, keys = config.d_model, jax.random.split(jax.random.key(0), 4)
     normal = partial(jax.random.normal, dtype=jnp.bfloat16)
     tokens_by_d = normal(keys[0], (config.tokens, d))
     tokens_by_f = normal(keys[1], (config.tokens, config.d_hidden))
-    lookup = jnp.asarray(expert), jnp.int32(expert.size)
+    lookup = routed.tile_expert, used_tiles(routed)
     grouped_shape = partial(Shape, experts=experts, group_tile=config.v)
-    tile = int(np.flatnonzero(expert == expert[-1])[0])
+    # The last expert's first tile.
+    last, tile = int(expert[-1]), int(np.flatnonzero(expert == expert[-1])[0])
     some = slice(tile * config.v, tile * config.v + 64)
-    last = int(expert[-1])
     if gemm == "1":
         packed = _sparse(keys[2], (config.d_hidden, d))
         x = normal(keys[3], (rows, d))
-        weight = normal(keys[2], (d, config.d_hidden))
 
         def expected():
             a = _dense(packed)[last * own : (last + 1) * own]
-            return (some,), np.asarray(x[some], np.float32) @ a.T
+            return (lambda out: out[some]), np.asarray(x[some], np.float32) @ a.T
 
+        scale = jnp.full((1, 1), 1.483)
         return Problem(
             grouped_shape(m=own, n=rows, k=d),
             partial(grouped.sparse_weights, experts=experts),
             (packed.values, packed.metadata, x, *lookup),
             jnp.matmul,
-            (tokens_by_d, weight),
+            (tokens_by_d, normal(keys[2], (d, config.d_hidden))),
+            partial(pack_weight, axis=-2, dtype=jnp.dtype(jnp.bfloat16)),
+            (jax.random.normal(keys[2], (d, config.d_hidden)), scale),
             expected,
         )
+    keep = partial(keep_rows, by_token=True)
+    kept = jax.jit(keep)(tokens_by_f, routed)
     if gemm in ("2", "4"):
         packed = _sparse(keys[2], (rows, own))
         k_major = gemm == "4"
@@ -189,58 +235,76 @@ def make_problem(config: Config, gemm: Gemm, experts: int) -> Problem:
 
         def expected():
             of_last = b[:, last].T if k_major else b[last]
-            return (some,), _dense(packed)[some] @ np.asarray(of_last, np.float32)
+            product = _dense(packed)[some] @ np.asarray(of_last, np.float32)
+            return (lambda out: out[some]), product
 
         weight = b.reshape(d, -1) if k_major else b.reshape(-1, d)
+        gradient = partial(row_gradient, by_token=True)
         return Problem(
             grouped_shape(m=rows, n=d, k=own, b_k_major=k_major, transpose_out=False),
             partial(grouped.sparse_rows, b_k_major=k_major),
             (packed.values, packed.metadata, b, *lookup),
             (lambda a, w: a @ w.T) if k_major else jnp.matmul,
             (tokens_by_f, weight),
+            gradient if k_major else keep,
+            (tokens_by_f, kept if k_major else routed),
             expected,
         )
-    packed = _sparse(keys[2], (own, rows))
+    whole = FFNSparsity().dense_features
+    twice = in_blocks(dense_feature_count(own, whole))
+    packed = _sparse(keys[2], (own + twice, rows))
     b, up = normal(keys[3], (rows, d)), gemm == "5"
-    ends = jnp.asarray(np.cumsum(sizes), jnp.int32)
-    range_of_last = slice(tile * config.v, rows)
+    ends = jnp.cumsum(-(-routed.group_sizes // config.v), dtype=jnp.int32)
+    range_of_last = slice(tile * config.v, used * config.v)
+
+    def of_last(results):
+        first, second = (r[:, last].T if up else r[last] for r in results)
+        return jnp.concatenate([first[:64], second[-64:]])
 
     def expected():
-        a = _dense(packed)[:64, range_of_last]
-        product = a @ np.asarray(b[range_of_last], np.float32)
-        if up:
-            return (slice(None), last, slice(64)), product.T
-        return (last, slice(64)), product
+        a = np.concatenate([_dense(packed)[:64], _dense(packed)[-64:]])
+        product = a[:, range_of_last] @ np.asarray(b[range_of_last], np.float32)
+        return of_last, product
 
     shape = grouped_shape(
-        m=own, n=d, k=rows, b_k_major=False, transpose_out=up, float32_out=True
+        m=own + twice, n=d, k=rows, b_k_major=False, transpose_out=up, float32_out=True
     )
+    options = {"group_tile": config.v, "transpose_out": up, "rows_apart": twice}
 
     def dense(lhs, rhs):
         return jnp.matmul(lhs.T, rhs, preferred_element_type=jnp.float32)
 
+    def pack_over_rows(da, kept):
+        groups = row_groups(FFNSparsity(dense_features=whole), config.tokens, kept)
+        return row_gradient_over_tokens(groups, da, kept, by_token=True)
+
     return Problem(
         shape,
-        partial(grouped.sparse_over_rows, group_tile=config.v, transpose_out=up),
+        partial(grouped.sparse_over_rows, **options),
         (packed.values, packed.metadata, b, ends),
         dense,
         (tokens_by_d, tokens_by_f) if up else (tokens_by_f, tokens_by_d),
+        pack_over_rows,
+        (tokens_by_f, kept),
         expected,
     )
 
 
-def _group_tiles(config: Config, experts: int) -> list[int]:
-    """Of each expert."""
+def _routed(config: Config, experts: int) -> Dispatch:
+    """Tokens of each expert as `share_of_first` says, in random order."""
     share = config.share_of_first
-    shares = [1 / experts] * experts
+    shares = np.full(experts, 1 / experts)
     if share is not None:
         if not 0 < share < 1 or experts == 1:
             raise ValueError(
                 f"share_of_first={share} of {experts} experts: give a share between 0 "
                 f"and 1, and two experts or more"
             )
-        shares = [share] + [(1 - share) / (experts - 1)] * (experts - 1)
-    return [-(-round(s * config.tokens) // config.v) for s in shares]
+        shares = np.array([share] + [(1 - share) / (experts - 1)] * (experts - 1))
+    ends = np.round(np.cumsum(shares) * config.tokens)
+    expert = np.searchsorted(ends, np.arange(config.tokens), side="right")
+    expert = np.random.default_rng(0).permutation(expert).astype(np.int32)
+    return jax.jit(dispatch, static_argnums=(1, 2))(expert[:, None], experts, config.v)
 
 
 def _sparse(key: jax.Array, shape: tuple[int, int]) -> Packed:

@@ -3,11 +3,15 @@
 import json
 from dataclasses import replace
 
+import jax
 import pytest
 
 import hopper
 from experiments import bench_experts
-from pallas_kernels import grouped_matmul_sm90
+from experiments.sparse_modes import sparse_modes
+from pallas_kernels import grouped_matmul_sm90, tuning
+from sparsejax.ops import sparse_matmul
+from sparsejax.ops.ffn_spec import FFNSpec
 
 TINY = bench_experts.Config(
     tokens=512, d_model=64, d_hidden=256, experts=(2,), rounds=2, results=None
@@ -24,6 +28,29 @@ def test_every_gemm_is_compared_and_timed(monkeypatch, tmp_path):
     for row in rows:
         low, high = row["spread"]
         assert 0 < low <= row["speedup"] <= high and row["error"] < 3e-3
+
+
+def test_what_an_ffn_will_ask_for_is_kept(monkeypatch, tmp_path):
+    hopper.pretend(monkeypatch)
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    tuning.entries.cache_clear()
+    kind = jax.devices()[0].device_kind
+    rows = bench_experts.main(replace(TINY, tune=True))
+    known = tuning.entries(kind)
+    spec = FFNSpec(
+        tokens=512,
+        d_model=64,
+        d_hidden=256,
+        dtype="bfloat16",
+        sparsity=sparse_modes(experts=2, v=128)["skip_blocks, all six"],
+        device_kind="NVIDIA H200",
+    )
+    for gemm in spec.gemms():
+        assert sparse_matmul._shape_on_sm90(gemm) in known
+    assert [row["pack_us"] > 0 for row in rows] == [True] * 5
+    with pytest.raises(ValueError, match=r"share_of_first=0\.9 is not usual"):
+        bench_experts.main(replace(TINY, tune=True, share_of_first=0.9))
+    tuning.entries.cache_clear()
 
 
 def test_a_wrong_product_stops_the_benchmark(monkeypatch):
