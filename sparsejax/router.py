@@ -130,13 +130,32 @@ def nearest_centre(
 
     Source: arXiv 2602.06183, as we read it; arXiv 2110.01786.
     """
+    centres = centres.astype(jnp.float32)
+    if x.dtype == jnp.bfloat16:
+        # Three bfloat16 parts hold a float32, and products of two are exact: one pass
+        # over x on tensor cores.
+        parts = jnp.concatenate(_bfloat16_parts(centres))
+        products = jnp.einsum("td,ed->te", x, parts, preferred_element_type=jnp.float32)
+        large, middle, small = jnp.split(products, 3, axis=1)
+        return best_experts(large + (middle + small), experts_per_token)
     cosines = jnp.einsum(
         "td,ed->te",
         x.astype(jnp.float32),
-        centres.astype(jnp.float32),
+        centres,
         precision=lax.Precision.HIGHEST,
     )
     return best_experts(cosines, experts_per_token)
+
+
+def _bfloat16_parts(x: jax.Array) -> list[jax.Array]:
+    """Three that sum to x, large first."""
+    parts = []
+    for _ in range(3):
+        # XLA must not take the rounding for the identity.
+        part = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
+        x = x - part
+    return parts
 
 
 def token_hash(

@@ -163,6 +163,21 @@ def test_contiguous_order_is_stable_and_keeps_the_function():
     )
 
 
+def test_bfloat16_tokens_find_the_nearest_of_float32_centres():
+    keys = jax.random.split(jax.random.key(3), 2)
+    x = jax.random.normal(keys[0], (4000, 64), jnp.bfloat16)
+    # Close to each other: rounded to bfloat16 many a choice would be another.
+    centres = 1 + 1e-3 * jax.random.normal(keys[1], (8, 64))
+    exact = np.asarray(x, np.float64) @ np.asarray(centres, np.float64).T
+    first, second = np.sort(exact, axis=1)[:, ::-1][:, :2].T
+    clear = first - second > 1e-4
+    assert clear.mean() > 0.95
+    got = nearest_centre(x, centres)[:, 0]
+    np.testing.assert_array_equal(got[clear], exact.argmax(axis=1)[clear])
+    rounded = nearest_centre(x, centres.astype(jnp.bfloat16))[:, 0]
+    assert np.mean(got != rounded) > 0.1
+
+
 @pytest.mark.parametrize("choices", [1, 2])
 def test_nearest_centre_is_the_nearest_on_the_sphere(choices):
     x, centres = gaussian((20, 6)), gaussian((5, 6), 1)
