@@ -46,6 +46,7 @@ def kernels(request, monkeypatch):
     return activations_sm90
 
 
+@partial(jax.jit, static_argnames=("shape", "dtype", "seed"))
 def random(shape, dtype=jnp.bfloat16, seed: int = 0):
     """With all that selection must decide: ties, zeros, signs, infinities, NaN."""
     keys = jax.random.split(jax.random.key(seed), 2)
@@ -64,6 +65,14 @@ def same(got, expected) -> None:
     np.testing.assert_array_equal(np.signbit(got)[number], np.signbit(expected)[number])
 
 
+# Each compiled once, where the operations in them would be one by one.
+kept_by = jax.jit(lambda x, mask: pack(compress(x, mask=mask)))
+unpacked = jax.jit(unpack)
+decompressed = jax.jit(lambda packed: decompress(unpack(packed)))
+two_of_four = jax.jit(magnitude_mask, static_argnames="axis")
+
+
+@jax.jit
 def kept_features(y_up) -> Packed:
     """A = relu(Y1)^2 by the plain definition."""
     hidden = jnp.maximum(y_up, 0)
@@ -77,9 +86,9 @@ def test_keeps_the_two_largest_of_four_features(kernels, tokens, dtype):
     values, metadata, nonzeros = kernels.keep_features(y_up)
     expected = kept_features(y_up)
     same(values, expected.values)
-    exist = np.asarray(unpack(Packed(values, metadata)).metadata)
-    np.testing.assert_array_equal(exist, np.asarray(unpack(expected).metadata))
-    dense = np.asarray(decompress(unpack(expected)).astype(jnp.float32)) != 0
+    exist = np.asarray(unpacked(Packed(values, metadata)).metadata)
+    np.testing.assert_array_equal(exist, np.asarray(unpacked(expected).metadata))
+    dense = np.asarray(decompressed(expected).astype(jnp.float32)) != 0
     dense = np.pad(dense, ((0, -tokens % 64), (0, 0)))
     counts = dense.reshape(-1, 16, FEATURES).sum(axis=1)
     np.testing.assert_array_equal(np.asarray(nonzeros), counts)
@@ -90,7 +99,7 @@ def test_the_gradient_is_formed_at_the_kept_positions(kernels, tokens):
     y_up, da = random((tokens, FEATURES)), random((tokens, FEATURES), seed=1)
     a = kept_features(y_up)
     got = kernels.backward(da, a.values, a.metadata)
-    positions = np.asarray(unpack(a).metadata).astype(int)
+    positions = np.asarray(unpacked(a).metadata).astype(int)
     columns = np.repeat(np.arange(0, FEATURES, 4), 2) + positions
     gradient = np.take_along_axis(np.asarray(da, np.float32), columns, axis=1)
     root = np.asarray(
@@ -109,14 +118,14 @@ def test_keeps_the_two_largest_of_four_gated_features(kernels, tokens, dtype):
     values, metadata, nonzeros, hidden, kept_up = kernels.keep_gated_features(gate, up)
     relu = jnp.maximum(gate, 0)
     a = relu * relu * up
-    mask = magnitude_mask(a)
+    mask = two_of_four(a)
     for got, of in ((values, a), (hidden, relu), (kept_up, up)):
-        expected = pack(compress(of, mask=mask))
+        expected = kept_by(of, mask)
         # Without optimisations XLA keeps the rounding between the two products.
         same(got, expected.values)
     np.testing.assert_array_equal(
-        np.asarray(unpack(Packed(values, metadata)).metadata),
-        np.asarray(unpack(expected).metadata),
+        np.asarray(unpacked(Packed(values, metadata)).metadata),
+        np.asarray(unpacked(expected).metadata),
     )
     dense = np.asarray(jnp.where(mask, a, 0).astype(jnp.float32)) != 0
     dense = np.pad(dense, ((0, -tokens % 64), (0, 0)))
@@ -128,8 +137,8 @@ def test_keeps_the_two_largest_of_four_gated_features(kernels, tokens, dtype):
 def test_gradients_of_both_branches_are_formed_at_the_kept_positions(kernels, tokens):
     gate, up, da = (random((tokens, FEATURES), seed=i) for i in range(3))
     relu = jnp.maximum(gate, 0)
-    mask = magnitude_mask(relu * relu * up)
-    packed = [pack(compress(of, mask=mask)) for of in (relu, up, da)]
+    mask = two_of_four(relu * relu * up)
+    packed = [kept_by(of, mask) for of in (relu, up, da)]
     hidden, kept_up, kept_da = (np.asarray(p.values, np.float32) for p in packed)
     got = kernels.gated_backward(
         da, packed[0].values, packed[1].values, packed[0].metadata
@@ -149,28 +158,28 @@ def sparse_rows(c, rows):
 
 
 def transposed(x, mask) -> Packed:
-    return pack(compress(x.T, mask=mask.T))
+    return kept_by(x.T, mask.T)
 
 
 def over_tokens(packed: Packed, whole, by_segments: bool) -> list[Packed]:
     """By the plain definition: all features, and what the whole ones lose."""
-    dense = decompress(unpack(packed))
+    dense = decompressed(packed)
     order = np.arange(len(dense))
     if by_segments:
         order = fixed_token_order(len(dense))
     order = np.pad(order, (0, -order.size % 64), constant_values=-1)
     dense = jnp.pad(dense, ((0, 1), (0, 0)))[order]
-    mask = magnitude_mask(dense, axis=0)
+    mask = two_of_four(dense, axis=0)
     parts = [transposed(dense, mask)]
     if whole is not None:
-        rest = unpack(transposed(dense, ~mask))
+        rest = unpacked(transposed(dense, ~mask))
         parts.append(pack(sparse_rows(rest, np.argsort(whole.slots)[-whole.rows :])))
     return parts
 
 
 def assert_over_tokens(got, packed: Packed, whole, by_segments: bool) -> None:
-    like = [unpack(part) for part in over_tokens(packed, whole, by_segments)]
-    kept = unpack(Packed(*got))
+    like = [unpacked(part) for part in over_tokens(packed, whole, by_segments)]
+    kept = unpacked(Packed(*got))
     same(kept.values, jnp.concatenate([c.values for c in like]))
     positions = jnp.concatenate([c.metadata for c in like])
     np.testing.assert_array_equal(kept.metadata, positions)
@@ -219,10 +228,8 @@ def test_gated_gradients_are_packed_over_tokens_on_the_way(
 ):
     gate, up, da = (random((tokens, FEATURES), seed=i) for i in range(3))
     relu = jnp.maximum(gate, 0)
-    mask = magnitude_mask(relu * relu * up)
-    a, hidden, kept_up = (
-        pack(compress(of, mask=mask)) for of in (relu * relu * up, relu, up)
-    )
+    mask = two_of_four(relu * relu * up)
+    a, hidden, kept_up = (kept_by(of, mask) for of in (relu * relu * up, relu, up))
     kept = hidden.values, kept_up.values, hidden.metadata
     dgate, dup, *packed = over_tokens_sm90.gated_backward(
         da, *kept, whole, by_segments=by_segments
@@ -311,6 +318,7 @@ def lowered(function, *shapes) -> str:
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.newest_jax
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_lowers_for_hopper(dtype):
     y_up, kept = ((100, 128), dtype), ((100, 64), dtype)

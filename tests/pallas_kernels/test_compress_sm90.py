@@ -21,6 +21,7 @@ def stored(shape, k_major: bool):
     return shape if k_major else (layers, k, rows)
 
 
+@pytest.mark.newest_jax
 @pytest.mark.parametrize("k_major", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("with_scales", [True, False])
@@ -50,6 +51,7 @@ def test_what_cannot_be_packed_is_refused(shape, dtype, out_dtype, message):
 # Computed: by the kernel's body on CPU, and on a GPU.
 
 
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def weights(shape, dtype, smallest):
     """Random, with all that pruning must decide: ties, zeros, signs, infinities."""
     w = jax.random.normal(jax.random.key(0), shape, jnp.float32)
@@ -62,6 +64,7 @@ def weights(shape, dtype, smallest):
     return flat.reshape(shape).astype(dtype)
 
 
+@partial(jax.jit, static_argnums=(2, 3))
 def expected(w, scales, k_major: bool, dtype):
     axis = -1 if k_major else -2
     pruned = w
@@ -119,9 +122,7 @@ def check(run, shape, k_major: bool, dtype, out_dtype, *, smallest=1e-40) -> Non
     w = weights(stored(shape, k_major), dtype, smallest)
     for scales in (None, jnp.linspace(0.5, 1.7, shape[0])):
         values, metadata = run(w, scales, k_major=k_major, dtype=jnp.dtype(out_dtype))
-        reference = jax.jit(expected, static_argnums=(2, 3))(
-            w, scales, k_major, jnp.dtype(out_dtype)
-        )
+        reference = expected(w, scales, k_major, jnp.dtype(out_dtype))
         np.testing.assert_array_equal(metadata, reference.metadata)
         got, want = (
             np.asarray(v.astype(jnp.float32)) for v in (values, reference.values)

@@ -43,6 +43,7 @@ def groups(name: str):
 # Which tiles are visited.
 
 
+@pytest.mark.newest_jax
 @pytest.mark.parametrize("name", GROUPS)
 @pytest.mark.parametrize("tokens_are_rows", [True, False])
 @pytest.mark.parametrize(("size", "width"), [(64, 8), (128, 3), (64, 1)])
@@ -69,12 +70,14 @@ def test_every_used_tile_is_visited_once_with_its_expert(
         assert int(task.expert) == expert[token // GROUP_TILE]
 
 
+@pytest.mark.newest_jax
 @pytest.mark.parametrize("name", GROUPS)
 def test_a_weight_gradient_sums_over_each_experts_own_rows(name):
     _, _, ends = groups(name)
     tiling = Tiling(64, 64, 2, 3, width=8, columns_first=False)
     walk = OverTokensOfExpert(tiling, ends.size, jnp.asarray(ends), pairs_of_tile=1)
-    tasks = [walk.task(jnp.int32(i)) for i in range(walk.count)]
+    of_index = jax.jit(walk.task)
+    tasks = [of_index(jnp.int32(i)) for i in range(walk.count)]
     assert len({(int(t.expert), int(t.row), int(t.column)) for t in tasks}) == 18
     for task in tasks:
         expert, first = int(task.expert), int(task.first_pair)
@@ -106,6 +109,7 @@ def test_no_block_has_two_experts(transpose_out):
     assert "does not divide group_tile=128" in str(why_invalid(too_large, shape))
 
 
+@partial(jax.jit, static_argnums=1)
 def sparse(key, shape):
     """2:4 whole numbers along the last axis: sums are exact in any order."""
     x = jax.random.randint(key, shape, -2, 3).astype(jnp.bfloat16)
@@ -113,6 +117,7 @@ def sparse(key, shape):
     return x, pack(compress(x, mask=magnitude_mask(x)))
 
 
+@partial(jax.jit, static_argnums=1)
 def whole_numbers(key, shape):
     return jax.random.randint(key, shape, -1, 2).astype(jnp.bfloat16)
 
@@ -194,6 +199,7 @@ CASES = {
 }
 
 
+@pytest.mark.newest_jax
 @pytest.mark.parametrize("case", CASES)
 def test_lowers_for_hopper(case):
     run, operands, _ = CASES[case]("uneven")
@@ -255,6 +261,7 @@ def configs_of(case: str) -> list[Config]:
     ]
 
 
+@pytest.mark.newest_jax
 @pytest.mark.parametrize("case", CASES)
 def test_the_configs_of_the_next_test_can_run_every_case(case):
     run, operands, _ = CASES[case]("uneven")

@@ -28,6 +28,7 @@ def relu_squared(x):
     return jnp.square(jnp.maximum(x, 0))
 
 
+@partial(jax.jit, static_argnums=(0, 1))
 def arguments(shape: Shape, seed: int = 0):
     """A compressed, and B as it is stored."""
     keys = jax.random.split(jax.random.key(seed))
@@ -55,6 +56,7 @@ def lowered(shape: Shape, **options):
     return function.trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.newest_jax
 @pytest.mark.parametrize(("b_k_major", "transpose_out"), ORDERS)
 @pytest.mark.parametrize(
     ("dtype", "out_dtype"),
@@ -73,6 +75,7 @@ def test_lowers_for_hopper(b_k_major, transpose_out, dtype, out_dtype):
     assert "mosaic_gpu" in text
 
 
+@pytest.mark.newest_jax
 @pytest.mark.parametrize(
     "config",
     [
@@ -124,6 +127,7 @@ def test_operands_that_do_not_fit_are_refused():
         product(Shape(m=64, n=8, k=64), a, b, out_dtype=jnp.int32)
 
 
+@pytest.mark.newest_jax
 @pytest.mark.parametrize("transpose_out", [True, False])
 def test_rows_apart_lower_to_a_result_of_their_own(transpose_out):
     shape = Shape(m=448, n=192, k=128, b_k_major=False, transpose_out=transpose_out)
@@ -162,6 +166,7 @@ def test_the_heuristic_is_always_valid():
             assert why_invalid(default_config(ordered), ordered) is None, ordered
 
 
+@pytest.mark.newest_jax
 def test_the_grid_fills_the_gpu_it_is_told_of(monkeypatch):
     grids = []
     kernel = plgpu.kernel
