@@ -150,7 +150,9 @@ def _fwd(how, x, w_up, w_down, packed, expert_index, key):
     )
     weights = (w_up, w_down)
     y, residuals = forward(x, weights, packed, expert_index)
-    return y, (x, residuals, weights, packed, key)
+    # Without the other blocks the residuals hold X already, sorted by expert.
+    kept_x = None if how.sparsity.skip_blocks else x
+    return y, (kept_x, residuals, weights, packed, key)
 
 
 def _bwd(how, saved, dy):

@@ -53,7 +53,7 @@ IN_CLUSTER = NM(2, 4)
 
 
 class Residuals(NamedTuple):
-    """What the backward needs besides X and the weights."""
+    """What the backward needs besides the weights, and X without `x_rows`."""
 
     hidden_rows: jax.Array
     """relu(Y1) of each row, (rows, d_hidden / E); masked where the mask is re-used."""
@@ -61,6 +61,8 @@ class Residuals(NamedTuple):
     """relu(Y1) of every neuron, (tokens, d_hidden): only where the weight gradients
     are dense and the forward's mask is not re-used."""
     routed: Dispatch
+    x_rows: jax.Array | None
+    """X of the rows, where GEMM 1 read them."""
 
 
 def forward(
@@ -72,7 +74,7 @@ def forward(
     layout: FFNLayout | None,
 ) -> tuple[jax.Array, Residuals | PackedRows]:
     """Y (tokens, d_model), and what the backward needs."""
-    hidden = None
+    hidden = x_rows = None
     if sparsity.skip_blocks:
         routed = _dispatch(sparsity, backends, expert_index, layout)
         # (rows, F / E) = (rows, d) @ (E, d, F / E)
@@ -99,27 +101,31 @@ def forward(
         packed = keep_rows(y_up, routed, by_token=not sparsity.skip_blocks)
         # (rows, d) = (rows, F / E) @ (E, F / E, d)
         y = multiply_rows(packed.a, w_down, routed, b_k_major=False)
-        return combine_rows(y, routed), packed
+        return combine_rows(y, routed), packed._replace(x_rows=x_rows)
     y_rows = y_up if sparsity.skip_blocks else _own_neurons(y_up, routed)
     hidden_rows = jax.nn.relu(y_rows)
     kept = keep_once(jnp.where(nm_mask(y_rows, IN_CLUSTER), hidden_rows, 0))
     # (rows, d) = (rows, F / E) @ (E, F / E, d)
     y = combine_rows(_grouped(backends[1], kept * kept, w_down, routed), routed)
     hidden_rows = kept if sparsity.mask_reuse else hidden_rows
-    return y, Residuals(hidden_rows, hidden, routed)
+    return y, Residuals(hidden_rows, hidden, routed, x_rows)
 
 
 def backward(
     sparsity: FFNSparsity,
     backends: tuple,
-    x: jax.Array,
+    x: jax.Array | None,
     residuals: Residuals | PackedRows,
     w: FFNWeights,
     dy: jax.Array,
     key: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dX (tokens, d_model), dW1 and dW2 in float32."""
-    routed = residuals.routed
+    """dX (tokens, d_model), dW1 and dW2 in float32; `x` is None where the residuals
+    have its rows."""
+    routed, x_rows = residuals.routed, residuals.x_rows
+    if x_rows is None and sparsity.weight_gradients == "expert_columns":
+        assert x is not None
+        x_rows = gather_rows(x, routed)
     dy_rows = gather_rows(dy, routed)
     if sparsity.skip_blocks:
         da = _gradient_of_rows(backends[2], dy_rows, w, routed)
@@ -128,10 +134,10 @@ def backward(
         da = multiply_by_weight(backends[2], dy, w.down.T, w.packed_down)
     if isinstance(residuals, PackedRows):
         return _backward_packed(
-            sparsity, backends, x, residuals, w, da, dy, dy_rows, key
+            sparsity, backends, x, x_rows, residuals, w, da, dy, dy_rows, key
         )
     da_rows = da if sparsity.skip_blocks else _own_neurons(da, routed)
-    hidden_rows, hidden, _ = residuals
+    hidden_rows, hidden = residuals.hidden_rows, residuals.hidden
     dy_up_rows = selected = da_rows * 2 * hidden_rows
     if not sparsity.mask_reuse:
         selected = jnp.where(magnitude_mask(dy_up_rows, IN_CLUSTER), dy_up_rows, 0)
@@ -139,11 +145,12 @@ def backward(
     w_up = _columns_by_expert(w.up, routed.experts).swapaxes(1, 2)
     dx = combine_rows(_grouped(backends[3], selected, w_up, routed), routed)
 
-    if sparsity.weight_gradients == "expert_columns":
+    if x_rows is not None:
         dw_up, dw_down = _weight_gradients_by_expert(
-            sparsity, backends, x, dy_up_rows, hidden_rows**2, dy_rows, key, routed
+            sparsity, backends, x_rows, dy_up_rows, hidden_rows**2, dy_rows, key, routed
         )
         return dx, dw_up, dw_down
+    assert x is not None
     if hidden is not None:
         dy_up = da * 2 * hidden
     else:
@@ -168,7 +175,8 @@ def _gradient_of_rows(
 def _backward_packed(
     sparsity: FFNSparsity,
     backends: tuple,
-    x: jax.Array,
+    x: jax.Array | None,
+    x_rows: jax.Array | None,
     kept: PackedRows,
     w: FFNWeights,
     da: jax.Array,
@@ -179,7 +187,8 @@ def _backward_packed(
     """`backward` where A and dY1 are packed: dense only for dense GEMMs 5 and 6."""
     routed, by_token = kept.routed, not sparsity.skip_blocks
     if "mosaic_sm90" in backends[4:]:
-        groups, x_rows = row_groups(sparsity, len(x), kept), gather_rows(x, routed)
+        assert x_rows is not None
+        groups = row_groups(sparsity, routed.token_rows.shape[0], kept)
         dy_up, over_tokens = row_gradient_over_tokens(
             groups, da, kept, by_token=by_token
         )
@@ -195,11 +204,12 @@ def _backward_packed(
             jnp.where(used[:, None], decompress(unpack(packed)), 0)
             for packed in (dy_up, kept.a)
         )
-        if sparsity.weight_gradients == "expert_columns":
+        if x_rows is not None:
             dw_up, dw_down = _weight_gradients_by_expert(
-                sparsity, backends, x, dy_up_rows, a_rows, dy_rows, key, routed
+                sparsity, backends, x_rows, dy_up_rows, a_rows, dy_rows, key, routed
             )
         else:
+            assert x is not None
             dense_dy_up, a = (_all_neurons(r, routed) for r in (dy_up_rows, a_rows))
             (dw_up,), dw_down = weight_gradients(
                 sparsity, backends[4:], x, [dense_dy_up], a, dy, key
@@ -213,7 +223,7 @@ def _backward_packed(
 def _weight_gradients_by_expert(
     sparsity: FFNSparsity,
     backends: tuple,
-    x: jax.Array,
+    x_rows: jax.Array,
     dy_up_rows: jax.Array,
     a_rows: jax.Array,
     dy_rows: jax.Array,
@@ -222,7 +232,6 @@ def _weight_gradients_by_expert(
 ) -> tuple[jax.Array, jax.Array]:
     """GEMMs 5 and 6, each expert's columns over the expert's rows, 2:4 along these
     rows where asked. Padding rows are zero in A and dY1."""
-    x_rows = gather_rows(x, routed)
     if sparsity.token_sparsity is not None:
         expert = expert_of_row(routed)
         nonzeros = jax.ops.segment_sum(

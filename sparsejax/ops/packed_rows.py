@@ -25,13 +25,15 @@ from sparsejax.router import Dispatch
 
 class PackedRows(NamedTuple):
     """A = relu(Y1)^2 of the rows, two of four neurons kept: all that the backward needs
-    of Y1, with the rows' dispatch."""
+    of Y1, with the rows' dispatch, and X without `x_rows`."""
 
     a: Packed
     """(rows, d_hidden / E)."""
     nonzeros: Int[Array, "experts neurons"]
     """How many of an expert's rows have a kept entry that is not zero."""
     routed: Dispatch
+    x_rows: Float[Array, "rows d_model"] | None = None
+    """X of the rows, where GEMM 1 read them."""
 
 
 def used_tiles(routed: Dispatch) -> Int[Array, ""]:
