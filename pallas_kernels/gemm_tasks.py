@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -101,7 +102,8 @@ class ByExpert(Walk):
         block, rest = index // (width * self._others), index % (width * self._others)
         start = block * width
         width = jnp.minimum(width, self._along - start)
-        by_token, other = start + rest % width, rest // width
+        # Not % and //: on a mesh these guard against zero by what no kernel can do.
+        by_token, other = start + lax.rem(rest, width), lax.div(rest, width)
         expert = self.tile_expert[by_token * self._size // self.group_tile]
         if self.tokens_are_rows:
             return Task(by_token, other, expert)

@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
 import hopper
 from pallas_kernels import tuning
+from sparsejax import metrics
 from sparsejax.config import ModelConfig
+from sparsejax.metrics import ffn_decisions
 from sparsejax.train import Run
 from tests.micro_run import arrays_of, micro_config, with_phases, write_text
 
@@ -36,6 +39,38 @@ def one_sparse_step(config):
     tokens = next(run.batches())["tokens"]
     state, report = run.step(sparse)(state, tokens)
     return {name: float(value) for name, value in report.items()}, arrays_of(state)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "phases"),
+    [
+        ("weights", {}),
+        ("default", {"token_sparsity": "magnitude"}),
+        ("paper", {"router": "true_mass", "experts_per_token": 2}),
+        ("paper", {"router": "true_mass", "token_sparsity": "magnitude"}),
+        ("paper", {"skip_blocks": True, "token_sparsity": "magnitude"}),
+    ],
+)
+def test_a_step_lowers_with_the_kernels_themselves(config, recipe, phases, monkeypatch):
+    """As a run traces them: in a scan over layers, in one over micro-batches, on a
+    mesh."""
+    jax.clear_caches()  # of traces made with the emulated ones
+    hopper.see_device(monkeypatch)
+    monkeypatch.setattr(metrics, "current_device_kind", lambda: "NVIDIA H200")
+    model = replace(config.model, d_hidden=512)
+    phases = replace(config.phases, experts=4, block_rows=128, **phases)
+    config = replace(
+        config, recipe=recipe, model=model, phases=phases, backend="mosaic_sm90"
+    )
+    run = Run(config)
+    sparsity = run.phases[1].sparsity
+    tokens = jax.ShapeDtypeStruct((2, 2, 17), "int32")
+    traced = run.step(sparsity).trace(run.template(sparsity), tokens)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    decisions = ffn_decisions(config.model, sparsity, 32, "mosaic_sm90")
+    sparse = sum(decision.backend == "mosaic_sm90" for decision in decisions)
+    # Each GEMM's, and packing.
+    assert text.count("custom_call @mosaic_gpu") > sparse >= 2
 
 
 @pytest.mark.parametrize("activation", ["relu2", "swiglu"])

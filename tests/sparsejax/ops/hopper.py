@@ -254,9 +254,14 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
     patch.setattr(grouped_matmul_sm90, "sparse_over_rows", over_rows_on_gpu)
     patch.setattr(compress_sm90, "compress", compress_on_gpu)
     patch.setattr(sparse_matmul_sm90, "sparse_matmul", multiply_on_gpu)
+    see_device(patch, device_kind)
+    return calls
+
+
+def see_device(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> None:
+    """Every module sees `device_kind`; the kernels are those of a GPU."""
     for module in (ffn_spec, gated_ffn, sparse_matmul, grouped_matmul, packed_rows):
         patch.setattr(module, "current_device_kind", lambda: device_kind)
-    return calls
 
 
 def _at(positions: Compressed, dense: jax.Array) -> jax.Array:
