@@ -47,9 +47,11 @@ def assert_close(got, expected, tolerance=TOLERANCE):
 
 @EVERY
 def test_matches_oracle(sparsity):
+    """Operation by operation, whose programs combinations have in common. The next test
+    compiles every combination as a whole."""
     inputs, experts = make_inputs(), make_experts(sparsity)
     with jax.enable_x64(True):
-        got = jitted(sparsity, *inputs, experts)
+        got = value_and_gradients(sparsity, *inputs, experts)
     assert all(array.dtype == np.float64 for array in got)
     assert_close(got, oracle(sparsity, *inputs, experts))
 
