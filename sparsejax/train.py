@@ -271,9 +271,10 @@ class Run:
     def switch(
         self, state: TrainState, before: FFNSparsity, after: FFNSparsity
     ) -> TrainState:
-        """The state for the phase after a switch: `recipe.switch`."""
+        """The state for the phase after a switch: `recipe.switch`. It takes the place
+        of the one given, which is gone."""
 
-        @partial(jax.jit, out_shardings=self._shardings(after))
+        @partial(jax.jit, donate_argnums=0, out_shardings=self._shardings(after))
         def apply(state: TrainState) -> TrainState:
             model = self.model(state, before)
             fold = self.config.phases.fold

@@ -54,6 +54,16 @@ def state_in(run: Run, sparse: bool):
     return run.switch(state, DENSE, sparsity), sparsity
 
 
+def test_a_switch_takes_the_place_of_the_state_before_it(run_of):
+    """Weights and moments are permuted where they are: there is no room for both."""
+    run = run_of(recipe="paper")
+    before = run.initial_state()
+    after = run.switch(before, DENSE, run.phases[1].sparsity)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before.params))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before.moments))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(after.params))
+
+
 # The schedule and the optimiser.
 
 
