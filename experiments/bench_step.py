@@ -63,6 +63,8 @@ class Config:
     micro_batches: int = 2
     remat: Literal["none", "full", "dots"] = "none"
     """Recomputing is work that the dense step need not do: only where memory ends."""
+    scan_layers: bool = True
+    """A loop over the layers; off, compiling takes longer and a step less."""
     text: str | None = None
     """Glob; None: the Python standard library's source."""
     rounds: int = 5
@@ -175,7 +177,12 @@ def _train_config(config: Config) -> TrainConfig:
         preset,
         recipe="dense",
         backend=config.backend,
-        model=replace(preset.model, layers=layers, remat=config.remat),
+        model=replace(
+            preset.model,
+            layers=layers,
+            remat=config.remat,
+            scan_layers=config.scan_layers,
+        ),
         data=replace(preset.data, text=config.text),
         mesh=MeshConfig(data=1),
         batch_size=config.batch_size,
@@ -219,6 +226,7 @@ def _row(config: Config, steps: Steps, timing: Timing) -> dict:
         "tokens_per_micro_batch": decisions[0].spec.m,
         "micro_batches": train.micro_batches,
         "remat": model.remat,
+        "scan_layers": model.scan_layers,
         "experts": sparsity.experts,
         "v": config.v if sparsity.experts else None,
         "switch_seconds": steps.switch_seconds if sparsity.experts else None,

@@ -95,6 +95,10 @@ class ModelConfig:
     remat: Literal["none", "full", "dots"] = "none"
     """What a block recomputes in the backward: nothing, everything, or all but the
     outputs of the plain GEMMs."""
+    scan_layers: bool = True
+    """One block is compiled, and a loop runs it for every layer. False: the program has
+    all layers one after the other; it takes longer to compile, and nothing is copied
+    into and out of the loop's stacks."""
 
     @property
     def head_dim(self) -> int:

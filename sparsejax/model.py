@@ -78,8 +78,8 @@ class Transformer(nnx.Module):
     """Embedding, `config.layers` blocks, final norm, head.
 
     The blocks' parameters are stacked, (layers, ...), under `blocks`: one block is
-    traced and compiled, whatever the depth. Residual stream in `config.dtype`; norms,
-    softmax and logits in float32.
+    traced, whatever the depth, and with `scan_layers` compiled once. Residual stream in
+    `config.dtype`; norms, softmax and logits in float32.
     """
 
     def __init__(
@@ -162,9 +162,12 @@ class Transformer(nnx.Module):
             x, ffn_input = block(x, token_ids=tokens, key=key)
             return x, ffn_input if capture_ffn_inputs else None
 
-        x = self._embed(tokens)
+        config = self.config
         x, ffn_inputs = jax.lax.scan(
-            rematerialise(apply, self.config.remat), x, (stacked, keys)
+            rematerialise(apply, config.remat, in_loop=config.scan_layers),
+            self._embed(tokens),
+            (stacked, keys),
+            unroll=not config.scan_layers,
         )
         return self.final_norm(x), ffn_inputs
 
@@ -213,7 +216,7 @@ def _accumulate_bwd(operands, gradient):
 _accumulate_in_float32.defvjp(_accumulate_fwd, _accumulate_bwd)
 
 
-def rematerialise(block: Callable, remat: str) -> Callable:
+def rematerialise(block: Callable, remat: str, *, in_loop: bool = True) -> Callable:
     """`block`, told what its backward recomputes: `ModelConfig.remat`."""
     if remat == "none":
         return block
@@ -222,9 +225,9 @@ def rematerialise(block: Callable, remat: str) -> Callable:
         # A GEMM with batch axes is attention's, whose outputs are the large ones.
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     }[remat]
-    # A scan body cannot be merged with its recomputation, so the barriers that
-    # prevent_cse adds would only cost.
-    return jax.checkpoint(block, policy=policy, prevent_cse=False)
+    # The body of a loop cannot be merged with its recomputation, so that barriers
+    # against that would only cost.
+    return jax.checkpoint(block, policy=policy, prevent_cse=not in_loop)
 
 
 def cross_entropy(

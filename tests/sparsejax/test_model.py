@@ -109,19 +109,27 @@ def test_blocks_start_different_and_with_scaled_residual_branches():
 
 
 @pytest.mark.parametrize("name", ["dense", "true_mass"])
-def test_remat_changes_neither_loss_nor_gradients(name):
+def test_remat_and_unrolling_change_neither_loss_nor_gradients(name):
     tokens = some_tokens(2, 9)
-    results = {}
-    for remat in ("none", "full", "dots"):
-        config = dataclasses.replace(TINY, remat=remat)
+
+    def results(remat="none", scan_layers=True):
+        config = dataclasses.replace(TINY, remat=remat, scan_layers=scan_layers)
         model = transformer(config, SPARSITIES[name])
-        results[remat] = nnx.jit(nnx.value_and_grad(cross_entropy))(model, tokens)
-    for remat in ("full", "dots"):
+        run = nnx.jit(nnx.value_and_grad(cross_entropy)).lower(model, tokens)
+        if name == "dense":
+            # Nothing else is looped over, forward and backward.
+            assert run.as_text().count("stablehlo.while") == 2 * scan_layers
+        return jax.tree.leaves(run.compile()(model, tokens))
+
+    usual = results()
+    for remat, scan_layers in (
+        ("full", True),
+        ("dots", True),
+        ("none", False),
+        ("full", False),
+    ):
         chex.assert_trees_all_close(
-            jax.tree.leaves(results[remat]),
-            jax.tree.leaves(results["none"]),
-            rtol=1e-4,
-            atol=1e-6,
+            results(remat, scan_layers), usual, rtol=1e-4, atol=1e-6
         )
 
 
