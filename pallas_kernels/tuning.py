@@ -133,13 +133,19 @@ def config_for(device_kind: str, shape: Shape) -> Config:
     return default_config(shape)
 
 
-def why_slower(device_kind: str, shape: Shape) -> str | None:
-    """Why not to choose the sparse GEMM unasked, or None."""
+def why_slower(device_kind: str, shape: Shape, rows_of_token: int = 1) -> str | None:
+    """Why not to choose the sparse GEMM unasked, or None.
+
+    Args:
+      rows_of_token: how many of the shape's rows stand for one of the dense GEMM: a
+        token may have several experts. Entries are of one.
+    """
     entry = nearest(device_kind, shape)
-    if entry is not None and entry.sparse_us >= entry.dense_us:
+    if entry is not None and entry.sparse_us >= entry.dense_us / rows_of_token:
         return (
-            f"measured slower: {entry.sparse_us:.1f} us, dense {entry.dense_us:.1f} "
-            f"us, at {tokens(entry.shape)} tokens"
+            f"measured slower: {entry.sparse_us:.1f} us, dense "
+            f"{entry.dense_us / rows_of_token:.1f} us, at "
+            f"{tokens(entry.shape) // rows_of_token} tokens"
         )
     if entry is None and 2 * shape.m * shape.n * shape.k < LEAST_FLOPS:
         sizes = (shape.m, shape.n, shape.k)

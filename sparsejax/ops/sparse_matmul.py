@@ -331,7 +331,12 @@ def _why_slower_on_sm90(spec: GemmSpec) -> str | None:
     if not spec.sparse_weight and tuning.nearest(spec.device_kind, shape) is None:
         # Packing them costs time at every call, so that no rule can be trusted.
         return "2:4 activations of this size have not been measured on this GPU"
-    return tuning.why_slower(spec.device_kind, shape)
+    return tuning.why_slower(spec.device_kind, shape, _rows_of_token(spec))
+
+
+def _rows_of_token(spec: GemmSpec) -> int:
+    """Rows of the sparse GEMM for one of the dense one, which has each token once."""
+    return spec.experts_per_token if spec.experts is not None else 1
 
 
 def _measured_on_sm90(spec: GemmSpec) -> dict[str, float] | None:
@@ -345,7 +350,7 @@ def _measured_on_sm90(spec: GemmSpec) -> dict[str, float] | None:
     share = tuning.tokens(shape) / tuning.tokens(entry.shape)
     return {
         "mosaic_sm90": entry.sparse_us * share,
-        "dense": entry.dense_us * share,
+        "dense": entry.dense_us * share / _rows_of_token(spec),
         "packing": entry.pack_us * (1 if spec.sparse_weight else share),
     }
 

@@ -149,6 +149,30 @@ def test_what_was_measured_faster_is_chosen_unasked(monkeypatch):
         assert on_sm90(spec(sparsity).explain()) == expected
 
 
+def test_a_dense_gemm_has_a_token_once_whatever_its_experts(monkeypatch):
+    """Timed with one expert for a token, and as many rows."""
+    sparsity = SPARSITIES["two of four experts"]
+    (gemm,) = (g for g in spec(sparsity).gemms() if g.name.startswith("2"))
+    shape = sparse_matmul._shape_on_sm90(gemm)
+    entry = partial(
+        tuning.Entry,
+        shape=shape,
+        config=default_config(shape),
+        dense_us=100.0,
+        pack_us=1.0,
+        jax="0",
+        date="2000-01-01",
+        commit=None,
+    )
+    for sparse_us, slower in ((49.0, False), (51.0, True)):
+        known = {shape: entry(sparse_us=sparse_us)}
+        monkeypatch.setattr(tuning, "entries", lambda kind, known=known: known)
+        kernel = sparse_matmul.IMPLEMENTATIONS["mosaic_sm90"]
+        assert kernel.measured_us(gemm)["dense"] == 50.0
+        reason = f"measured slower: 51.0 us, dense 50.0 us, at {shape.m // 2} tokens"
+        assert kernel.why_slower(gemm) == (reason if slower else None)
+
+
 def test_the_share_is_that_of_an_experts_half(untuned):
     decisions = spec(SPARSITIES["all six, skipped"]).explain("mosaic_sm90")
     shares = [decision.executed_share for decision in decisions]
