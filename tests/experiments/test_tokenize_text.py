@@ -1,0 +1,72 @@
+"""Text becomes a tokenizer and shards that a run reads as it would the text."""
+
+import numpy as np
+import pytest
+
+from experiments import tokenize_text
+from experiments.tokenize_text import Config
+from sparsejax.config import DataConfig
+from sparsejax.corpus import load_corpus
+from tests.micro_run import write_text
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "text").mkdir()
+    text = write_text(tmp_path / "text")
+    (tmp_path / "text" / "latin.txt").write_bytes(b"caf\xe9 " * 9)
+    (tmp_path / "text" / "empty.txt").touch()
+    return Config(
+        folder=tmp_path / "new" / "tokens",
+        text=text,
+        vocab_size=300,
+        validation_share=0.3,
+    )
+
+
+def test_the_shards_hold_the_text(config, capsys):
+    sizes = tokenize_text.main(config)
+    assert "left out: 2 files" in capsys.readouterr().out
+    data = DataConfig(
+        shards=str(config.folder), tokenizer=f"{config.folder}/tokenizer.json"
+    )
+    corpus = load_corpus(data, vocab_size=300)
+    sides = corpus.train, corpus.validation
+    assert [sum(map(len, side)) for side in sides] == list(sizes.values())
+    texts = {path.read_bytes() for path in config.folder.parents[1].glob("text/?.txt")}
+    got = "".join(corpus.tokenizer.decode(np.concatenate(side)) for side in sides)
+    assert sorted(got) == sorted(b"".join(texts).decode())
+    # Fewer tokens than bytes, and the side of a file is that of the text itself.
+    assert sum(sizes.values()) < 0.5 * sum(map(len, texts))
+    (config.folder.parents[1] / "text" / "latin.txt").unlink()
+    whole = load_corpus(
+        DataConfig(text=config.text, validation_share=0.3), vocab_size=256
+    )
+    held_out = corpus.tokenizer.decode(np.concatenate(corpus.validation))
+    assert held_out.encode() == bytes(np.concatenate(whole.validation).astype(np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 256}, "vocab_size=256 and .* more than 256"),
+        ({"trained_on": 0}, "trained_on=0 must be"),
+        ({"text": "/nowhere/*.txt"}, "no file matches"),
+    ],
+)
+def test_what_makes_no_shards_is_refused(config, changes, message, capsys):
+    arguments = {"folder": config.folder, "text": config.text, **changes}
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in arguments.items()]
+    assert tokenize_text.run(flags) == 1
+    words = " ".join(capsys.readouterr().err.split())
+    assert words.startswith("ValueError")
+    with pytest.raises(ValueError, match=message):
+        tokenize_text.main(Config(**arguments))
+    assert not config.folder.exists()
+
+
+def test_what_is_there_is_not_overwritten(config):
+    config.folder.mkdir(parents=True)
+    with pytest.raises(ValueError, match="exists; choose another"):
+        tokenize_text.main(config)
+    assert list(config.folder.iterdir()) == []
