@@ -323,14 +323,13 @@ def run(arguments: list[str]) -> int:
     )
     try:
         comparison = read_comparison(options.comparison)
-        first = comparison.trials[0]
         if options.dry_run:
-            for trial in comparison.trials:
-                if trial.seed == first.seed:
-                    console.say(trial.name, style="bold")
-                    console.announce(trial.config, predicted=True)
+            first_of = {trial.name: trial for trial in reversed(comparison.trials)}
+            for name in dict.fromkeys(trial.name for trial in comparison.trials):
+                console.say(name, style="bold")
+                console.announce(first_of[name].config, predicted=True)
             return 0
-        if first.config.deterministic:
+        if comparison.trials[0].config.deterministic:
             # XLA reads it when the first array is made, which is later than this.
             flags = os.environ.get("XLA_FLAGS", "")
             os.environ["XLA_FLAGS"] = f"{flags} {console.DETERMINISTIC}".strip()

@@ -8,6 +8,7 @@ steps = 800
 [runs.dense]                 # what a run has besides, or instead
 recipe = "dense"
 [runs.long-sparse-phase]
+seeds = [0]                  # default: all of them
 phases.sparse_share = 0.8
 """
 
@@ -65,16 +66,7 @@ def _comparison(name: str, content: Mapping[str, Any]) -> Comparison:
     for key in content:
         if key not in known:
             raise ValueError(f"{key} is none of {', '.join(known)}")
-    seeds, runs = content.get("seeds"), content.get("runs")
-    if not (
-        isinstance(seeds, list)
-        and seeds
-        and all(type(seed) is int for seed in seeds)
-        and len(set(seeds)) == len(seeds)
-    ):
-        raise ValueError(
-            f"seeds={seeds} must be a list of different integers, such as [0, 1]"
-        )
+    seeds, runs = _seeds("seeds", content.get("seeds")), content.get("runs")
     if not isinstance(runs, dict) or not runs:
         raise ValueError(f"runs={runs} must be tables, [runs.NAME], at least one")
     for run in runs:
@@ -89,6 +81,12 @@ def _comparison(name: str, content: Mapping[str, Any]) -> Comparison:
             f"baseline={baseline!r} is none of the runs; give one of {', '.join(runs)}"
         )
     in_order = sorted(runs, key=lambda run: run != baseline)
+    own_seeds = {run: _own_seeds(run, runs[run], seeds) for run in runs}
+    if own_seeds[baseline] != seeds:
+        raise ValueError(
+            f"runs.{baseline} is what all others are compared with and needs seeds "
+            f"{seeds}; leave its own out"
+        )
     trials = tuple(
         Trial(
             name=run,
@@ -97,6 +95,7 @@ def _comparison(name: str, content: Mapping[str, Any]) -> Comparison:
         )
         for seed in seeds
         for run in in_order
+        if seed in own_seeds[run]
     )
     if len({trial.config.deterministic for trial in trials}) > 1:
         raise ValueError(
@@ -104,6 +103,32 @@ def _comparison(name: str, content: Mapping[str, Any]) -> Comparison:
             "runs; set it in base, or not at all"
         )
     return Comparison(name=name, baseline=baseline, trials=trials)
+
+
+def _seeds(place: str, seeds: Any) -> list[int]:
+    if not (
+        isinstance(seeds, list)
+        and seeds
+        and all(type(seed) is int for seed in seeds)
+        and len(set(seeds)) == len(seeds)
+    ):
+        raise ValueError(
+            f"{place}={seeds} must be a list of different integers, such as [0, 1]"
+        )
+    return seeds
+
+
+def _own_seeds(run: str, settings: Any, seeds: list[int]) -> list[int]:
+    """Of a run, in the order of all."""
+    if not isinstance(settings, dict) or "seeds" not in settings:
+        return seeds
+    own = _seeds(f"runs.{run}.seeds", settings["seeds"])
+    if unknown := sorted(set(own) - set(seeds)):
+        raise ValueError(
+            f"runs.{run}.seeds has {unknown[0]}, which the baseline has not been "
+            f"trained with; take one of {seeds}"
+        )
+    return [seed for seed in seeds if seed in own]
 
 
 def _config(run: str, base: Any, changes: Any, seed: int) -> TrainConfig:
@@ -116,7 +141,8 @@ def _config(run: str, base: Any, changes: Any, seed: int) -> TrainConfig:
                 f"{place} sets a seed, which every run takes from seeds; leave it out"
             )
     try:
-        settings = _overlaid(base, changes)
+        own = {name: value for name, value in changes.items() if name != "seeds"}
+        settings = _overlaid(base, own)
         preset = settings.get("preset")
         start = to_json(PRESETS[preset]() if preset in list(PRESETS) else TrainConfig())
         seeded = _overlaid(start, {"seed": seed, "data": {"seed": seed}})

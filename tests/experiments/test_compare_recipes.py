@@ -16,8 +16,9 @@ import pytest
 from experiments import compare_recipes, console, pretrain
 from experiments.compare_recipes import losses_table, main, means_table
 from experiments.comparison_file import Comparison, Trial, read_comparison
-from sparsejax import loop
+from sparsejax import loop, plan
 from sparsejax.config import TrainConfig
+from sparsejax.config_file import changed_settings
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
 from sparsejax.patterns import NM
 from sparsejax.presets import PRESETS
@@ -81,9 +82,25 @@ def test_without_a_baseline_it_is_the_first(tmp_path):
     assert [trial.name for trial in comparison.trials] == ["b", "a"]
 
 
+def test_a_run_may_have_some_of_the_seeds(tmp_path):
+    path = write(
+        tmp_path, "seeds = [2, 0, 1]\n[runs.b]\n[runs.a]\nseeds = [1, 2]\nsteps = 9"
+    )
+    trials = read_comparison(path).trials
+    order = [("b", 2), ("a", 2), ("b", 0), ("b", 1), ("a", 1)]
+    assert [(trial.name, trial.seed) for trial in trials] == order
+    assert [trial.config.steps for trial in trials if trial.name == "a"] == [9, 9]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("seeds = [0]\n[runs.a]\n[runs.b]\nseeds = 0", "runs.b.seeds=0 must be a list"),
+        (
+            "seeds = [0]\n[runs.a]\n[runs.b]\nseeds = [1]",
+            r"seeds has 1, .* \[0\]",
+        ),
+        ("seeds = [0, 1]\n[runs.a]\nseeds = [0]", r"runs.a is what .* \[0, 1\]; leave"),
         ("seeds = [0", "Unclosed array|unclosed array"),
         ("[runs.a]", r"seeds=None must be a list of different integers, such as"),
         ("seeds = []\n[runs.a]", r"seeds=\[\] must be a list"),
@@ -121,6 +138,23 @@ def test_a_file_that_cannot_be_is_refused_by_its_name(text, message, tmp_path):
     with pytest.raises(ValueError, match=message) as caught:
         read_comparison(path)
     assert str(caught.value).startswith(f"{path} does not hold a comparison: ")
+
+
+def test_dense_and_sparse_differ_in_what_their_names_say():
+    comparison = read_comparison(FILES / "venom-134m.toml")
+    places = [trial.place for trial in comparison.trials]
+    assert places.count("dense/seed-1") == 1 and len(places) == 7
+    parameters = plan.parameter_count(comparison.trials[0].config.model)
+    assert 130e6 < parameters.total < 140e6
+    by_name = {trial.name: trial.config for trial in comparison.trials}
+    dense = by_name["dense"]
+    for name, config in by_name.items():
+        changed = set(changed_settings(dense, config)) - {"seed", "data.seed"}
+        if name.startswith("dense"):
+            assert changed <= {"steps"} and f"{config.steps}" in f"{name} 600"
+        else:
+            assert config.steps == dense.steps and config.phases.sparse_share == 0.5
+            assert all(of == "recipe" or of.startswith("phases.") for of in changed)
 
 
 def test_the_ablations_differ_in_what_their_names_say():
