@@ -26,6 +26,7 @@ from sparsejax.config import TrainConfig
 from sparsejax.config_file import check_resumable, from_json, read_config, to_json
 from sparsejax.corpus import Corpus, unigram_loss
 from sparsejax.model import Transformer
+from sparsejax.ops.ffn_spec import FFNSparsity
 from sparsejax.processes import (
     ProcessLost,
     alone_in,
@@ -119,6 +120,7 @@ class _Loop:
         self.metrics_file = folder / "metrics.jsonl"
         self.batches = run.batches()
         self.peak = metrics.dense_peak(self.config.model.dtype)
+        self.router_seconds: dict[FFNSparsity, float] = {}
         self.saving_seconds = 0.0
         self.is_save_untold = False
         damaged = checkpoints.set_aside_damaged()
@@ -269,6 +271,8 @@ class _Loop:
         speed = metrics.speed(
             self.config.model, length, decisions, rate, self.peak, devices=devices
         )
+        if self.phase.sparsity.experts:
+            speed["router_share"] = self.router_seconds_per_token() * rate
         self.record(
             "step",
             loss=float(report["loss"]),
@@ -278,6 +282,17 @@ class _Loop:
             **(speed if math.isfinite(rate) else {}),
         )
         self.saving_seconds = 0.0
+
+    def router_seconds_per_token(self) -> float:
+        """Of all layers, in a step of this phase; timed once."""
+        sparsity, model = self.phase.sparsity, self.config.model
+        if sparsity not in self.router_seconds:
+            tokens = self.config.tokens_per_step // self.config.micro_batches
+            mesh = self.config.mesh.resolve(self.run.mesh.size)
+            own = tokens // mesh.token_shards
+            seconds = metrics.router_seconds(model, sparsity, own)
+            self.router_seconds[sparsity] = model.layers * seconds / tokens
+        return self.router_seconds[sparsity]
 
     def validate(self) -> None:
         loss = self.run.validate(self.state, self.phase.sparsity)

@@ -22,10 +22,17 @@ from sparsejax.ops.backend import (
 )
 from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
 from sparsejax.ops.gated_ffn import GatedFFNSpec
-from sparsejax.patterns import NM
+from sparsejax.patterns import NM, VNM
 from sparsejax.plan import flops_per_token
 from sparsejax.pruning import flip_rate, magnitude_mask, soft_threshold
-from sparsejax.router import true_mass
+from sparsejax.router import (
+    combine_rows,
+    dispatch,
+    gather_rows,
+    nearest_centre,
+    token_hash,
+    true_mass,
+)
 
 ONE_DEVICE = MeshConfig(data=1)
 
@@ -117,6 +124,48 @@ def speed(
         "mfu_dense_equivalent": dense / (peak.tflops * devices),
         "mfu_executed": executed / (peak.tflops * devices),
     }
+
+
+def router_seconds(config: ModelConfig, sparsity: FFNSparsity, tokens: int) -> float:
+    """What one FFN call of so many tokens spends on its router, forward and backward.
+
+    Choosing the experts, sorting the tokens by expert, and moving rows: X and dY to
+    their experts, Y and dX back. On random numbers, timed by itself, so that within a
+    step it can be less; the shortest of five. 0 without a router.
+    """
+    if sparsity.experts is None:
+        return 0.0
+    assert isinstance(sparsity.activations, VNM)
+    experts, v = sparsity.experts, sparsity.activations.v
+    keys = jax.random.split(jax.random.key(0))
+    normal = partial(jax.random.normal, dtype=jnp.dtype(config.dtype))
+    x = normal(keys[0], (tokens, config.d_model))
+    if sparsity.router == "nearest_centre":
+        read = x, normal(keys[1], (experts, config.d_model))
+        choose = nearest_centre
+    elif sparsity.router == "true_mass":
+        read = (normal(keys[1], (tokens, config.d_hidden)),)
+        choose = partial(true_mass, experts=experts)
+    else:
+        read = (jnp.arange(tokens, dtype=jnp.int32),)
+        choose = partial(token_hash, experts=experts)
+    choose = partial(choose, experts_per_token=sparsity.experts_per_token)
+
+    @jax.jit
+    def there_and_back(x: jax.Array, *read: jax.Array) -> tuple[jax.Array, ...]:
+        routed = dispatch(choose(*read), experts, v)
+        y, pull_back = jax.vjp(
+            lambda x: combine_rows(gather_rows(x, routed), routed), x
+        )
+        return y, *pull_back(x)
+
+    jax.block_until_ready(there_and_back(x, *read))
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        jax.block_until_ready(there_and_back(x, *read))
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def ffn_statistics(

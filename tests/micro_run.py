@@ -134,7 +134,7 @@ def read_records(folder: Path) -> list[dict]:
 
 def without_speed(records: list[dict]) -> list[dict]:
     """The records without what depends on the clock."""
-    clocked = ("tokens_per_second", "tflops", "mfu", "seconds")
+    clocked = ("tokens_per_second", "tflops", "mfu", "seconds", "router_share")
     return [
         {k: v for k, v in record.items() if not any(c in k for c in clocked)}
         for record in records

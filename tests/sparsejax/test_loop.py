@@ -341,6 +341,18 @@ def test_speed_is_recorded_but_for_the_first_interval_of_a_phase(uninterrupted):
     assert timed["mfu_executed"] <= timed["mfu_dense_equivalent"]
 
 
+def test_the_routers_share_is_recorded_where_there_is_a_router(uninterrupted):
+    _, folder, _ = uninterrupted("paper")
+    steps = [r for r in read_records(folder) if r["event"] == "step"]
+    routed = {r["step"]: r["router_share"] for r in steps if "router_share" in r}
+    assert list(routed) == [5, 6, 7, 8, 9]
+    # Timed once in a phase: it is in proportion to the speed of the step.
+    rates = {r["step"]: r["tokens_per_second"] for r in steps if r["step"] in routed}
+    per_token = [routed[step] / rates[step] for step in routed]
+    assert per_token[0] > 0
+    np.testing.assert_allclose(per_token, per_token[0], rtol=1e-6)
+
+
 def test_gradient_norms_and_rates_are_those_of_the_step(uninterrupted):
     _, folder, _ = uninterrupted("default")
     steps = [r for r in read_records(folder) if r["event"] == "step"]

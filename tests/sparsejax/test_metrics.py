@@ -26,6 +26,7 @@ from sparsejax.model import Transformer
 from sparsejax.ops.backend import Decision, GemmSpec
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
 from sparsejax.patterns import NM, VNM
+from sparsejax.router import dispatch
 
 TWO_FOUR = FFNSparsity(weights=NM(2, 4), activations=NM(2, 4))
 VENOM = FFNSparsity(
@@ -282,6 +283,22 @@ def test_the_utilisation_is_a_share_of_the_peak_of_all_devices():
     one, two = (speed(MODEL, 10, decisions, 1e9, peak, devices=d) for d in (1, 2))
     for name in one:
         assert two[name] == one[name] / (2 if name.startswith("mfu") else 1), name
+
+
+@pytest.mark.parametrize("router", ["nearest_centre", "token_hash", "true_mass"])
+def test_every_router_is_timed(router, monkeypatch):
+    """The shortest of five calls; two experts for every token."""
+    seen = []
+    monkeypatch.setattr(metrics, "dispatch", lambda *a: seen.append(a) or dispatch(*a))
+    clock = iter([0, 5, 10, 12, 20, 23, 30, 34, 40, 46])
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(clock))
+    sparsity = FFNSparsity(
+        activations=VNM(8, 2, 16), router=router, experts_per_token=2
+    )
+    assert metrics.router_seconds(MODEL, sparsity, 24) == 2
+    ((index, experts, v),) = seen
+    assert (index.shape, experts, v) == ((24, 2), 4, 8)
+    assert metrics.router_seconds(MODEL, FFNSparsity(weights=NM(2, 4)), 24) == 0
 
 
 def test_a_dense_network_executes_what_it_is_equivalent_to():
