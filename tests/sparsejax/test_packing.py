@@ -9,6 +9,12 @@ from sparsejax.formats import compress, decompress
 from sparsejax.packing import Packed, pack, unpack
 from sparsejax.patterns import NM, TWO_FOUR
 
+# Compiled once per shape, instead of once per primitive.
+compress_jit = jax.jit(compress, static_argnames="axis")
+decompress_jit = jax.jit(decompress)
+pack_jit = jax.jit(pack)
+unpack_jit = jax.jit(lambda packed: decompress(unpack(packed)))
+
 
 def random(shape, seed=0):
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
@@ -37,16 +43,14 @@ def words_by_thread(w: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_every_thread_finds_its_positions(shape, axis):
     w = random(shape)
-    compressed = compress(w if axis == -1 else w.T, axis=axis)
-    packed = pack(compressed)
-    dense = np.asarray(decompress(compressed))
+    compressed = compress_jit(w if axis == -1 else w.T, axis=axis)
+    packed = pack_jit(compressed)
+    dense = np.asarray(decompress_jit(compressed))
     np.testing.assert_array_equal(
         packed.metadata, words_by_thread(dense if axis == -1 else dense.T)
     )
     assert packed.shape == shape
-    np.testing.assert_array_equal(
-        decompress(unpack(packed)), dense if axis == -1 else dense.T
-    )
+    np.testing.assert_array_equal(unpack_jit(packed), dense if axis == -1 else dense.T)
 
 
 def test_leading_axes_are_matrices_of_their_own():
