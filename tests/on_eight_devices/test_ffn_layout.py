@@ -65,7 +65,6 @@ def double():
         yield
 
 
-@partial(jax.jit, static_argnums=(0, 1))
 def value_and_gradients(sparsity, layout, x, w_up, w_down, dy, experts, key=None):
     def run(x, w_up, w_down):
         scales = jnp.array([1.5, 1.25], x.dtype) if sparsity.weights else None
@@ -74,6 +73,9 @@ def value_and_gradients(sparsity, layout, x, w_up, w_down, dy, experts, key=None
 
     y, pull_back = jax.vjp(run, x, w_up, w_down)
     return y, *pull_back(dy)
+
+
+jitted = jax.jit(value_and_gradients, static_argnums=(0, 1))
 
 
 def inputs_for(sparsity: FFNSparsity, seed: int = 0) -> tuple:
@@ -93,8 +95,9 @@ def inputs_for(sparsity: FFNSparsity, seed: int = 0) -> tuple:
 def test_a_mesh_computes_what_one_device_does(sparsity, mesh, double):
     layout = layout_of(MESHES[mesh])
     inputs = inputs_for(sparsity)
+    # By the operation, whose programs the cases have in common.
     expected = value_and_gradients(sparsity, None, *inputs)
-    got = value_and_gradients(sparsity, layout, *inputs)
+    got = jitted(sparsity, layout, *inputs)
     # float64 sums in another order
     chex.assert_trees_all_close(got, expected, rtol=1e-11, atol=1e-12)
 
@@ -128,7 +131,7 @@ def test_groups_along_tokens_are_those_of_each_devices_tokens(activations, doubl
     )
     x, w_up, w_down, dy, experts = inputs_for(sparsity)
     parts = [
-        value_and_gradients(
+        jitted(
             sparsity,
             None,
             x[i : i + TOKENS // 8],
@@ -142,7 +145,7 @@ def test_groups_along_tokens_are_those_of_each_devices_tokens(activations, doubl
     y, dx, dw_up, dw_down = zip(*parts, strict=True)
     expected = jnp.concatenate(y), jnp.concatenate(dx), sum(dw_up), sum(dw_down)
     layout = layout_of((4, 2, 1))
-    got = value_and_gradients(sparsity, layout, x, w_up, w_down, dy, experts)
+    got = jitted(sparsity, layout, x, w_up, w_down, dy, experts)
     chex.assert_trees_all_close(got, expected, rtol=1e-11, atol=1e-12)
 
 
@@ -168,8 +171,7 @@ def test_random_estimators_run_on_a_mesh_and_repeat(method, double):
     inputs = inputs_for(sparsity)
     layout = layout_of((2, 2, 2))
     runs = [
-        value_and_gradients(sparsity, layout, *inputs, jax.random.key(seed))
-        for seed in (1, 1, 2)
+        jitted(sparsity, layout, *inputs, jax.random.key(seed)) for seed in (1, 1, 2)
     ]
     chex.assert_trees_all_equal(runs[0], runs[1])
     assert not np.array_equal(runs[0][2], runs[2][2])
