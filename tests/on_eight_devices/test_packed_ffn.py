@@ -1,5 +1,6 @@
 """Weights packed for Hopper, on a mesh of eight devices against one."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -16,7 +17,8 @@ from sparsejax.ops.ffn_spec import FFNSparsity
 from sparsejax.ops.ffn_weights import pack_ffn
 from sparsejax.ops.gated_ffn import gated_ffn
 from sparsejax.packing import Packed
-from sparsejax.patterns import NM
+from sparsejax.patterns import NM, VNM
+from sparsejax.router import token_hash
 
 TOKENS, D_MODEL, D_HIDDEN = 32, 64, 1024
 MESHES = {"data": (8, 1, 1), "fsdp": (1, 8, 1), "tensor": (1, 1, 8), "all": (2, 2, 2)}
@@ -81,6 +83,48 @@ def test_packs_and_multiplies_as_one_device_does(calls, mesh, gated):
     ):
         ours, theirs = (np.asarray(a, np.float64) for a in (ours, theirs))
         # Partial sums over the neurons are rounded to bfloat16 on each device.
+        assert np.linalg.norm(ours - theirs) <= 2**-8 * np.linalg.norm(theirs)
+
+
+EXPERTS = FFNSparsity(
+    weights=NM(2, 4),
+    activations=VNM(8, 2, 32),
+    router="true_mass",
+    experts_per_token=2,
+    weight_gradients="expert_columns",
+)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("skip_blocks", [False, True])
+def test_experts_packed_on_every_device_compute_what_one_device_does(
+    calls, mesh, skip_blocks
+):
+    """Rows packed for the kernels on each device: its tokens, for its experts."""
+    x, weights, scales, dy = operands(gated=False)
+    sparsity, expert_index = EXPERTS, None
+    if skip_blocks:
+        sparsity = replace(sparsity, skip_blocks=True, router="token_hash")
+        expert_index = token_hash(jnp.arange(TOKENS), 8, experts_per_token=2)
+
+    def step(layout):
+        run = partial(
+            ffn,
+            sparsity=sparsity,
+            scales=scales,
+            expert_index=expert_index,
+            layout=layout,
+            backend="mosaic_sm90",
+        )
+        y, pull_back = jax.vjp(run, x, *weights)
+        return y, *pull_back(dy)
+
+    got = jax.jit(partial(step, layout_of(MESHES[mesh])))()
+    assert {"compress", "keep_features", "backward", "sparse_rows"} <= set(calls)
+    assert ("sparse_weights" if skip_blocks else "sparse_matmul") in calls
+    for ours, theirs in zip(got, jax.jit(partial(step, None))(), strict=True):
+        ours, theirs = (np.asarray(a, np.float64) for a in (ours, theirs))
+        # Partial sums over the experts are rounded to bfloat16 on each device.
         assert np.linalg.norm(ours - theirs) <= 2**-8 * np.linalg.norm(theirs)
 
 
