@@ -1,6 +1,9 @@
 """Settings of every test: strict ranks, no accidental GPU; the text of small runs."""
 
+import gc
 import os
+import shutil
+import tempfile
 
 import jax
 import pytest
@@ -18,6 +21,16 @@ if jax.default_backend() == "cpu":
     # environment for the processes that tests start.
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     jax.config.update("jax_disable_most_optimizations", True)
+
+# What one test has compiled, no other compiles again: a folder of this test run alone,
+# for its workers and the processes of tests, who find it in the environment.
+COMPILED = None
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    COMPILED = tempfile.mkdtemp(prefix="compiled-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED
+    jax.config.update("jax_compilation_cache_dir", COMPILED)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # On a GPU float32 GEMMs would otherwise round their operands to TF32.
@@ -41,6 +54,17 @@ def text(tmp_path_factory) -> str:
 def pytest_collection_modifyitems(items):
     # The longest first: at the end, a worker would be left alone with them.
     items.sort(key=lambda item: "test_eight_devices" not in item.nodeid)
+
+
+def pytest_collection_finish():
+    """What stands now stands to the end: no search for garbage has to look at it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    if COMPILED is not None:
+        shutil.rmtree(COMPILED, ignore_errors=True)
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -1,14 +1,11 @@
 """A training run small enough for tests, and what two runs are compared by."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import jax
 import numpy as np
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from sparsejax.config import (
     DataConfig,
@@ -100,31 +97,6 @@ def assert_same_bits(left: TrainState, right: TrainState) -> None:
     for name, array in ours.items():
         assert array.dtype == theirs[name].dtype, name
         assert array.tobytes() == theirs[name].tobytes(), name
-
-
-@contextmanager
-def compilation_cache(tmp_path_factory) -> Iterator[Path]:
-    """What is compiled inside is kept in a folder that all workers of this test run
-    share; yields the folder, for processes of their own."""
-    base = tmp_path_factory.getbasetemp()
-    folder = base.parent / "compiled" if is_worker(base) else base / "compiled"
-    settings = {
-        "jax_compilation_cache_dir": str(folder),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    try:
-        yield folder
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        reset_cache()
-
-
-def is_worker(base: Path) -> bool:
-    return base.name.startswith("popen-")
 
 
 def read_records(folder: Path) -> list[dict]:

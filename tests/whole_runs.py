@@ -15,7 +15,7 @@ from sparsejax.config_file import MAY_CHANGE
 from sparsejax.loop import Outcome, train
 from sparsejax.metrics import DensePeak
 from sparsejax.train import Run
-from tests.micro_run import compilation_cache, micro_config, with_phases
+from tests.micro_run import micro_config, with_phases
 
 
 class Killed(Exception):
@@ -33,10 +33,10 @@ def kill_at(event: str, step: int) -> Callable[[dict], None]:
 
 
 @contextmanager
-def quick_runs(tmp_path_factory) -> Iterator[pytest.MonkeyPatch]:
-    """Shared compilation, and no GEMM of size 2048 before each run; yields what other
-    patches of the same tests are made with."""
-    with pytest.MonkeyPatch.context() as patch, compilation_cache(tmp_path_factory):
+def quick_runs() -> Iterator[pytest.MonkeyPatch]:
+    """No GEMM of size 2048 before each run; yields what other patches of the same tests
+    are made with."""
+    with pytest.MonkeyPatch.context() as patch:
         peak = DensePeak(tflops=1.0, source="test")
         patch.setattr(metrics, "dense_peak", lambda dtype: peak)
         yield patch

@@ -7,8 +7,8 @@ from tests.wide_console import widen
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory):
-    """Runs that share what they compile, and print as on a wide terminal."""
-    with quick_runs(tmp_path_factory) as patch:
+def quick():
+    """Runs that print as on a wide terminal."""
+    with quick_runs() as patch:
         widen(patch)
         yield

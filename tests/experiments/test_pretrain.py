@@ -381,9 +381,12 @@ def test_a_process_joins_the_others_before_it_trains(monkeypatch):
 
 
 def command(*arguments: str) -> subprocess.Popen:
+    """With nothing that tests have compiled."""
+    environment = dict(os.environ)
+    environment.pop("JAX_COMPILATION_CACHE_DIR")
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), *arguments],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        env=environment | {"JAX_PLATFORMS": "cpu"},
         cwd=SCRIPT.parent.parent,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -13,13 +13,7 @@ import pytest
 
 from sparsejax.config import ModelConfig
 from tests.faults.runs import Process, assert_ended_alike, finish
-from tests.micro_run import arguments_of, compilation_cache, micro_config, write_text
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled(tmp_path_factory):
-    with compilation_cache(tmp_path_factory):
-        yield
+from tests.micro_run import arguments_of, micro_config, write_text
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.runs import Process, assert_ended_alike, finish
-from tests.micro_run import arguments_of, compilation_cache, micro_config, write_text
+from tests.micro_run import arguments_of, micro_config, write_text
 
 CHUNKS = 4
 AT_RANDOM = 3
@@ -18,12 +18,6 @@ IN_A_SAVE = 2
 """Kills of a chunk while a checkpoint is being written."""
 DRAWS = 20
 """Attempts at all of them: a process may end, or a save, before it is killed."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled(tmp_path_factory):
-    with compilation_cache(tmp_path_factory):
-        yield
 
 
 @pytest.fixture(scope="module")

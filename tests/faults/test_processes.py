@@ -11,7 +11,6 @@ from sparsejax.checkpoint import Checkpoints
 from tests.faults.runs import Process, assert_ended_alike, finish, has_trained
 from tests.micro_run import (
     arguments_of,
-    compilation_cache,
     micro_config,
     read_records,
     write_text,
@@ -19,12 +18,6 @@ from tests.micro_run import (
 
 TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 """For one process that has as many devices as two."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled(tmp_path_factory):
-    with compilation_cache(tmp_path_factory):
-        yield
 
 
 @pytest.fixture(scope="module")

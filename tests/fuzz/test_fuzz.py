@@ -14,7 +14,6 @@ from sparsejax import checkpoint_folder, config, config_file, corpus, manifest, 
 from tests.fuzz import command_lines
 from tests.fuzz.cases import FAMILIES, Fuzzer, shares
 from tests.fuzz.judge import TimedOut, Wrong, clear_error, time_limit
-from tests.micro_run import compilation_cache
 
 # Family, first seed, cases: parts of a few seconds, for several workers.
 CHUNKS = [
@@ -29,8 +28,7 @@ CHUNKS = [
 
 @pytest.fixture(scope="module")
 def fuzzer(tmp_path_factory):
-    with compilation_cache(tmp_path_factory):
-        yield Fuzzer(tmp_path_factory.mktemp("fuzz"))
+    return Fuzzer(tmp_path_factory.mktemp("fuzz"))
 
 
 def test_two_thousand_cases_of_all_families_run_here():

@@ -27,8 +27,8 @@ BEFORE = MeshConfig(data=8)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick(tmp_path_factory):
-    with quick_runs(tmp_path_factory):
+def quick():
+    with quick_runs():
         yield
 
 

@@ -7,9 +7,9 @@ from tests.whole_runs import quick_runs, shared_run, undisturbed
 
 
 @pytest.fixture(scope="module")
-def quick_loop(tmp_path_factory):
+def quick_loop():
     """Runs in processes of their own are in test_pretrain."""
-    with quick_runs(tmp_path_factory) as patch:
+    with quick_runs() as patch:
         patch.setattr(loop, "Run", shared_run)
         yield
 

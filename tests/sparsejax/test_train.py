@@ -19,17 +19,10 @@ from sparsejax.train import Run, learning_rate, make_optimizer
 from tests.micro_run import (
     arrays_of,
     assert_same_bits,
-    compilation_cache,
     micro_config,
     with_phases,
     write_text,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick(tmp_path_factory):
-    with compilation_cache(tmp_path_factory):
-        yield
 
 
 @pytest.fixture(scope="module")
