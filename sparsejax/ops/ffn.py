@@ -150,8 +150,7 @@ def _fwd(how, x, w_up, w_down, packed, expert_index, key):
     )
     weights = (w_up, w_down)
     y, residuals = forward(x, weights, packed, expert_index)
-    # Without the other blocks the residuals hold X already, sorted by expert.
-    kept_x = None if how.sparsity.skip_blocks else x
+    kept_x = None if ffn_by_expert.keeps_rows_of_x(how.sparsity) else x
     return y, (kept_x, residuals, weights, packed, key)
 
 

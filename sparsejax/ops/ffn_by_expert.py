@@ -62,7 +62,13 @@ class Residuals(NamedTuple):
     are dense and the forward's mask is not re-used."""
     routed: Dispatch
     x_rows: jax.Array | None
-    """X of the rows, where GEMM 1 read them."""
+    """X of the rows: `keeps_rows_of_x`."""
+
+
+def keeps_rows_of_x(sparsity: FFNSparsity) -> bool:
+    """Whether the residuals have X sorted by expert, as GEMM 1 read it, and so need no
+    other. With several experts for a token that would be several times X."""
+    return sparsity.skip_blocks and sparsity.experts_per_token == 1
 
 
 def forward(
@@ -74,11 +80,12 @@ def forward(
     layout: FFNLayout | None,
 ) -> tuple[jax.Array, Residuals | PackedRows]:
     """Y (tokens, d_model), and what the backward needs."""
-    hidden = x_rows = None
+    hidden = kept_x = None
     if sparsity.skip_blocks:
         routed = _dispatch(sparsity, backends, expert_index, layout)
         # (rows, F / E) = (rows, d) @ (E, d, F / E)
         x_rows = gather_rows(x, routed)
+        kept_x = x_rows if keeps_rows_of_x(sparsity) else None
         if backends[0] == "mosaic_sm90" and w.packed_up is not None:
             y_up = multiply_by_expert_weight(x_rows, _packed(w.packed_up), routed)
         else:
@@ -101,14 +108,14 @@ def forward(
         packed = keep_rows(y_up, routed, by_token=not sparsity.skip_blocks)
         # (rows, d) = (rows, F / E) @ (E, F / E, d)
         y = multiply_rows(packed.a, w_down, routed, b_k_major=False)
-        return combine_rows(y, routed), packed._replace(x_rows=x_rows)
+        return combine_rows(y, routed), packed._replace(x_rows=kept_x)
     y_rows = y_up if sparsity.skip_blocks else _own_neurons(y_up, routed)
     hidden_rows = jax.nn.relu(y_rows)
     kept = keep_once(jnp.where(nm_mask(y_rows, IN_CLUSTER), hidden_rows, 0))
     # (rows, d) = (rows, F / E) @ (E, F / E, d)
     y = combine_rows(_grouped(backends[1], kept * kept, w_down, routed), routed)
     hidden_rows = kept if sparsity.mask_reuse else hidden_rows
-    return y, Residuals(hidden_rows, hidden, routed, x_rows)
+    return y, Residuals(hidden_rows, hidden, routed, kept_x)
 
 
 def backward(

@@ -33,7 +33,7 @@ class PackedRows(NamedTuple):
     """How many of an expert's rows have a kept entry that is not zero."""
     routed: Dispatch
     x_rows: Float[Array, "rows d_model"] | None = None
-    """X of the rows, where GEMM 1 read them."""
+    """X of the rows, where the backward is to have them from here."""
 
 
 def used_tiles(routed: Dispatch) -> Int[Array, ""]:

@@ -1,6 +1,7 @@
 """The six GEMMs: every combination against the masked dense oracle."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from ffn_oracle import cluster_mask, two_of_four
 from sparsejax.ops.ffn import ffn
 from sparsejax.ops.ffn_spec import FFNSparsity
 from sparsejax.patterns import VNM
-from sparsejax.router import nearest_centre, token_hash
+from sparsejax.router import nearest_centre, row_count, token_hash
 
 # In float64 library and oracle take the same decisions, and differ by rounding only:
 # sums of at most 128 products of numbers near 1, each rounded at 1e-16.
@@ -127,6 +128,28 @@ def test_vmap_of_scan_of_remat_matches_oracle(sparsity):
     # gradients reach 1e2 after two layers, so the rounding is ten times larger
     expected = (np.stack(y), np.stack(dx), sum(dw_up), sum(dw_down))
     assert_close(got, expected, 10 * TOLERANCE)
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_x_is_kept_once_for_the_backward(choices):
+    """Sorted by expert, unless a token has several."""
+    tokens, d_model, d_hidden = 20, 8, 64
+    sparsity = FFNSparsity(
+        activations=VNM(4, 2, 16),
+        router="token_hash",
+        experts_per_token=choices,
+        skip_blocks=True,
+        weight_gradients="expert_columns",
+    )
+    expert_index = token_hash(jnp.arange(tokens), 4, experts_per_token=choices)
+    run = partial(ffn, sparsity=sparsity, expert_index=expert_index)
+    shapes = (tokens, d_model), (d_model, d_hidden), (d_hidden, d_model)
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    _, pull_back = jax.eval_shape(partial(jax.vjp, run), *arguments)
+    saved = [leaf.shape for leaf in jax.tree.leaves(pull_back)]
+    rows = row_count(tokens, choices, 4, 4)
+    assert saved.count((tokens, d_model)) == (choices == 2)
+    assert saved.count((rows, d_model)) == (choices == 1)
 
 
 @pytest.mark.parametrize("transformation", ["vmap", "remat", "scan"])
