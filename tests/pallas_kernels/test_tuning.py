@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels import grouped_matmul_sm90 as grouped
 from pallas_kernels import tuning
 from pallas_kernels.sparse_matmul_configs import (
     Config,
@@ -38,6 +39,7 @@ def entry(shape: Shape, sparse_us: float = 1.0, **config) -> Entry:
 SHIPPED = tuple(tuning.FOLDER.glob("*.json"))
 
 
+@pytest.mark.newest_jax
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
 def test_every_shipped_config_lowers(file):
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -56,18 +58,44 @@ def test_every_shipped_config_lowers(file):
 
 def lowered_text(shape: Shape, config: Config) -> str:
     values = jax.ShapeDtypeStruct((shape.m, shape.k // 2), shape.dtype)
-    words = jax.ShapeDtypeStruct((-(-shape.m // 64), shape.k // 64, 128), "uint32")
+    words = jax.ShapeDtypeStruct((-(-shape.m // 64), -(-shape.k // 64), 128), "uint32")
     stored = (shape.n, shape.k) if shape.b_k_major else (shape.k, shape.n)
-    run = partial(
-        sparse_matmul,
-        b_k_major=shape.b_k_major,
-        transpose_out=shape.transpose_out,
-        out_dtype=jnp.float32 if shape.float32_out else None,
-        config=config,
-    )
-    traced = jax.jit(run).trace(
-        values, words, jax.ShapeDtypeStruct(stored, shape.dtype)
-    )
+    lookups: list[tuple[int, ...]] = []
+    if not shape.group_tile:
+        run = partial(
+            sparse_matmul,
+            b_k_major=shape.b_k_major,
+            transpose_out=shape.transpose_out,
+            out_dtype=jnp.float32 if shape.float32_out else None,
+            config=config,
+        )
+    else:
+        lookups = [(tuning.tokens(shape) // shape.group_tile,), ()]
+        if shape.sums_over_tokens:
+            lookups = [(shape.experts,)]
+            run = partial(
+                grouped.sparse_over_rows,
+                group_tile=shape.group_tile,
+                transpose_out=shape.transpose_out,
+            )
+        elif shape.transpose_out:
+            run = partial(grouped.sparse_weights, experts=shape.experts)
+            m = shape.experts * shape.m
+            values = values.update(shape=(m, shape.k // 2))
+            words = words.update(shape=(m // 64, *words.shape[1:]))
+        else:
+            run = partial(grouped.sparse_rows, b_k_major=shape.b_k_major)
+            own = shape.experts, shape.k, shape.n
+            stored = (shape.n, *own[:2]) if shape.b_k_major else own
+
+        def config_for(asked: Shape) -> Config:
+            assert asked == shape
+            return config
+
+        run = partial(run, config_for=config_for)
+    b = jax.ShapeDtypeStruct(stored, shape.dtype)
+    integers = [jax.ShapeDtypeStruct(size, "int32") for size in lookups]
+    traced = jax.jit(run).trace(values, words, b, *integers)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
