@@ -53,7 +53,7 @@ IN_CLUSTER = NM(2, 4)
 
 
 class Residuals(NamedTuple):
-    """What the backward needs besides the weights, and X without `x_rows`."""
+    """What the backward needs besides the weights, and X where `x_rows` is None."""
 
     hidden_rows: jax.Array
     """relu(Y1) of each row, (rows, d_hidden / E); masked where the mask is re-used."""
@@ -101,7 +101,7 @@ def forward(
             mass = gather_experts(layout, expert_mass(y_up, experts))
             expert_index = best_experts(mass, sparsity.experts_per_token)
         routed = _dispatch(sparsity, backends, expert_index, layout)
-        if not sparsity.mask_reuse and sparsity.weight_gradients == "dense":
+        if not sparsity.mask_reuse and not _sums_over_rows(sparsity):
             hidden = jax.nn.relu(y_up)
     w_down = _rows_by_expert(w.down, routed.experts)
     if backends[1] == "mosaic_sm90":
@@ -129,10 +129,12 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dX (tokens, d_model), dW1 and dW2 in float32; `x` is None where the residuals
     have its rows."""
-    routed, x_rows = residuals.routed, residuals.x_rows
-    if x_rows is None and sparsity.weight_gradients == "expert_columns":
-        assert x is not None
-        x_rows = gather_rows(x, routed)
+    routed, by_rows = residuals.routed, _sums_over_rows(sparsity)
+    # X as GEMM 5 reads it: of the rows or of the tokens.
+    x_read = x if residuals.x_rows is None else residuals.x_rows
+    assert x_read is not None
+    if by_rows and residuals.x_rows is None:
+        x_read = gather_rows(x_read, routed)
     dy_rows = gather_rows(dy, routed)
     if sparsity.skip_blocks:
         da = _gradient_of_rows(backends[2], dy_rows, w, routed)
@@ -141,7 +143,7 @@ def backward(
         da = multiply_by_weight(backends[2], dy, w.down.T, w.packed_down)
     if isinstance(residuals, PackedRows):
         return _backward_packed(
-            sparsity, backends, x, x_rows, residuals, w, da, dy, dy_rows, key
+            sparsity, backends, x_read, residuals, w, da, dy, dy_rows, key
         )
     da_rows = da if sparsity.skip_blocks else _own_neurons(da, routed)
     hidden_rows, hidden = residuals.hidden_rows, residuals.hidden
@@ -152,21 +154,26 @@ def backward(
     w_up = _columns_by_expert(w.up, routed.experts).swapaxes(1, 2)
     dx = combine_rows(_grouped(backends[3], selected, w_up, routed), routed)
 
-    if x_rows is not None:
+    if by_rows:
         dw_up, dw_down = _weight_gradients_by_expert(
-            sparsity, backends, x_rows, dy_up_rows, hidden_rows**2, dy_rows, key, routed
+            sparsity, backends, x_read, dy_up_rows, hidden_rows**2, dy_rows, key, routed
         )
         return dx, dw_up, dw_down
-    assert x is not None
     if hidden is not None:
         dy_up = da * 2 * hidden
     else:
         dy_up = _all_neurons(dy_up_rows, routed)
         hidden = _all_neurons(hidden_rows, routed)
     (dw_up,), dw_down = weight_gradients(
-        sparsity, backends[4:], x, [dy_up], hidden**2, dy, key
+        sparsity, backends[4:], x_read, [dy_up], hidden**2, dy, key
     )
     return dx, dw_up, dw_down
+
+
+def _sums_over_rows(sparsity: FFNSparsity) -> bool:
+    """Whether GEMMs 5 and 6 sum each expert's columns over its own rows, else those of
+    all neurons over all tokens."""
+    return sparsity.weight_gradients == "expert_columns"
 
 
 def _gradient_of_rows(
@@ -182,8 +189,7 @@ def _gradient_of_rows(
 def _backward_packed(
     sparsity: FFNSparsity,
     backends: tuple,
-    x: jax.Array | None,
-    x_rows: jax.Array | None,
+    x_read: jax.Array,
     kept: PackedRows,
     w: FFNWeights,
     da: jax.Array,
@@ -191,17 +197,17 @@ def _backward_packed(
     dy_rows: jax.Array,
     key: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`backward` where A and dY1 are packed: dense only for dense GEMMs 5 and 6."""
+    """`backward` where A and dY1 are packed: dense only for dense GEMMs 5 and 6.
+    `x_read` is X as GEMM 5 reads it."""
     routed, by_token = kept.routed, not sparsity.skip_blocks
     if "mosaic_sm90" in backends[4:]:
-        assert x_rows is not None
         groups = row_groups(sparsity, routed.token_rows.shape[0], kept)
         dy_up, over_tokens = row_gradient_over_tokens(
             groups, da, kept, by_token=by_token
         )
         gradient = partial(weight_gradient_of_experts, groups, routed=routed)
         (dy_up_over_tokens,) = over_tokens.gradients
-        dw_up = gradient(dy_up_over_tokens, x_rows, transpose_out=True)
+        dw_up = gradient(dy_up_over_tokens, x_read, transpose_out=True)
         dw_down = gradient(over_tokens.a, dy_rows, transpose_out=False)
     else:
         dy_up = row_gradient(da, kept, by_token=by_token)
@@ -211,15 +217,14 @@ def _backward_packed(
             jnp.where(used[:, None], decompress(unpack(packed)), 0)
             for packed in (dy_up, kept.a)
         )
-        if x_rows is not None:
+        if _sums_over_rows(sparsity):
             dw_up, dw_down = _weight_gradients_by_expert(
-                sparsity, backends, x_rows, dy_up_rows, a_rows, dy_rows, key, routed
+                sparsity, backends, x_read, dy_up_rows, a_rows, dy_rows, key, routed
             )
         else:
-            assert x is not None
             dense_dy_up, a = (_all_neurons(r, routed) for r in (dy_up_rows, a_rows))
             (dw_up,), dw_down = weight_gradients(
-                sparsity, backends[4:], x, [dense_dy_up], a, dy, key
+                sparsity, backends[4:], x_read, [dense_dy_up], a, dy, key
             )
     # (rows, d) = (rows, F / E) @ (F / E, E, d), W1 as it is stored
     w_up = w.up.reshape(w.up.shape[0], routed.experts, -1)

@@ -25,7 +25,7 @@ from sparsejax.router import Dispatch
 
 class PackedRows(NamedTuple):
     """A = relu(Y1)^2 of the rows, two of four neurons kept: all that the backward needs
-    of Y1, with the rows' dispatch, and X without `x_rows`."""
+    of Y1, with the rows' dispatch, and X where `x_rows` is None."""
 
     a: Packed
     """(rows, d_hidden / E)."""
