@@ -336,9 +336,7 @@ def run(arguments: list[str]) -> int:
         folder = options.folder or Path("runs") / comparison.name
         main(comparison, folder, options.results)
     except (ValueError, NotImplementedError, ImportError, OSError) as error:
-        text = f"{type(error).__name__}: {error}"
-        console.say(text, style="red", error=True)
-        return 1
+        return console.fail(error)
     return 0
 
 

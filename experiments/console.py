@@ -44,6 +44,14 @@ def say(text: str, *, style: str | None = None, error: bool = False) -> None:
     console.print(text, style=style, soft_wrap=True, markup=False)
 
 
+def fail(error: Exception, reason: str | None = None) -> int:
+    """Says the error in red on standard error, its type and `reason` (default: its own
+    words); returns the exit status of the command that it ends, 1."""
+    reason = str(error) if reason is None else reason
+    say(f"{type(error).__name__}: {reason}", style="red", error=True)
+    return 1
+
+
 def announce(config: TrainConfig, *, predicted: bool = False) -> None:
     """Devices, mesh, size, FLOPs, phases, the path of each GEMM; with `predicted` also
     memory, communication and the expected speed-up, for a mesh whose devices need not

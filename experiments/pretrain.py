@@ -177,22 +177,17 @@ def run(arguments: list[str]) -> int:
         NonFiniteLoss,
         ProcessLost,
     ) as error:
-        return _fail(error, str(error))
+        return console.fail(error)
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         reason = next(iter(str(error).splitlines()), "").rstrip(".")
         if not isinstance(error, MemoryError) and "out of memory" not in reason.lower():
             raise
-        return _fail(
+        return console.fail(
             error,
             f"{reason}; --dry-run says what the run needs, and more micro-batches, "
             f"--model.remat full or a mesh of more devices need less",
         )
     return 0
-
-
-def _fail(error: Exception, reason: str) -> int:
-    console.say(f"{type(error).__name__}: {reason}", style="red", error=True)
-    return 1
 
 
 def leave(status: int) -> NoReturn:

@@ -147,9 +147,7 @@ def run(arguments: list[str]) -> int:
     try:
         main(config)
     except (ValueError, ImportError, OSError) as error:
-        text = f"{type(error).__name__}: {error}"
-        console.say(text, style="red", error=True)
-        return 1
+        return console.fail(error)
     return 0
 
 

@@ -1,10 +1,12 @@
 """What the main job prints: its plan, its progress and its summary."""
 
+import io
 from dataclasses import asdict
 from typing import get_args
 
 import jax
 import pytest
+from rich.console import Console
 
 import hopper
 from experiments import console, pretrain
@@ -254,6 +256,25 @@ def test_text_is_printed_as_it_is_brackets_included(capsys):
     shown = capsys.readouterr().out
     assert "text='[a-z]*.txt' [/nothing] [bold]x" in shown
     assert "a[b]c\\[/red]\ufffd[2J" in shown
+
+
+def test_an_error_is_one_line_of_standard_error_and_status_one(capsys):
+    error = FileNotFoundError("no [folder]")
+    assert console.fail(error) == 1
+    assert console.fail(error, "make [it]") == 1
+    shown = capsys.readouterr()
+    assert shown.err == "FileNotFoundError: no [folder]\nFileNotFoundError: make [it]\n"
+    assert shown.out == ""
+
+
+def test_an_error_is_red(monkeypatch):
+    shown = io.StringIO()
+    terminal = Console(
+        file=shown, force_terminal=True, color_system="standard", no_color=False
+    )
+    monkeypatch.setattr(console, "STDERR", terminal)
+    console.fail(ValueError("no"))
+    assert shown.getvalue() == "\x1b[31mValueError: no\x1b[0m\n"
 
 
 def test_a_perplexity_beyond_float_is_infinite(capsys):
