@@ -324,10 +324,12 @@ def run(arguments: list[str]) -> int:
     try:
         comparison = read_comparison(options.comparison)
         if options.dry_run:
-            first_of = {trial.name: trial for trial in reversed(comparison.trials)}
-            for name in dict.fromkeys(trial.name for trial in comparison.trials):
+            configs: dict[str, TrainConfig] = {}
+            for trial in comparison.trials:
+                configs.setdefault(trial.name, trial.config)
+            for name, config in configs.items():
                 console.say(name, style="bold")
-                console.announce(first_of[name].config, predicted=True)
+                console.announce(config, predicted=True)
             return 0
         if comparison.trials[0].config.deterministic:
             # XLA reads it when the first array is made, which is later than this.
