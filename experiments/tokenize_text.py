@@ -47,14 +47,19 @@ def main(config: Config) -> dict[str, int]:
     """Writes the folder; returns the number of tokens of each side.
 
     Raises:
-      ValueError: no file matches, a side is empty, a size is out of range, or the
-        folder exists.
-      ImportError: `tokenizers` is not installed.
+      ValueError: before anything is written, where no file matches, a side is empty, a
+        size or the share is out of range, or the folder exists.
+      ImportError: before anything is written, where `tokenizers` is not installed.
     """
     if config.vocab_size <= BYTES or config.trained_on < 1:
         raise ValueError(
             f"vocab_size={config.vocab_size} and trained_on={config.trained_on} must "
             f"be more than {BYTES}, the bytes themselves, and 1 or more"
+        )
+    if not 0 < config.validation_share < 1:
+        raise ValueError(
+            f"validation_share={config.validation_share} must be above 0 and below 1, "
+            f"for both sides need text; give a share such as 0.01"
         )
     if config.folder.exists():
         raise ValueError(f"folder={config.folder} exists; choose another, or delete it")
@@ -79,9 +84,10 @@ def main(config: Config) -> dict[str, int]:
                 f"no text for {side} in {found.origin}, of {len(texts)} files; match "
                 f"more of them, or change validation_share={config.validation_share}"
             )
+    trained = _train(by_side["train"], config)
     config.folder.mkdir(parents=True)
     path = config.folder / "tokenizer.json"
-    _train(by_side["train"], config, path)
+    path.write_text(trained, encoding="utf-8")
     tokenizer = load_tokenizer(str(path))
     sizes = {}
     for side, of_side in by_side.items():
@@ -109,7 +115,8 @@ def _is_utf8(content: bytes) -> bool:
     return True
 
 
-def _train(texts: Sequence[bytes], config: Config, path: Path) -> None:
+def _train(texts: Sequence[bytes], config: Config) -> str:
+    """What tokenizer.json holds."""
     try:
         import tokenizers
         from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -127,7 +134,7 @@ def _train(texts: Sequence[bytes], config: Config, path: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_some(texts, config.trained_on), trainer)
-    tokenizer.save(str(path))
+    return tokenizer.to_str(pretty=True)
 
 
 def _some(texts: Sequence[bytes], most: int) -> Iterator[str]:

@@ -1,5 +1,8 @@
 """Text becomes a tokenizer and shards that a run reads as it would the text."""
 
+import math
+import sys
+
 import numpy as np
 import pytest
 
@@ -52,6 +55,10 @@ def test_the_shards_hold_the_text(config, capsys):
         ({"vocab_size": 256}, "vocab_size=256 and .* more than 256"),
         ({"trained_on": 0}, "trained_on=0 must be"),
         ({"text": "/nowhere/*.txt"}, "no file matches"),
+        ({"validation_share": 0.0}, "share=0.0 must be above 0 and below 1.* as 0.01"),
+        ({"validation_share": 1.0}, "validation_share=1.0 must be above 0 and below"),
+        ({"validation_share": -0.1}, "validation_share=-0.1 must be above 0"),
+        ({"validation_share": math.nan}, "validation_share=nan must be above 0"),
     ],
 )
 def test_what_makes_no_shards_is_refused(config, changes, message, capsys):
@@ -70,3 +77,13 @@ def test_what_is_there_is_not_overwritten(config):
     with pytest.raises(ValueError, match="exists; choose another"):
         tokenize_text.main(config)
     assert list(config.folder.iterdir()) == []
+
+
+def test_without_the_package_no_folder_is_left_behind(config, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ImportError, match=r"uv sync --extra hf.*sparsejax\[hf\]"):
+        tokenize_text.main(config)
+    assert not config.folder.parent.exists()
+    flags = [f"--folder={config.folder}", f"--text={config.text}"]
+    assert tokenize_text.run(flags) == 1
+    assert capsys.readouterr().err.startswith("ImportError: a tokenizer is trained by")
