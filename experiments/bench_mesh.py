@@ -1,7 +1,8 @@
 """Times a training step on meshes of several devices against the step of one.
 
     uv run --extra cuda experiments/bench_mesh.py                    (two GPUs)
-    uv run --extra cuda experiments/bench_mesh.py --recipe paper
+    uv run --extra cuda experiments/bench_mesh.py --recipe paper --phases.skip-blocks \\
+        --backend mosaic_sm90
 
 Sparse phase of the recipe, same batch on every mesh, real text; attention, optimiser
 and everything else included. The losses and gradient norms of two steps are compared
@@ -17,7 +18,7 @@ import re
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -27,7 +28,14 @@ import tyro
 
 from experiments.timing import time_interleaved
 from sparsejax.checkpoint import Checkpoints
-from sparsejax.config import MeshConfig, PresetName, RecipeName, TrainConfig
+from sparsejax.config import (
+    MeshConfig,
+    PresetName,
+    RecipeConfig,
+    RecipeName,
+    TrainConfig,
+)
+from sparsejax.ops.backend import Backend
 from sparsejax.presets import PRESETS
 from sparsejax.train import Run, TrainState
 
@@ -41,6 +49,9 @@ class Config:
 
     preset: PresetName = "gpt-124m"
     recipe: RecipeName = "default"
+    phases: RecipeConfig = field(default_factory=RecipeConfig)
+    backend: Backend | None = None
+    """Of the sparse GEMMs; None: the best of each."""
     meshes: tuple[tuple[int, int, int], ...] = ((2, 1, 1), (1, 2, 1), (1, 1, 2))
     """(data, fsdp, tensor) of each; none larger than the devices there are."""
     batch_size: int = 64
@@ -132,6 +143,8 @@ def main(config: Config) -> list[dict]:
             "name": timing.name,
             "preset": config.preset,
             "recipe": config.recipe,
+            "phases": asdict(config.phases),
+            "backend": config.backend,
             "batch_size": config.batch_size,
             "tokens_per_second": 1e3 * tokens / timing.time_ms,
             "speedup": 1 / timing.ratio,
@@ -169,6 +182,8 @@ def _train_config(config: Config, shape: tuple[int, int, int]) -> TrainConfig:
     return replace(
         preset,
         recipe=config.recipe,
+        phases=config.phases,
+        backend=config.backend,
         data=replace(preset.data, text=config.text),
         mesh=MeshConfig(data=data, fsdp=fsdp, tensor=tensor),
         batch_size=config.batch_size,

@@ -1,10 +1,12 @@
 """The benchmark of meshes times what it has checked."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from experiments import bench_mesh
+from sparsejax.config import RecipeConfig
 from tests.micro_run import write_text
 
 
@@ -42,6 +44,13 @@ def test_a_wrong_gradient_stops_the_benchmark(config, monkeypatch):
     monkeypatch.setattr(bench_mesh.Stepper, "steps", wrong)
     with pytest.raises(AssertionError, match=r"data 2 .*: gradient_norm"):
         bench_mesh.main(config)
+
+
+def test_steps_are_of_the_phases_and_the_backend_asked_for(config):
+    phases = RecipeConfig(skip_blocks=True, experts=2)
+    config = replace(config, recipe="paper", phases=phases, backend="reference")
+    train = bench_mesh._train_config(config, (1, 1, 1))
+    assert (train.recipe, train.phases, train.backend) == ("paper", phases, "reference")
 
 
 def test_more_devices_than_there_are_is_said(config):
