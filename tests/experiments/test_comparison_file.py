@@ -127,7 +127,7 @@ def test_a_file_that_cannot_be_is_refused_by_its_name(text, message, tmp_path):
 def test_dense_and_sparse_differ_in_what_their_names_say():
     comparison = read_comparison(FILES / "venom-134m.toml")
     places = [trial.place for trial in comparison.trials]
-    assert places.count("dense/seed-1") == 1 and len(places) == 7
+    assert places.count("dense/seed-1") == 1 and len(places) == 8
     parameters = plan.parameter_count(comparison.trials[0].config.model)
     assert 130e6 < parameters.total < 140e6
     by_name = {trial.name: trial.config for trial in comparison.trials}
