@@ -23,9 +23,9 @@ from jaxlib.mlir.dialects import arith
 from jaxtyping import Array, Float, UInt8, UInt32
 
 from pallas_kernels import activation_gradients as gradients
+from pallas_kernels import activation_threads as threads
 from pallas_kernels import activation_tiles as tiles
 from pallas_kernels import group_of_four as four
-from pallas_kernels import two_groups as two
 from pallas_kernels.group_of_four import TILE, constant
 
 
@@ -186,77 +186,12 @@ def _keep_features(
     gated: bool,
     by_expert: bool,
 ) -> None:
-    """One thread: 16 features of tokens r and r + 8, as its word of metadata has."""
+    """A tile."""
     inputs, refs = refs[: 1 + gated], refs[1 + gated :]
-    source, refs = refs[: 2 * by_expert], refs[2 * by_expert :]
-    values, metadata, nonzeros, *more = refs
-    thread, first_column = _thread_and_column(feature_block)
-    dtype = four.element_type(values)
-    rows_of_thread = _rows(token_block, thread, first_column, source, tokens, features)
-    loaded, exist = [], constant(0)
-    for half, row in enumerate(rows_of_thread):
-        hidden, *up = (row.load_pairs(ref) for ref in inputs)
-        loaded.append([[two.relu(pair, dtype) for pair in hidden], *up])
-        sign = arith.select(row.exists, constant(0x8000 << 16 * half), constant(0))
-        exist = arith.ori(exist, sign)
-    word, counts = constant(0), []
-    outputs = [values, *more]
-    written = [([], []) for _ in outputs]
-    for group in range(4):
-        own = slice(2 * group, 2 * group + 2)
-        hidden, *up = (
-            two.by_entry(*(pairs[own] for pairs in of_both))
-            for of_both in zip(*loaded, strict=True)
-        )
-        a = [two.square(entry, dtype) for entry in hidden]
-        keys = hidden
-        if gated:
-            a = [two.product(*both, dtype) for both in zip(a, up[0], strict=True)]
-            keys = [two.magnitude(entry) for entry in a]
-        kept = two.keep_two(keys)
-        of_outputs = [a, hidden, *up] if gated else [a]
-        for rows, entries in zip(written, of_outputs, strict=True):
-            pair = kept.first(entries), kept.second(entries)
-            for row, half in zip(rows, (two.LOWER, two.UPPER), strict=True):
-                row.append(two.bytes_of(*pair, half))
-        word = arith.ori(word, four.shifted(kept.positions(), 4 * group))
-        counts.append(_kept_nonzeros(kept, a, exist))
-    for ref, rows in zip(outputs, written, strict=True):
-        for row, pairs in zip(rows_of_thread, rows, strict=True):
-            with four.when(row.exists):
-                four.store(ref, row.index, tiles.half(first_column), pairs)
-    index = _word_index(token_block, feature_block, metadata)
-    four.store(metadata, None, index, [word])
-    counts = [_bytes_of_nibbles(four.sum_over_rows(count)) for count in counts]
-    lane = arith.remui(thread, constant(32))
-    with four.when(four.below(lane, 4)):
-        warp = arith.divui(thread, constant(32))
-        sixteenth = arith.addi(arith.muli(token_block, constant(4)), warp)
-        four.store(nonzeros, sixteenth, first_column, counts)
-
-
-def _kept_nonzeros(
-    kept: two.Kept, entries: list[ir.Value], exist: ir.Value
-) -> ir.Value:
-    """Of both tokens that `exist`, one bit of four for each of a group's features."""
-    bits = constant(0)
-    for i, (mask, entry) in enumerate(zip(kept.masks, entries, strict=True)):
-        # The sign of a half is set where its 15 bits are not all zero.
-        nonzero = arith.addi(two.magnitude(entry), constant(0x7FFF7FFF))
-        counted = arith.andi(arith.andi(nonzero, mask), exist)
-        bits = arith.ori(bits, arith.shrui(counted, constant(15 - 4 * i)))
-    return bits
-
-
-def _bytes_of_nibbles(counts: ir.Value) -> ir.Value:
-    """Four counts of up to 8 in each half, added: four bytes."""
-    even, odd = (
-        arith.andi(nibbles, constant(0x0F0F0F0F))
-        for nibbles in (counts, arith.shrui(counts, constant(4)))
-    )
-    even = arith.addi(even, arith.shrui(even, constant(16)))
-    odd = arith.addi(odd, arith.shrui(odd, constant(16)))
-    return two.bytes_of(even, odd, 0x5140)
+    source, outputs = refs[: 2 * by_expert], refs[2 * by_expert :]
+    place = threads.Place(token_block, feature_block)
+    rows = _rows(place, source, tokens, features)
+    threads.keep_features(place, rows, inputs, outputs)
 
 
 def _backward(
@@ -269,52 +204,21 @@ def _backward(
     tokens: int,
     features: int,
 ):
-    """One thread: as in the forward."""
-    place, (*source, dy) = (token_block, feature_block), refs
-    sizes = tokens, features
-    _at_positions(gradients.squared, place, da, [values], metadata, source, [dy], sizes)
+    """A tile."""
+    place, (*source, dy) = threads.Place(token_block, feature_block), refs
+    rows = _rows(place, source, tokens, features)
+    kept = threads.load_kept(place, rows, [values], metadata)
+    threads.gradients_at(gradients.squared, place, rows, da, kept, [dy])
 
 
 def _gated_backward(
     token_block, feature_block, da, hidden, up, metadata, dgate, dup, *, tokens: int
 ):
-    """Likewise."""
-    place, kept, out = (token_block, feature_block), [hidden, up], [dgate, dup]
-    sizes = tokens, 0
-    _at_positions(gradients.gated, place, da, kept, metadata, [], out, sizes)
-
-
-def _at_positions(
-    compute, place, da, kept, metadata, source, out, sizes: tuple[int, int]
-) -> None:
-    """What `compute` makes of dA at each kept position and of the values there."""
-    token_block, feature_block = place
-    thread, first_column = _thread_and_column(feature_block)
-    index = _word_index(token_block, feature_block, metadata)
-    (word,) = four.load(metadata, None, index, 1)
-    dtype = four.element_type(da)
-    column = tiles.half(first_column)
-    rows = _rows(token_block, thread, first_column, source, *sizes)
-    for half, row in enumerate(rows):
-        dense = row.load_pairs(da)
-        there = [four.load_pairs(ref, row.index, column, 4) for ref in kept]
-        words: list[list[ir.Value]] = [[] for _ in out]
-        for group in range(4):
-            positions = arith.shrui(word, constant(4 * group + 16 * half))
-            own = two.gather(dense[2 * group : 2 * group + 2], positions)
-            results = compute(own, *(pairs[group] for pairs in there), dtype)
-            for row_of_words, result in zip(words, results, strict=True):
-                row_of_words.append(result)
-        for ref, row_of_words in zip(out, words, strict=True):
-            with four.when(row.exists):
-                four.store(ref, row.index, column, row_of_words)
-
-
-def _thread_and_column(feature_block: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The thread, and the first of its 16 features."""
-    thread = four.thread()
-    start = arith.muli(feature_block, constant(TILE))
-    return thread, arith.addi(start, four.metadata_columns(thread))
+    """A tile."""
+    place = threads.Place(token_block, feature_block)
+    rows = _rows(place, [], tokens, 0)
+    kept = threads.load_kept(place, rows, [hidden, up], metadata)
+    threads.gradients_at(gradients.gated, place, rows, da, kept, [dgate, dup])
 
 
 class _Row(NamedTuple):
@@ -345,33 +249,21 @@ class _Row(NamedTuple):
 
 
 def _rows(
-    token_block: ir.Value,
-    thread: ir.Value,
-    first_column: ir.Value,
-    source: Sequence[ir.Value],
-    tokens: int,
-    features: int,
+    place: threads.Place, source: Sequence[ir.Value], tokens: int, features: int
 ) -> list[_Row]:
     """Two, 8 apart."""
-    rows = []
+    rows, column = [], place.first_feature
     for half in range(2):
-        start = arith.addi(arith.muli(token_block, constant(TILE)), constant(8 * half))
-        row = arith.addi(start, four.metadata_row(thread))
+        start = arith.muli(place.token_block, constant(TILE))
+        start = arith.addi(start, constant(8 * half))
+        row = arith.addi(start, four.metadata_row(four.thread()))
         exists = four.below(row, tokens)
         row = arith.select(exists, row, constant(tokens - 1))
         if not source:
-            rows.append(_Row(row, exists, row, first_column, None))
+            rows.append(_Row(row, exists, row, column, None))
             continue
-        of_expert = tiles.Source.of_block(source, token_block, tokens)
+        of_expert = tiles.Source.of_block(source, place.token_block, tokens)
         token, filled = of_expert.token(row)
-        column = of_expert.feature(first_column, features)
-        rows.append(_Row(row, exists, token, column, filled))
+        own = of_expert.feature(column, features)
+        rows.append(_Row(row, exists, token, own, filled))
     return rows
-
-
-def _word_index(
-    token_block: ir.Value, feature_block: ir.Value, metadata: ir.Value
-) -> ir.Value:
-    """Of a thread's word, all words being in a row."""
-    start = tiles.tile_start(token_block, feature_block, metadata)
-    return arith.addi(start, four.thread())

@@ -16,6 +16,7 @@ from jaxlib.mlir.dialects import arith as real_arith
 
 from pallas_kernels import (
     activation_gradients,
+    activation_threads,
     activation_tiles,
     activations_sm90,
     compress_sm90,
@@ -28,6 +29,7 @@ THREADS = 128
 INTEGERS = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 MODULES = (
     activation_gradients,
+    activation_threads,
     activation_tiles,
     activations_sm90,
     compress_sm90,
