@@ -1,9 +1,11 @@
 """Times a whole training step with sparse FFNs against the dense one.
 
-    uv run --extra cuda experiments/bench_step.py
-    uv run --extra cuda experiments/bench_step.py --preset llama-7b --layers 16
-    uv run --extra cuda experiments/bench_step.py --backend mosaic_sm90 \\
-        --modes "V:N:M, true mass, all six" "skip_blocks, all six" --profile
+    uv run --extra cuda experiments/bench_step.py --profile
+    uv run --extra cuda experiments/bench_step.py --profile --rounds 4 \\
+        --modes "all six GEMMs 2:4" "V:N:M, true mass, all six" "skip_blocks, all six"
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 uv run --extra cuda experiments/bench_step.py \\
+        --preset llama-7b --layers 16 --rounds 3 \\
+        --modes "V:N:M, true mass, all six" "skip_blocks, all six"
 
 Everything is in it: embedding, attention (cuDNN), FFN, loss head, backward, gradient
 clip, AdamW, and for a sparse step routing and packing. All steps run in turn on the
@@ -12,7 +14,8 @@ clustered first. Before anything is timed, the loss and the gradient norm of eve
 sparse step are compared with those of the masked dense path (`xla`). With `--profile`
 the time of a step is split by kind of GPU kernel.
 
-One H200, `llama-1b`: about two minutes, most of it compilation.
+One H200, the first: about two minutes, most of it compilation. What all three gave
+stands in `experiments/results/bench_step.jsonl`.
 """
 
 import json
@@ -84,7 +87,8 @@ class Steps:
         self.sparsities = {DENSE_STEP: DENSE, **modes}
         self.state, self.switch_seconds = self._clustered(self.run.initial_state())
         self.buffers = {
-            name: self._buffers(sparsity) for name, sparsity in self.sparsities.items()
+            name: _buffers_of(self.run.model(self.state, DENSE), sparsity)
+            for name, sparsity in self.sparsities.items()
         }
         self.tokens = self.run.place(next(self.run.batches())["tokens"])
         self.compiled = {
@@ -106,9 +110,6 @@ class Steps:
         model = self.run.model(switched, with_experts[0])
         return replace(switched, buffers=_buffers_of(model, DENSE)), seconds
 
-    def _buffers(self, sparsity: FFNSparsity) -> nnx.State:
-        return _buffers_of(self.run.model(self.state, DENSE), sparsity)
-
     def _of(self, name: str) -> TrainState:
         return replace(self.state, buffers=self.buffers[name])
 
@@ -119,7 +120,7 @@ class Steps:
             self.state, report = self.compiled[name](self._of(name), self.tokens)
             self.buffers[name] = self.state.buffers
         jax.block_until_ready(self.state.params)
-        return {name: float(value) for name, value in report.items()}
+        return {quantity: float(value) for quantity, value in report.items()}
 
     def masked(self, name: str) -> dict[str, float]:
         """What a sparse step on this state reports, computed by dense GEMMs over
@@ -132,7 +133,7 @@ class Steps:
             return train_step(graph, run.optimizer, state, tokens)[1]
 
         values = report(self._of(name), self.tokens)
-        return {name: float(value) for name, value in values.items()}
+        return {quantity: float(value) for quantity, value in values.items()}
 
 
 def _buffers_of(model: Transformer, sparsity: FFNSparsity) -> nnx.State:
