@@ -92,6 +92,16 @@ def test_another_sparsity_gets_the_centres_of_the_clusters(config):
     assert steps.run.model(steps._of("2:4 weights"), modes["2:4 weights"])
 
 
+@pytest.mark.parametrize("remat", ["none", "full", "dots"])
+@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_settings_reach_the_runs(config, backend, scan_layers, remat):
+    config = replace(config, backend=backend, scan_layers=scan_layers, remat=remat)
+    train = bench_step._train_config(config)
+    got = train.backend, train.model.scan_layers, train.model.remat
+    assert got == (backend, scan_layers, remat)
+
+
 def test_what_is_no_mode_is_refused(config):
     with pytest.raises(ValueError, match="'weights' is no mode; choose from 2:4 wei"):
         bench_step.main(replace(config, modes=("weights",)))
