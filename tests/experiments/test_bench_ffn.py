@@ -108,6 +108,19 @@ def test_weights_and_inputs_of_a_run_are_timed(finished, tmp_path):
     np.testing.assert_allclose(scale, 1, atol=0.1)
 
 
+def test_centres_of_a_run_are_those_of_its_clustered_neurons(finished):
+    config = dataclasses.replace(TINY, run=finished, tokens=100)
+    settings, inputs = bench_ffn.of_run(config)
+    w_up = np.asarray(inputs.w_up, np.float64)
+    units = w_up / np.linalg.norm(w_up, axis=0)
+    means = units.reshape(16, settings.experts, -1).mean(axis=2).T
+    lengths = np.linalg.norm(means, axis=1)
+    np.testing.assert_allclose(inputs.centres, means / lengths[:, None], atol=1e-5)
+    # Alike neurons lie together: their mean is longer than that of any quarter.
+    quarters = units.reshape(16, -1, settings.experts).mean(axis=1)
+    assert lengths.min() > np.linalg.norm(quarters, axis=0).max()
+
+
 def test_what_is_no_run_of_a_squared_relu_model_is_refused(finished, tmp_path):
     with pytest.raises(ValueError, match="there is no .*config.json; give"):
         bench_ffn.of_run(dataclasses.replace(TINY, run=tmp_path))
