@@ -190,9 +190,10 @@ def load(
 
 
 def load_pairs(
-    ref: ir.Value, row: ir.Value, column: ir.Value, count: int
+    ref: ir.Value, row: ir.Value | None, column: ir.Value, count: int
 ) -> list[ir.Value]:
-    """Neighbouring pairs of 16-bit entries from `column` of a row on, each an int32."""
+    """Neighbouring pairs of 16-bit entries from `column` of a row (or of a vector) on,
+    each an int32."""
     return _load(i32(), ref, row, column, count)
 
 

@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int, UInt32
 
 from pallas_kernels.sparse_matmul_configs import (
@@ -24,7 +23,7 @@ from pallas_kernels.sparse_matmul_configs import (
     default_config,
     why_invalid,
 )
-from pallas_kernels.sparse_matmul_sm90 import launch
+from pallas_kernels.sparse_matmul_sm90 import check_operands, launch
 
 
 def sparse_rows(
@@ -68,7 +67,7 @@ def sparse_rows(
         experts=experts,
         group_tile=_group_tile(rows, tile_expert),
     )
-    _check(values, metadata, b, k_of_b)
+    check_operands(values, metadata, b, k_of_b)
     (out,) = launch(
         shape,
         _config(config_for, shape),
@@ -116,7 +115,7 @@ def sparse_weights(
         experts=experts,
         group_tile=_group_tile(rows, tile_expert),
     )
-    _check(values, metadata, b, k_of_b)
+    check_operands(values, metadata, b, k_of_b)
     (out,) = launch(
         shape,
         _config(config_for, shape),
@@ -169,7 +168,7 @@ def sparse_over_rows(
         experts=experts,
         group_tile=group_tile,
     )
-    _check(values, metadata, b, rows)
+    check_operands(values, metadata, b, rows)
     if rows_apart % 64 or shape.m % 64 * rows_apart or rows_apart >= shape.m:
         raise ValueError(
             f"rows_apart={rows_apart} of {shape.m} rows of A: both must be multiples "
@@ -199,17 +198,6 @@ def _group_tile(rows: int, tile_expert: jax.Array) -> int:
             f"from one router.dispatch"
         )
     return rows // tiles
-
-
-def _check(values, metadata, b, k_of_b: int) -> None:
-    m, k = values.shape[0], 2 * values.shape[1]
-    blocks = (pl.cdiv(m, 64), pl.cdiv(k, 64), 128)
-    if k != k_of_b or metadata.shape != blocks or values.dtype != b.dtype:
-        raise ValueError(
-            f"values {values.dtype}{values.shape} of A ({m}, {k}) need metadata "
-            f"{blocks}, got {metadata.shape}, and B of k={k} and the same dtype, got "
-            f"{b.dtype}{b.shape} with k={k_of_b}"
-        )
 
 
 def _lookups(tile_expert: jax.Array, used_tiles: jax.Array) -> tuple[jax.Array, ...]:

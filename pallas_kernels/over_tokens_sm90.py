@@ -1,8 +1,9 @@
 """2:4 along the tokens for Hopper's sparse tensor cores, as weight gradients read it.
 
-    keep_tokens      A^T, of four tokens the two with the largest |A|
-    backward         dY1 = dA 2 sqrt(A) along the features, and A^T and dY1^T
-    gated_backward   dG = dA U 2 relu(G), dU = dA relu(G)^2, and A^T, dG^T and dU^T
+    keep_tokens          A^T, of four tokens the two with the largest |A|
+    keep_tokens_of_both  A^T and dY1^T
+    backward             dY1 = dA 2 sqrt(A) along the features, and A^T and dY1^T
+    gated_backward       dG = dA U 2 relu(G), dU = dA relu(G)^2, and A^T, dG^T and dU^T
 
 All in one read of each number. What comes in is 2:4 along the features, as
 `activations_sm90` makes it. A warpgroup has 64 tokens by 64 features.
@@ -74,6 +75,29 @@ def keep_tokens(
     return packed
 
 
+def keep_tokens_of_both(
+    a: Float[Array, "tokens half_features"],
+    dy: Float[Array, "tokens half_features"],
+    metadata: UInt32[Array, "token_blocks feature_blocks 128"],
+    whole: Whole | None = None,
+    *,
+    by_segments: bool,
+    by_expert: tiles.ByExpert | None = None,
+) -> tuple[OverTokens, OverTokens]:
+    """`keep_tokens` of A and of dY1, whose positions are the same.
+
+    Args:
+      by_expert: of the rows, which tokens are not asked for. Not with `by_segments`.
+    Raises:
+      ValueError: as `keep_tokens`.
+    """
+    packed, _ = _over_tokens(
+        _KEEP_BOTH, (), (a, dy), metadata, whole, by_segments, by_expert
+    )
+    of_a, of_dy = packed
+    return of_a, of_dy
+
+
 def backward(
     da: Float[Array, "tokens features"],
     values: Float[Array, "tokens half_features"],
@@ -134,6 +158,7 @@ class _Form:
 
 
 _KEEP = _Form("keep_tokens", 0, 1, lambda kept, dtype: [kept])
+_KEEP_BOTH = _Form("keep_tokens_of_both", 0, 2, lambda a, dy, dtype: [a, dy])
 _SQUARED = _Form(
     "backward_over_tokens",
     1,

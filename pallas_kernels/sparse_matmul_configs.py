@@ -42,6 +42,8 @@ class Shape:
     """Grouped over so many, see `grouped_matmul_sm90`."""
     group_tile: int = 0
     """Tokens that follow each other and have one expert; 0 where nothing is grouped."""
+    packed_out: bool = False
+    """Whether what is written is 2:4, see `matmul_to_packed_sm90`, else C itself."""
 
     @property
     def sums_over_tokens(self) -> bool:
@@ -158,7 +160,7 @@ def why_invalid(config: Config, shape: Shape) -> str | None:
         )
     if min(config.stages, config.pairs, config.out_slots, config.width) < 1:
         return "stages, pairs, out_slots and width must be positive"
-    if reason := _why_not_grouped(config, shape):
+    if reason := _why_not_grouped(config, shape) or _why_no_packed_out(config, shape):
         return reason
     needed = config.shared_memory_bytes(shape.out_bytes)
     if needed > SHARED_MEMORY_BYTES:
@@ -182,6 +184,21 @@ def _why_not_grouped(config: Config, shape: Shape) -> str | None:
     return None
 
 
+def _why_no_packed_out(config: Config, shape: Shape) -> str | None:
+    """A piece of C is a tile of 64 tokens by 64 features, and while it is packed the
+    next one is in another slot."""
+    if not shape.packed_out:
+        return None
+    if not shape.transpose_out or shape.float32_out:
+        return "packs C^T (n, m) of 16 bits, no other result"
+    if config.out_columns != ROWS or config.out_slots < 2:
+        return (
+            f"out_columns={config.out_columns} and out_slots={config.out_slots} are "
+            f"not {ROWS} and 2 or more, required of a packed result"
+        )
+    return None
+
+
 def default_config(shape: Shape, multiprocessors: int = 132) -> Config:
     """The heuristic for shapes that were not tuned: what moves the fewest bytes through
     shared memory, over all rounds that the multiprocessors need."""
@@ -201,7 +218,8 @@ def default_config(shape: Shape, multiprocessors: int = 132) -> Config:
 
 def _tilings(shape: Shape) -> list[Config]:
     """What `default_config` chooses from; the first of equals."""
-    fine = shape.b_k_major and shape.transpose_out and not shape.float32_out
+    fine = shape.b_k_major and shape.transpose_out
+    fine = fine and not (shape.float32_out or shape.packed_out)
     step = 16 if fine else 64
     piece = LINE_BYTES // shape.out_bytes
     sizes = [(2, n) for n in range(192, 63, -step)]

@@ -37,6 +37,11 @@ from pallas_kernels.sparse_matmul_configs import (
 )
 from pallas_kernels.wgmma_sp_sm90 import SWIZZLE_A, SWIZZLE_B, sparse_wgmma
 
+Epilogue = Callable[..., None]
+"""What becomes of a piece of C, 64 rows by `out_columns` in registers, instead of being
+written: called with the shape, the piece, its own shared memory, the epilogue's inputs,
+all outputs, and row and column of C where the piece begins."""
+
 
 def sparse_matmul(
     values: Float[Array, "m half_k"],
@@ -108,9 +113,11 @@ def launch(
     multiprocessors: int,
     activation: Callable[[jax.Array], jax.Array] | None = None,
     first_apart: int | None = None,
+    epilogue: Epilogue | None = None,
+    inputs: int = 0,
 ) -> Sequence[jax.Array]:
-    """The kernel, on operands that fit: A's values and metadata, B, and what the walk
-    of a grouped GEMM looks up."""
+    """The kernel, on operands that fit: A's values and metadata, B, as many `inputs` of
+    the epilogue, and what the walk of a grouped GEMM looks up."""
     tiling = tiling_of(shape, config)
     tiles = shape.products * tiling.rows * tiling.columns
     clusters = min(multiprocessors // config.cluster, tiles)
@@ -122,6 +129,8 @@ def launch(
             clusters=clusters,
             activation=activation,
             first_apart=first_apart,
+            epilogue=epilogue,
+            inputs=inputs,
         ),
         out_type=out_type,
         grid=(clusters,),
@@ -131,11 +140,24 @@ def launch(
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="grouped_" * bool(shape.group_tile)
-        + f"sparse_matmul_{shape.m}x{shape.n}x{shape.k}",
+        + f"sparse_matmul_{shape.m}x{shape.n}x{shape.k}"
+        + "_to_packed" * shape.packed_out,
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
     )(*operands)
+
+
+def check_operands(values, metadata, b, k_of_b: int) -> None:
+    """Raises ValueError where A, 2:4, and B do not fit."""
+    m, k = values.shape[0], 2 * values.shape[1]
+    blocks = (pl.cdiv(m, 64), pl.cdiv(k, 64), 128)
+    if k != k_of_b or metadata.shape != blocks or values.dtype != b.dtype:
+        raise ValueError(
+            f"values {values.dtype}{values.shape} of A ({m}, {k}) need metadata "
+            f"{blocks}, got {metadata.shape}, and B of k={k} and the same dtype, got "
+            f"{b.dtype}{b.shape} with k={k_of_b}"
+        )
 
 
 def _shape_of(
@@ -145,13 +167,7 @@ def _shape_of(
     if b.ndim == 3:
         b = jax.ShapeDtypeStruct((b.shape[0] * b.shape[1], b.shape[2]), b.dtype)
     n, k_of_b = b.shape if b_k_major else b.shape[::-1]
-    blocks = (pl.cdiv(m, 64), pl.cdiv(k, 64), 128)
-    if k != k_of_b or metadata.shape != blocks or values.dtype != b.dtype:
-        raise ValueError(
-            f"values {values.dtype}{values.shape} of A (m, {k}) need metadata {blocks},"
-            f" got {metadata.shape}, and B of k={k} and the same dtype, got "
-            f"{b.dtype}{b.shape} with k={k_of_b}"
-        )
+    check_operands(values, metadata, b, k_of_b)
     return Shape(
         m=m,
         n=n,
@@ -173,7 +189,10 @@ def _kernel(
     clusters: int,
     activation,
     first_apart: int | None,
+    epilogue: Epilogue | None,
+    inputs: int,
 ) -> None:
+    inputs_gmem, refs = refs[:inputs], refs[inputs:]
     walk, out_gmem = _walk(shape, config, refs)
     in_segments = not shape.group_tile and len(b_gmem.shape) == 3
     # Where half a pair is beyond k, both operands are filled with zeros.
@@ -304,16 +323,21 @@ def _kernel(
                 block, part = divmod(index, tile_n // config.out_columns)
                 rows = block * ROWS
                 offset = part * config.out_columns
+                own = sums[rows : rows + ROWS, offset : offset + config.out_columns]
+                origin = row + rows, column + offset
                 piece = out_smem.at[
                     warpgroup, lax.rem(tile * pieces + index, config.out_slots)
                 ]
+                if epilogue is not None:
+                    epilogue(shape, own, piece, inputs_gmem, out_gmem, origin)
+                    continue
                 # A slot is free once the write `out_slots` before this has read it.
                 plgpu.wait_smem_to_gmem(config.out_slots - 1, wait_read_only=True)
                 _write_piece(
-                    sums[rows : rows + ROWS, offset : offset + config.out_columns],
+                    own,
                     piece,
                     out_gmem,
-                    (row + rows, column + offset),
+                    origin,
                     task.expert if shape.sums_over_tokens else None,
                     first_apart,
                     shape.transpose_out,
@@ -353,7 +377,7 @@ def _kernel(
         plgpu.SMEM(
             (config.warpgroups, config.out_slots, *out_tile),
             out_gmem[0].dtype,
-            transforms=_OUT_TRANSFORMS,
+            transforms=OUT_TRANSFORMS,
         ),
         # Full and empty slots.
         (
@@ -389,7 +413,7 @@ def _walk(shape: Shape, config: Config, refs: Sequence) -> tuple[Walk, Sequence]
 # matrix would wrap around into it. The bytes are in the same places either way, and
 # `_by_eight` gives them the shape that wgmma knows.
 _VALUES_TRANSFORMS = (plgpu.SwizzleTransform(SWIZZLE_A),)
-_OUT_TRANSFORMS = (plgpu.SwizzleTransform(LINE_BYTES),)
+OUT_TRANSFORMS = (plgpu.SwizzleTransform(LINE_BYTES),)
 _WORDS_LAYOUT = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 
 
@@ -428,6 +452,17 @@ def _multiply_add(shape: Shape, config: Config, half: int):
     return run
 
 
+def store_piece(piece, ref, *, transpose: bool) -> None:
+    """Of a warpgroup into its shared memory, in lines of 128 bytes with that swizzle;
+    in the body of an `inline_mgpu` function."""
+    # (lines, rows, line) as (rows / 8, lines, 8, line)
+    ref = utils.memref_unfold(ref, 1, (None, 8))
+    ref = utils.memref_transpose(ref, (1, 0, 2, 3))
+    if transpose:
+        ref = utils.memref_transpose(ref, (1, 0, 3, 2))
+    piece.store_tiled(ref, swizzle=LINE_BYTES)
+
+
 def _write_piece(
     piece, smem, out_gmem, origin, expert, first_apart: int | None, transpose: bool
 ) -> None:
@@ -435,14 +470,9 @@ def _write_piece(
     left under way."""
     layout = plgpu.Layout.WGMMA_TRANSPOSED if transpose else plgpu.Layout.WGMMA
 
-    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(_OUT_TRANSFORMS)))
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(OUT_TRANSFORMS)))
     def store(_, piece, ref):
-        # (lines, rows, line) as (rows / 8, lines, 8, line)
-        ref = utils.memref_unfold(ref, 1, (None, 8))
-        ref = utils.memref_transpose(ref, (1, 0, 2, 3))
-        if transpose:
-            ref = utils.memref_transpose(ref, (1, 0, 3, 2))
-        piece.store_tiled(ref, swizzle=LINE_BYTES)
+        store_piece(piece, ref, transpose=transpose)
 
     store(plgpu.layout_cast(piece, layout), smem)
     plgpu.commit_smem()

@@ -126,8 +126,9 @@ def nearest(device_kind: str, shape: Shape) -> Entry | None:
 
 
 def config_for(device_kind: str, shape: Shape) -> Config:
-    """Of the nearest entry, or the heuristic's."""
-    entry = nearest(device_kind, shape)
+    """Of the nearest entry, or the heuristic's. A GEMM whose result is packed takes
+    that of the same GEMM without."""
+    entry = nearest(device_kind, replace(shape, packed_out=False))
     if entry is not None and why_invalid(entry.config, shape) is None:
         return entry.config
     return default_config(shape)

@@ -8,17 +8,25 @@ from jax import lax
 
 from sparsejax.formats import decompress
 from sparsejax.ops import packed_activations
+from sparsejax.ops.backend import Backend
 from sparsejax.ops.ffn_spec import FFNSparsity
-from sparsejax.ops.ffn_weights import FFNWeights, multiply, multiply_by_weight
+from sparsejax.ops.ffn_weights import (
+    FFNWeights,
+    as_packed,
+    multiply,
+    multiply_by_weight,
+)
 from sparsejax.ops.packed_activations import (
     Activations,
+    OverTokens,
+    TokenGroups,
     token_groups,
     weight_gradient_down,
     weight_gradient_up,
 )
 from sparsejax.ops.sparse_matmul import multiply_packed, sparse_matmul
 from sparsejax.ops.weight_gradients import weight_gradients
-from sparsejax.packing import unpack
+from sparsejax.packing import Packed, unpack
 from sparsejax.patterns import NM
 from sparsejax.pruning import magnitude_mask, nm_mask
 
@@ -36,6 +44,9 @@ def forward(
 ) -> tuple[jax.Array, Residuals | Activations]:
     """Y (tokens, d_model), and what the backward needs."""
     # (T, F) = (T, d) @ (d, F)
+    if backends[:2] == ("mosaic_sm90",) * 2 and w.packed_up is not None:
+        kept = packed_activations.multiply_and_keep(x, as_packed(w.packed_up))
+        return sparse_matmul(kept.a, w.down, backend=backends[1]), kept
     y_up = multiply_by_weight(backends[0], x, w.up, w.packed_up)
     if backends[1] == "mosaic_sm90":
         kept = packed_activations.keep_features(y_up)
@@ -66,10 +77,10 @@ def backward(
     key: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dX (tokens, d_model), dW1 and dW2 in float32."""
+    if isinstance(residuals, Activations):
+        return _backward_packed(sparsity, backends, x, residuals, w, dy, key)
     # (T, F) = (T, d) @ (d, F)
     da = multiply_by_weight(backends[2], dy, w.down.T, w.packed_down)
-    if isinstance(residuals, Activations):
-        return _backward_packed(sparsity, backends, x, residuals, w, dy, da, key)
     hidden = residuals.hidden
     dy_up = selected = da * 2 * hidden
     if isinstance(sparsity.activations, NM) and not sparsity.mask_reuse:
@@ -90,18 +101,18 @@ def _backward_packed(
     kept: Activations,
     w: FFNWeights,
     dy: jax.Array,
-    da: jax.Array,
     key: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`backward` where A and dY1 are packed: dense only for dense GEMMs 5 and 6."""
+    groups = None
     if "mosaic_sm90" in backends[4:]:
         groups = token_groups(sparsity, x.shape[0], kept.nonzeros)
-        dy_up, over_tokens = packed_activations.gradient_over_tokens(groups, da, kept.a)
+    dy_up, over_tokens = _packed_gradient(backends[2], groups, w, dy, kept.a)
+    if groups is not None and over_tokens is not None:
         (dy_up_over_tokens,) = over_tokens.gradients
         dw_up = weight_gradient_up(groups, x, dy_up_over_tokens)
         dw_down = weight_gradient_down(groups, over_tokens.a, dy)
     else:
-        dy_up = packed_activations.gradient(da, kept.a)
         dense_dy_up, a = (decompress(unpack(packed)) for packed in (dy_up, kept.a))
         (dw_up,), dw_down = weight_gradients(
             sparsity, backends[4:], x, [dense_dy_up], a, dy, key
@@ -109,3 +120,24 @@ def _backward_packed(
     # (T, d) = (T, F) @ (F, d), W1 as it is stored
     dx = multiply_packed(dy_up, w.up, b_k_major=True, transpose_out=False)
     return dx, dw_up, dw_down
+
+
+def _packed_gradient(
+    backend: Backend,
+    groups: TokenGroups | None,
+    w: FFNWeights,
+    dy: jax.Array,
+    a: Packed,
+) -> tuple[Packed, OverTokens | None]:
+    """dY1 along the features; and A and dY1 over tokens where there are groups."""
+    # (T, F) = (T, d) @ (d, F)
+    if backend == "mosaic_sm90" and w.packed_down is not None:
+        weight = as_packed(w.packed_down)
+        dy_up = packed_activations.multiply_for_gradient(dy, weight, a)
+        if groups is None:
+            return dy_up, None
+        return dy_up, packed_activations.over_tokens(groups, a, dy_up)
+    da = multiply_by_weight(backend, dy, w.down.T, w.packed_down)
+    if groups is None:
+        return packed_activations.gradient(da, a), None
+    return packed_activations.gradient_over_tokens(groups, da, a)

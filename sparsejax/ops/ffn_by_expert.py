@@ -16,16 +16,21 @@ from sparsejax.ops.backend import Backend
 from sparsejax.ops.ffn_all_neurons import keep_once
 from sparsejax.ops.ffn_layout import FFNLayout, gather_experts, own_experts
 from sparsejax.ops.ffn_spec import FFNSparsity, group_tile
-from sparsejax.ops.ffn_weights import FFNWeights, multiply_by_weight
+from sparsejax.ops.ffn_weights import FFNWeights, as_packed, multiply_by_weight
 from sparsejax.ops.grouped_matmul import grouped_matmul, grouped_outer
+from sparsejax.ops.packed_activations import OverTokens
 from sparsejax.ops.packed_rows import (
     PackedRows,
+    RowGroups,
     keep_rows,
+    multiply_and_keep_rows,
     multiply_by_expert_weight,
+    multiply_for_row_gradient,
     multiply_rows,
     row_gradient,
     row_gradient_over_tokens,
     row_groups,
+    rows_over_tokens,
     used_tiles,
     weight_gradient_of_experts,
 )
@@ -35,7 +40,7 @@ from sparsejax.ops.token_sparsity import (
     sparsify_tokens,
 )
 from sparsejax.ops.weight_gradients import weight_gradients
-from sparsejax.packing import Packed, pack, unpack
+from sparsejax.packing import Packed, unpack
 from sparsejax.patterns import NM, VNM
 from sparsejax.pruning import magnitude_mask, nm_mask
 from sparsejax.router import (
@@ -86,8 +91,12 @@ def forward(
         # (rows, F / E) = (rows, d) @ (E, d, F / E)
         x_rows = gather_rows(x, routed)
         kept_x = x_rows if keeps_rows_of_x(sparsity) else None
-        if backends[0] == "mosaic_sm90" and w.packed_up is not None:
-            y_up = multiply_by_expert_weight(x_rows, _packed(w.packed_up), routed)
+        weight = _of_experts(backends[0], w.packed_up)
+        if weight is not None and backends[1] == "mosaic_sm90":
+            packed = multiply_and_keep_rows(x_rows, weight, routed)
+            return _down_of_packed(w, packed, kept_x)
+        if weight is not None:
+            y_up = multiply_by_expert_weight(x_rows, weight, routed)
         else:
             w_up = _weight(w.up, w.packed_up, up=True)
             w_up = _columns_by_expert(w_up, routed.experts)
@@ -103,19 +112,27 @@ def forward(
         routed = _dispatch(sparsity, backends, expert_index, layout)
         if not sparsity.mask_reuse and not _sums_over_rows(sparsity):
             hidden = jax.nn.relu(y_up)
-    w_down = _rows_by_expert(w.down, routed.experts)
     if backends[1] == "mosaic_sm90":
         packed = keep_rows(y_up, routed, by_token=not sparsity.skip_blocks)
-        # (rows, d) = (rows, F / E) @ (E, F / E, d)
-        y = multiply_rows(packed.a, w_down, routed, b_k_major=False)
-        return combine_rows(y, routed), packed._replace(x_rows=kept_x)
+        return _down_of_packed(w, packed, kept_x)
     y_rows = y_up if sparsity.skip_blocks else _own_neurons(y_up, routed)
     hidden_rows = jax.nn.relu(y_rows)
     kept = keep_once(jnp.where(nm_mask(y_rows, IN_CLUSTER), hidden_rows, 0))
     # (rows, d) = (rows, F / E) @ (E, F / E, d)
+    w_down = _rows_by_expert(w.down, routed.experts)
     y = combine_rows(_grouped(backends[1], kept * kept, w_down, routed), routed)
     hidden_rows = kept if sparsity.mask_reuse else hidden_rows
     return y, Residuals(hidden_rows, hidden, routed, kept_x)
+
+
+def _down_of_packed(
+    w: FFNWeights, packed: PackedRows, kept_x: jax.Array | None
+) -> tuple[jax.Array, PackedRows]:
+    """`forward` from A on."""
+    # (rows, d) = (rows, F / E) @ (E, F / E, d)
+    w_down = _rows_by_expert(w.down, packed.routed.experts)
+    y = multiply_rows(packed.a, w_down, packed.routed, b_k_major=False)
+    return combine_rows(y, packed.routed), packed._replace(x_rows=kept_x)
 
 
 def backward(
@@ -136,15 +153,11 @@ def backward(
     if by_rows and residuals.x_rows is None:
         x_read = gather_rows(x_read, routed)
     dy_rows = gather_rows(dy, routed)
-    if sparsity.skip_blocks:
-        da = _gradient_of_rows(backends[2], dy_rows, w, routed)
-    else:
-        # (T, F) = (T, d) @ (d, F)
-        da = multiply_by_weight(backends[2], dy, w.down.T, w.packed_down)
     if isinstance(residuals, PackedRows):
         return _backward_packed(
-            sparsity, backends, x_read, residuals, w, da, dy, dy_rows, key
+            sparsity, backends, x_read, residuals, w, dy, dy_rows, key
         )
+    da = _dense_da(sparsity, backends[2], w, dy, dy_rows, routed)
     da_rows = da if sparsity.skip_blocks else _own_neurons(da, routed)
     hidden_rows, hidden = residuals.hidden_rows, residuals.hidden
     dy_up_rows = selected = da_rows * 2 * hidden_rows
@@ -176,12 +189,22 @@ def _sums_over_rows(sparsity: FFNSparsity) -> bool:
     return sparsity.weight_gradients == "expert_columns"
 
 
-def _gradient_of_rows(
-    backend: Backend, dy_rows: jax.Array, w: FFNWeights, routed: Dispatch
+def _dense_da(
+    sparsity: FFNSparsity,
+    backend: Backend,
+    w: FFNWeights,
+    dy: jax.Array,
+    dy_rows: jax.Array,
+    routed: Dispatch,
 ) -> jax.Array:
-    """dA of each row, (rows, F / E) = (rows, d) @ (E, d, F / E)."""
-    if backend == "mosaic_sm90" and w.packed_down is not None:
-        return multiply_by_expert_weight(dy_rows, _packed(w.packed_down), routed)
+    """dA of all tokens and neurons, or with `skip_blocks` of the rows."""
+    if not sparsity.skip_blocks:
+        # (T, F) = (T, d) @ (d, F)
+        return multiply_by_weight(backend, dy, w.down.T, w.packed_down)
+    # (rows, F / E) = (rows, d) @ (E, d, F / E)
+    weight = _of_experts(backend, w.packed_down)
+    if weight is not None:
+        return multiply_by_expert_weight(dy_rows, weight, routed)
     w_down = _rows_by_expert(_weight(w.down, w.packed_down, up=False), routed.experts)
     return _grouped(backend, dy_rows, w_down.swapaxes(1, 2), routed)
 
@@ -192,25 +215,24 @@ def _backward_packed(
     x_read: jax.Array,
     kept: PackedRows,
     w: FFNWeights,
-    da: jax.Array,
     dy: jax.Array,
     dy_rows: jax.Array,
     key: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`backward` where A and dY1 are packed: dense only for dense GEMMs 5 and 6.
     `x_read` is X as GEMM 5 reads it."""
-    routed, by_token = kept.routed, not sparsity.skip_blocks
+    routed, groups = kept.routed, None
     if "mosaic_sm90" in backends[4:]:
         groups = row_groups(sparsity, routed.token_rows.shape[0], kept)
-        dy_up, over_tokens = row_gradient_over_tokens(
-            groups, da, kept, by_token=by_token
-        )
+    dy_up, over_tokens = _packed_gradient(
+        sparsity, backends[2], groups, w, dy, dy_rows, kept
+    )
+    if groups is not None and over_tokens is not None:
         gradient = partial(weight_gradient_of_experts, groups, routed=routed)
         (dy_up_over_tokens,) = over_tokens.gradients
         dw_up = gradient(dy_up_over_tokens, x_read, transpose_out=True)
         dw_down = gradient(over_tokens.a, dy_rows, transpose_out=False)
     else:
-        dy_up = row_gradient(da, kept, by_token=by_token)
         # What the tiles without rows hold is not used, but it must be a number.
         used = jnp.arange(len(dy_rows)) < routed.v * used_tiles(routed)
         dy_up_rows, a_rows = (
@@ -230,6 +252,30 @@ def _backward_packed(
     w_up = w.up.reshape(w.up.shape[0], routed.experts, -1)
     dx = multiply_rows(dy_up, w_up, routed, b_k_major=True)
     return combine_rows(dx, routed), dw_up, dw_down
+
+
+def _packed_gradient(
+    sparsity: FFNSparsity,
+    backend: Backend,
+    groups: RowGroups | None,
+    w: FFNWeights,
+    dy: jax.Array,
+    dy_rows: jax.Array,
+    kept: PackedRows,
+) -> tuple[Packed, OverTokens | None]:
+    """dY1 along the features; and A and dY1 over the rows where there are groups."""
+    weight = _of_experts(backend, w.packed_down)
+    if sparsity.skip_blocks and weight is not None:
+        # (rows, F / E) = (rows, d) @ (E, d, F / E)
+        dy_up = multiply_for_row_gradient(dy_rows, weight, kept)
+        if groups is None:
+            return dy_up, None
+        return dy_up, rows_over_tokens(groups, dy_up, kept)
+    da = _dense_da(sparsity, backend, w, dy, dy_rows, kept.routed)
+    by_token = not sparsity.skip_blocks
+    if groups is None:
+        return row_gradient(da, kept, by_token=by_token), None
+    return row_gradient_over_tokens(groups, da, kept, by_token=by_token)
 
 
 def _weight_gradients_by_expert(
@@ -291,8 +337,11 @@ def _grouped(backend, rows, weights, routed: Dispatch) -> jax.Array:
     )
 
 
-def _packed(weight: Compressed | Packed) -> Packed:
-    return weight if isinstance(weight, Packed) else pack(weight)
+def _of_experts(backend: Backend, weight: Compressed | Packed | None) -> Packed | None:
+    """The weight for kernels that multiply a row by its own expert's, if one does."""
+    if backend != "mosaic_sm90" or weight is None:
+        return None
+    return as_packed(weight)
 
 
 def _weight(w: jax.Array, packed: Compressed | Packed | None, *, up: bool) -> jax.Array:

@@ -14,7 +14,7 @@ from sparsejax.ops.backend import Backend
 from sparsejax.ops.ffn_layout import FFNLayout, on_mesh, weight_spec
 from sparsejax.ops.ffn_spec import FFNSparsity
 from sparsejax.ops.sparse_matmul import pack_weight, sparse_matmul, why_not_packed
-from sparsejax.packing import Packed
+from sparsejax.packing import Packed, pack
 from sparsejax.patterns import NM
 from sparsejax.pruning import magnitude_mask, soft_threshold
 
@@ -132,6 +132,11 @@ def multiply(
     """`lhs @ rhs`, neither a packed weight; a sparse activation comes masked."""
     run = dense_matmul.IMPLEMENTATIONS[backend].run
     return run(lhs, rhs, out_dtype=out_dtype)
+
+
+def as_packed(weight: Compressed | Packed) -> Packed:
+    """As sparse tensor cores read it."""
+    return weight if isinstance(weight, Packed) else pack(weight)
 
 
 def multiply_by_weight(

@@ -14,8 +14,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from sparsejax.ops.backend import multiprocessors
 from sparsejax.ops.ffn_spec import FFNSparsity, dense_feature_count
-from sparsejax.ops.sparse_matmul import multiply_packed
+from sparsejax.ops.sparse_matmul import multiply_packed, tuned_config
 from sparsejax.ops.token_sparsity import densest, in_segments
 from sparsejax.packing import Packed, in_blocks
 
@@ -33,6 +34,22 @@ def keep_features(y_up: Float[Array, "tokens features"]) -> Activations:
     """A, of four features the two largest."""
     values, metadata, counts = _keep_features(y_up)
     return Activations(Packed(values, metadata), counts.astype(jnp.int32).sum(axis=0))
+
+
+def multiply_and_keep(x: Float[Array, "tokens k"], weight: Packed) -> Activations:
+    """`keep_features(x @ weight^T)`, to the bit, in the GEMM's epilogue: Y1 is not
+    written. On an H200 it took 46 us less of 348 than one after the other (8192 x 2048
+    x 8192)."""
+    values, metadata, counts = _multiply_and_keep(weight.values, weight.metadata, x)
+    return Activations(Packed(values, metadata), counts.astype(jnp.int32).sum(axis=0))
+
+
+def multiply_for_gradient(
+    dy: Float[Array, "tokens k"], weight: Packed, a: Packed
+) -> Packed:
+    """`gradient(dy @ weight^T, a)`, likewise: dA is not written."""
+    operands = weight.values, weight.metadata, dy, a.values, a.metadata
+    return Packed(_multiply_for_gradient(*operands), a.metadata)
 
 
 def gradient(da: Float[Array, "tokens features"], a: Packed) -> Packed:
@@ -156,6 +173,12 @@ def gradient_over_tokens(
     return Packed(dy_up, a.metadata), OverTokens.of(over_tokens)
 
 
+def over_tokens(groups: TokenGroups, a: Packed, dy_up: Packed) -> OverTokens:
+    """A and dY1 over tokens, as `gradient_over_tokens` has them."""
+    run = _over_tokens("keep_tokens_of_both", groups)
+    return OverTokens.of(run(a.values, dy_up.values, a.metadata))
+
+
 def gated_gradients_over_tokens(
     groups: TokenGroups, da: Float[Array, "tokens features"], kept: GatedActivations
 ) -> tuple[tuple[Packed, Packed], OverTokens]:
@@ -238,6 +261,24 @@ def _keep_features(y_up):
     from pallas_kernels import activations_sm90
 
     return activations_sm90.keep_features(y_up)
+
+
+@jax.custom_batching.sequential_vmap
+def _multiply_and_keep(*operands):
+    from pallas_kernels import matmul_to_packed_sm90
+
+    return matmul_to_packed_sm90.keep_features(
+        *operands, config_for=tuned_config, multiprocessors=multiprocessors()
+    )
+
+
+@jax.custom_batching.sequential_vmap
+def _multiply_for_gradient(*operands):
+    from pallas_kernels import matmul_to_packed_sm90
+
+    return matmul_to_packed_sm90.backward(
+        *operands, config_for=tuned_config, multiprocessors=multiprocessors()
+    )
 
 
 @jax.custom_batching.sequential_vmap

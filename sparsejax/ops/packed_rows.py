@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sparsejax.ops.backend import current_device_kind, multiprocessors
+from sparsejax.ops.backend import multiprocessors
 from sparsejax.ops.ffn_spec import FFNSparsity, dense_feature_count
 from sparsejax.ops.packed_activations import (
     OverTokens,
@@ -19,6 +19,7 @@ from sparsejax.ops.packed_activations import (
     add_lost,
     whole_features,
 )
+from sparsejax.ops.sparse_matmul import tuned_config
 from sparsejax.packing import Packed, in_blocks
 from sparsejax.router import Dispatch
 
@@ -50,7 +51,23 @@ def keep_rows(
 ) -> PackedRows:
     """A of every row, from Y1 of all tokens and neurons, or of the rows alone."""
     by_expert = _by_expert(routed) if by_token else ()
-    values, metadata, counts = _keep_rows(routed.experts)(y_up, *by_expert)
+    return _counted(routed, *_keep_rows(routed.experts)(y_up, *by_expert))
+
+
+def multiply_and_keep_rows(
+    rows: Float[Array, "rows k"], weight: Packed, routed: Dispatch
+) -> PackedRows:
+    """`keep_rows` of `multiply_by_expert_weight`, in the GEMM's epilogue: Y1 is not
+    written."""
+    run = _to_packed("keep_features", routed.experts)
+    operands = weight.values, weight.metadata, rows
+    return _counted(routed, *run(routed.tile_expert, used_tiles(routed), *operands))
+
+
+def _counted(
+    routed: Dispatch, values: jax.Array, metadata: jax.Array, counts: jax.Array
+) -> PackedRows:
+    """What a kernel kept, with the non-zeros of each expert summed."""
     tiles = counts.reshape(routed.tile_expert.size, -1, counts.shape[1])
     of_tile = jnp.sum(tiles, axis=1, dtype=jnp.int32)
     # Tiles without rows may hold anything.
@@ -70,6 +87,18 @@ def row_gradient(
     return Packed(values, a.metadata)
 
 
+def multiply_for_row_gradient(
+    dy_rows: Float[Array, "rows k"], weight: Packed, kept: PackedRows
+) -> Packed:
+    """`row_gradient` of `multiply_by_expert_weight`, in the GEMM's epilogue: dA is not
+    written."""
+    routed, a = kept.routed, kept.a
+    run = _to_packed("backward", routed.experts)
+    operands = weight.values, weight.metadata, dy_rows, a.values, a.metadata
+    dy_up = run(routed.tile_expert, used_tiles(routed), *operands)
+    return Packed(dy_up, a.metadata)
+
+
 class RowGroups(NamedTuple):
     """How GEMMs 5 and 6 group an expert's rows: four that follow each other."""
 
@@ -80,6 +109,11 @@ class RowGroups(NamedTuple):
     def rows(self) -> int:
         """Second rows of an expert."""
         return 0 if self.whole is None else self.whole.rows
+
+    @property
+    def slots(self) -> tuple[jax.Array, ...]:
+        """Of all experts' neurons, if any are whole."""
+        return () if self.whole is None else (self.whole.slots.reshape(-1),)
 
 
 def row_groups(sparsity: FFNSparsity, tokens: int, kept: PackedRows) -> RowGroups:
@@ -101,13 +135,21 @@ def row_gradient_over_tokens(
     groups: RowGroups, da: Float[Array, "_ _"], kept: PackedRows, *, by_token: bool
 ) -> tuple[Packed, OverTokens]:
     """dY1 as `row_gradient` has it, and A and dY1 2:4 along the rows."""
-    slots = () if groups.whole is None else (groups.whole.slots.reshape(-1),)
     by_expert = _by_expert(kept.routed)
     if not by_token:
         by_expert = by_expert[:1]
-    run, a = _over_tokens(kept.routed.experts, groups.rows), kept.a
-    dy_up, *over_tokens = run(da, a.values, a.metadata, by_expert, slots)
+    run, a = _over_tokens("backward", kept.routed.experts, groups.rows), kept.a
+    operands = da, a.values, a.metadata
+    dy_up, *over_tokens = run(by_expert, groups.slots, *operands)
     return Packed(dy_up, a.metadata), OverTokens.of(over_tokens)
+
+
+def rows_over_tokens(groups: RowGroups, dy_up: Packed, kept: PackedRows) -> OverTokens:
+    """A and dY1 2:4 along the rows, as `row_gradient_over_tokens` has them."""
+    by_expert = _by_expert(kept.routed)[:1]
+    run = _over_tokens("keep_tokens_of_both", kept.routed.experts, groups.rows)
+    operands = kept.a.values, dy_up.values, dy_up.metadata
+    return OverTokens.of(run(by_expert, groups.slots, *operands))
 
 
 def _by_expert(routed: Dispatch) -> tuple[jax.Array, jax.Array]:
@@ -207,15 +249,34 @@ def _gradient(experts: int):
 
 
 @lru_cache
-def _over_tokens(experts: int, whole_rows: int):
+def _over_tokens(name: str, experts: int, whole_rows: int):
+    """A kernel of `over_tokens_sm90`, for arrays."""
+
     @jax.custom_batching.sequential_vmap
-    def run(da, values, metadata, by_expert, slots):
+    def run(by_expert, slots, *operands):
         from pallas_kernels import over_tokens_sm90
 
         rows = _rows(experts, by_expert)
         whole = over_tokens_sm90.Whole(slots[0], whole_rows) if slots else None
-        return over_tokens_sm90.backward(
-            da, values, metadata, whole, by_segments=False, by_expert=rows
+        kernel = getattr(over_tokens_sm90, name)
+        return kernel(*operands, whole, by_segments=False, by_expert=rows)
+
+    return run
+
+
+@lru_cache
+def _to_packed(name: str, experts: int):
+    """A kernel of `matmul_to_packed_sm90`, for arrays."""
+
+    @jax.custom_batching.sequential_vmap
+    def run(tile_expert, used, *operands):
+        from pallas_kernels import matmul_to_packed_sm90 as to_packed
+
+        return getattr(to_packed, name)(
+            *operands,
+            to_packed.Experts(tile_expert, used, experts),
+            config_for=tuned_config,
+            multiprocessors=multiprocessors(),
         )
 
     return run
@@ -240,16 +301,9 @@ def _grouped(name: str, **options: Any):
 
         return getattr(grouped_matmul_sm90, name)(
             *operands,
-            config_for=_config,
+            config_for=tuned_config,
             multiprocessors=multiprocessors(),
             **options,
         )
 
     return run
-
-
-def _config(shape):
-    """What was tuned for a shape, or the heuristic's."""
-    from pallas_kernels import tuning
-
-    return tuning.config_for(current_device_kind(), shape)

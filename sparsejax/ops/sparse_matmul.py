@@ -399,6 +399,14 @@ def multiply_packed(
     return run(a.values.astype(b.dtype), a.metadata, b)
 
 
+def tuned_config(shape):
+    """How the kernel cuts up a GEMM on the device here: what was tuned, or the
+    heuristic's."""
+    from pallas_kernels import tuning
+
+    return tuning.config_for(current_device_kind(), shape)
+
+
 @lru_cache
 def _kernel_on_sm90(
     b_k_major: bool, transpose_out: bool, out_dtype: jnp.dtype, rows_apart: int
@@ -406,7 +414,7 @@ def _kernel_on_sm90(
     # The kernel has no batching rule: under vmap one matrix follows the other.
     @jax.custom_batching.sequential_vmap
     def run(values, metadata, b):
-        from pallas_kernels import sparse_matmul_configs, sparse_matmul_sm90, tuning
+        from pallas_kernels import sparse_matmul_configs, sparse_matmul_sm90
 
         shape = sparse_matmul_configs.Shape(
             m=values.shape[0],
@@ -425,7 +433,7 @@ def _kernel_on_sm90(
             transpose_out=transpose_out,
             out_dtype=out_dtype,
             rows_apart=rows_apart,
-            config=tuning.config_for(current_device_kind(), shape),
+            config=tuned_config(shape),
             multiprocessors=multiprocessors(),
         )
 

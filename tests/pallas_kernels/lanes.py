@@ -21,6 +21,7 @@ from pallas_kernels import (
     activations_sm90,
     compress_sm90,
     group_of_four,
+    matmul_to_packed_sm90,
     over_tokens_sm90,
     two_groups,
 )
@@ -34,6 +35,7 @@ MODULES = (
     activations_sm90,
     compress_sm90,
     group_of_four,
+    matmul_to_packed_sm90,
     over_tokens_sm90,
     two_groups,
 )

@@ -217,8 +217,12 @@ def test_gradients_are_packed_over_tokens_on_the_way(
     )
     expected = kernels.backward(da, a.values, a.metadata)
     same(dy, expected)
-    for got, of in zip(packed, (a, Packed(expected, a.metadata)), strict=True):
-        assert_over_tokens(got, of, whole, by_segments)
+    both = over_tokens_sm90.keep_tokens_of_both(
+        a.values, dy, a.metadata, whole, by_segments=by_segments
+    )
+    for arrays in (packed, both):
+        for got, of in zip(arrays, (a, Packed(expected, a.metadata)), strict=True):
+            assert_over_tokens(got, of, whole, by_segments)
 
 
 @pytest.mark.parametrize("by_segments", [False, True])
@@ -295,6 +299,13 @@ def test_each_expert_has_its_whole_features(kernels, in_place):
     dy, *packed = over_tokens_sm90.backward(
         da, *a, whole, by_segments=False, by_expert=rows
     )
+    of_rows = rows._replace(row_token=None)
+    both = over_tokens_sm90.keep_tokens_of_both(
+        a[0], dy, a[1], whole, by_segments=False, by_expert=of_rows
+    )
+    for ours, theirs in zip(both, packed, strict=True):
+        same(ours.values, theirs.values)
+        np.testing.assert_array_equal(ours.metadata, theirs.metadata)
     if not in_place:
         da = gathered(da, rows)
     for expert in range(EXPERTS):
@@ -339,6 +350,7 @@ def test_lowers_for_hopper(dtype):
     slots = ((128,), "int32")
     for function, shapes in (
         (over_tokens_sm90.keep_tokens, (kept, words)),
+        (over_tokens_sm90.keep_tokens_of_both, (kept, kept, words)),
         (over_tokens_sm90.backward, (y_up, kept, words)),
         (over_tokens_sm90.gated_backward, (y_up, kept, kept, words)),
     ):

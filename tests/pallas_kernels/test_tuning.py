@@ -157,6 +157,15 @@ def test_a_config_that_does_not_fit_a_neighbour_is_not_taken_there():
     assert tuning.config_for(GPU, as_is) == default_config(as_is)
 
 
+def test_a_gemm_with_a_packed_result_takes_the_config_of_the_one_without():
+    shape = replace(SHAPE, n=1024)
+    tuning.save(GPU, [entry(shape, tile_n=128, out_columns=64, width=3)])
+    packed = replace(shape, packed_out=True)
+    assert tuning.config_for(GPU, packed) == tuning.config_for(GPU, shape)
+    tuning.save(GPU, [entry(shape, tile_n=176, out_columns=88)])
+    assert tuning.config_for(GPU, packed) == default_config(packed)
+
+
 def test_what_lost_or_was_never_measured_and_is_small_is_told():
     tuning.save(GPU, [entry(SHAPE, 3.0), entry(replace(SHAPE, k=64), 1.0)])
     assert "measured slower: 3.0 us, dense 2.0 us, at 1000" in tuning.why_slower(

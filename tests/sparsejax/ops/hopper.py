@@ -10,6 +10,7 @@ from pallas_kernels import (
     activations_sm90,
     compress_sm90,
     grouped_matmul_sm90,
+    matmul_to_packed_sm90,
     over_tokens_sm90,
     sparse_matmul_configs,
     sparse_matmul_sm90,
@@ -19,7 +20,6 @@ from sparsejax.ops import (
     ffn_spec,
     gated_ffn,
     grouped_matmul,
-    packed_rows,
     sparse_matmul,
 )
 from sparsejax.packing import Packed, pack, unpack
@@ -147,9 +147,20 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
         da, values, metadata, whole=None, *, by_segments, by_expert=None
     ):
         dy = backward_on_gpu(da, values, metadata, by_expert)
+        return dy, *both_over_tokens(
+            values, dy, metadata, whole, by_segments, by_expert
+        )
+
+    def keep_both_on_gpu(
+        values, dy, metadata, whole=None, *, by_segments, by_expert=None
+    ):
+        calls.append("keep_tokens_of_both")
+        return both_over_tokens(values, dy, metadata, whole, by_segments, by_expert)
+
+    def both_over_tokens(values, dy, metadata, whole, by_segments, by_expert):
         keep = partial(keep_tokens_on_gpu, by_segments=by_segments)
         if whole is None or by_expert is None:
-            return dy, *(keep(kept, metadata, whole) for kept in (values, dy))
+            return [keep(kept, metadata, whole) for kept in (values, dy)]
         slots = whole.slots.reshape(by_expert.experts, -1)
         expert = by_expert.tile_expert
         expert = jnp.repeat(expert, metadata.shape[0] // expert.size)
@@ -162,7 +173,7 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
             found = blocks[expert, :, index].swapaxes(0, 1)
             words = words[expert, :, index].swapaxes(0, 1)
             over_tokens.append((found.reshape(found.shape[0], -1), words))
-        return dy, *over_tokens
+        return over_tokens
 
     def gated_over_tokens_on_gpu(da, hidden, up, metadata, *whole, by_segments):
         gradients = gated_backward_on_gpu(da, hidden, up, metadata)
@@ -209,6 +220,35 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
         product = jnp.einsum("tvk,tmk->tvm", tiles, a[tile_expert])
         return unwritten(product, used).astype(values.dtype)
 
+    def product_on_gpu(values, words, x, experts, config_for):
+        if experts is not None:
+            tile_expert, used, count = experts
+            return weights_on_gpu(values, words, x, tile_expert, used, experts=count)
+        shape = sparse_matmul_configs.Shape(
+            m=len(values),
+            n=len(x),
+            k=x.shape[1],
+            dtype=str(x.dtype),
+            packed_out=True,
+        )
+        config = config_for(shape)
+        assert sparse_matmul_configs.why_invalid(config, shape) is None
+        return multiply_on_gpu(values, words, x, config=config)
+
+    def keep_product_on_gpu(
+        values, words, x, experts=None, *, config_for, multiprocessors
+    ):
+        calls.append("keep_features of a product")
+        product = product_on_gpu(values, words, x, experts, config_for)
+        return keep_features_on_gpu(product)
+
+    def product_backward_on_gpu(
+        values, words, dy, a, a_words, experts=None, *, config_for, multiprocessors
+    ):
+        calls.append("backward of a product")
+        da = product_on_gpu(values, words, dy, experts, config_for)
+        return backward_on_gpu(da, a, a_words)
+
     def unwritten(product, used):
         """Rows, those of tiles that are not used like memory that nobody wrote."""
         tile = jnp.arange(len(product))[:, None, None]
@@ -247,6 +287,9 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
     patch.setattr(activations_sm90, "keep_gated_features", keep_gated_on_gpu)
     patch.setattr(activations_sm90, "gated_backward", gated_backward_on_gpu)
     patch.setattr(over_tokens_sm90, "keep_tokens", keep_tokens_on_gpu)
+    patch.setattr(over_tokens_sm90, "keep_tokens_of_both", keep_both_on_gpu)
+    patch.setattr(matmul_to_packed_sm90, "keep_features", keep_product_on_gpu)
+    patch.setattr(matmul_to_packed_sm90, "backward", product_backward_on_gpu)
     patch.setattr(over_tokens_sm90, "backward", backward_over_tokens_on_gpu)
     patch.setattr(over_tokens_sm90, "gated_backward", gated_over_tokens_on_gpu)
     patch.setattr(grouped_matmul_sm90, "sparse_rows", rows_on_gpu)
@@ -260,7 +303,7 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
 
 def see_device(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> None:
     """Every module sees `device_kind`; the kernels are those of a GPU."""
-    for module in (ffn_spec, gated_ffn, sparse_matmul, grouped_matmul, packed_rows):
+    for module in (ffn_spec, gated_ffn, sparse_matmul, grouped_matmul):
         patch.setattr(module, "current_device_kind", lambda: device_kind)
 
 

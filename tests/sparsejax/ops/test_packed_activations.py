@@ -231,6 +231,9 @@ def test_an_ffn_of_whole_numbers_is_exactly_the_reference(calls, name, gated):
     assert ("keep_gated_features" in calls) == gated
     assert ("gated_backward" in calls) == gated
     assert ("keep_tokens" in calls) == (SPARSITIES[name].token_sparsity is not None)
+    in_epilogues = SPARSITIES[name].weights is not None and not gated
+    for kernel in ("keep_features", "backward"):
+        assert (f"{kernel} of a product" in calls) == in_epilogues
 
 
 def test_all_nine_gemms_of_a_gated_ffn_run_on_it_where_it_is_named(untuned):

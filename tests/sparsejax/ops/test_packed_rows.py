@@ -209,6 +209,8 @@ def test_an_ffn_of_whole_numbers_is_exactly_the_reference(calls, name, tokens):
     assert ("sparse_over_rows" in calls) == (sparsity.token_sparsity is not None)
     skipped = sparsity.skip_blocks and sparsity.weights is not None
     assert ("sparse_weights" in calls) == skipped
+    for kernel in ("keep_features", "backward"):
+        assert (f"{kernel} of a product" in calls) == skipped
 
 
 @pytest.mark.parametrize("name", ["all six, skipped", "skipped"])
