@@ -8,8 +8,7 @@ from jax import lax
 
 from sparsejax.formats import decompress
 from sparsejax.ops import packed_activations
-from sparsejax.ops.backend import Backend
-from sparsejax.ops.ffn_spec import FFNSparsity
+from sparsejax.ops.ffn_spec import FFNSparsity, packs_its_result
 from sparsejax.ops.ffn_weights import (
     FFNWeights,
     as_packed,
@@ -44,7 +43,8 @@ def forward(
 ) -> tuple[jax.Array, Residuals | Activations]:
     """Y (tokens, d_model), and what the backward needs."""
     # (T, F) = (T, d) @ (d, F)
-    if backends[:2] == ("mosaic_sm90",) * 2 and w.packed_up is not None:
+    if packs_its_result(sparsity, backends, 0):
+        assert w.packed_up is not None
         kept = packed_activations.multiply_and_keep(x, as_packed(w.packed_up))
         return sparse_matmul(kept.a, w.down, backend=backends[1]), kept
     y_up = multiply_by_weight(backends[0], x, w.up, w.packed_up)
@@ -107,7 +107,7 @@ def _backward_packed(
     groups = None
     if "mosaic_sm90" in backends[4:]:
         groups = token_groups(sparsity, x.shape[0], kept.nonzeros)
-    dy_up, over_tokens = _packed_gradient(backends[2], groups, w, dy, kept.a)
+    dy_up, over_tokens = _packed_gradient(sparsity, backends, groups, w, dy, kept.a)
     if groups is not None and over_tokens is not None:
         (dy_up_over_tokens,) = over_tokens.gradients
         dw_up = weight_gradient_up(groups, x, dy_up_over_tokens)
@@ -123,7 +123,8 @@ def _backward_packed(
 
 
 def _packed_gradient(
-    backend: Backend,
+    sparsity: FFNSparsity,
+    backends: tuple,
     groups: TokenGroups | None,
     w: FFNWeights,
     dy: jax.Array,
@@ -131,13 +132,14 @@ def _packed_gradient(
 ) -> tuple[Packed, OverTokens | None]:
     """dY1 along the features; and A and dY1 over tokens where there are groups."""
     # (T, F) = (T, d) @ (d, F)
-    if backend == "mosaic_sm90" and w.packed_down is not None:
+    if packs_its_result(sparsity, backends, 2):
+        assert w.packed_down is not None
         weight = as_packed(w.packed_down)
         dy_up = packed_activations.multiply_for_gradient(dy, weight, a)
         if groups is None:
             return dy_up, None
         return dy_up, packed_activations.over_tokens(groups, a, dy_up)
-    da = multiply_by_weight(backend, dy, w.down.T, w.packed_down)
+    da = multiply_by_weight(backends[2], dy, w.down.T, w.packed_down)
     if groups is None:
         return packed_activations.gradient(da, a), None
     return packed_activations.gradient_over_tokens(groups, da, a)

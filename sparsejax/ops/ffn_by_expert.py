@@ -15,7 +15,7 @@ from sparsejax.formats import Compressed, decompress
 from sparsejax.ops.backend import Backend
 from sparsejax.ops.ffn_all_neurons import keep_once
 from sparsejax.ops.ffn_layout import FFNLayout, gather_experts, own_experts
-from sparsejax.ops.ffn_spec import FFNSparsity, group_tile
+from sparsejax.ops.ffn_spec import FFNSparsity, group_tile, packs_its_result
 from sparsejax.ops.ffn_weights import FFNWeights, as_packed, multiply_by_weight
 from sparsejax.ops.grouped_matmul import grouped_matmul, grouped_outer
 from sparsejax.ops.packed_activations import OverTokens
@@ -92,7 +92,8 @@ def forward(
         x_rows = gather_rows(x, routed)
         kept_x = x_rows if keeps_rows_of_x(sparsity) else None
         weight = _of_experts(backends[0], w.packed_up)
-        if weight is not None and backends[1] == "mosaic_sm90":
+        if packs_its_result(sparsity, backends, 0):
+            assert weight is not None
             packed = multiply_and_keep_rows(x_rows, weight, routed)
             return _down_of_packed(w, packed, kept_x)
         if weight is not None:
@@ -225,7 +226,7 @@ def _backward_packed(
     if "mosaic_sm90" in backends[4:]:
         groups = row_groups(sparsity, routed.token_rows.shape[0], kept)
     dy_up, over_tokens = _packed_gradient(
-        sparsity, backends[2], groups, w, dy, dy_rows, kept
+        sparsity, backends, groups, w, dy, dy_rows, kept
     )
     if groups is not None and over_tokens is not None:
         gradient = partial(weight_gradient_of_experts, groups, routed=routed)
@@ -256,7 +257,7 @@ def _backward_packed(
 
 def _packed_gradient(
     sparsity: FFNSparsity,
-    backend: Backend,
+    backends: tuple,
     groups: RowGroups | None,
     w: FFNWeights,
     dy: jax.Array,
@@ -264,14 +265,15 @@ def _packed_gradient(
     kept: PackedRows,
 ) -> tuple[Packed, OverTokens | None]:
     """dY1 along the features; and A and dY1 over the rows where there are groups."""
-    weight = _of_experts(backend, w.packed_down)
-    if sparsity.skip_blocks and weight is not None:
+    if packs_its_result(sparsity, backends, 2):
+        weight = _of_experts(backends[2], w.packed_down)
+        assert weight is not None
         # (rows, F / E) = (rows, d) @ (E, d, F / E)
         dy_up = multiply_for_row_gradient(dy_rows, weight, kept)
         if groups is None:
             return dy_up, None
         return dy_up, rows_over_tokens(groups, dy_up, kept)
-    da = _dense_da(sparsity, backend, w, dy, dy_rows, kept.routed)
+    da = _dense_da(sparsity, backends[2], w, dy, dy_rows, kept.routed)
     by_token = not sparsity.skip_blocks
     if groups is None:
         return row_gradient(da, kept, by_token=by_token), None

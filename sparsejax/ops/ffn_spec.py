@@ -222,7 +222,11 @@ class FFNCall(ABC):
             replace(gemm, why_not_packed=reasons[i]) if i in reasons else gemm
             for i, gemm in enumerate(gemms)
         ]
-        return tuple(_choose(gemm, backend) for gemm in changed)
+        return self._with_epilogues([_choose(gemm, backend) for gemm in changed])
+
+    def _with_epilogues(self, decisions: list[Decision]) -> tuple[Decision, ...]:
+        """Where a GEMM's kernel does more than multiply, its path says so."""
+        return tuple(decisions)
 
 
 def _why_slower_together(decisions: Sequence[Decision]) -> str | None:
@@ -342,6 +346,25 @@ class FFNSpec(FFNCall):
             gradient("5  dW1 = X^T dY1", d, t, f, "rhs"),
             gradient("6  dW2 = A^T dY", f, t, d, "lhs"),
         )
+
+    def _with_epilogues(self, decisions: list[Decision]) -> tuple[Decision, ...]:
+        backends = [decision.backend for decision in decisions]
+        told = list(decisions)
+        for index, what in ((0, "A 2:4"), (2, "dY1 where A is kept")):
+            if packs_its_result(self.sparsity, backends, index):
+                path = f"{told[index].path}, writes {what}"
+                told[index] = replace(told[index], path=path)
+        return tuple(told)
+
+
+def packs_its_result(
+    sparsity: FFNSparsity, backends: Sequence[Backend], gemm: int
+) -> bool:
+    """Whether GEMM 1 (`gemm` 0) writes A instead of Y1, or GEMM 3 (2) dY1 instead of
+    dA, 2:4 as the next one reads it: on the kernel, with the next one's rows."""
+    same_rows = not sparsity.experts or sparsity.skip_blocks
+    both = backends[gemm] == backends[gemm + 1] == "mosaic_sm90"
+    return sparsity.weights is not None and same_rows and both
 
 
 def why_not_packed_anew(sparsity: FFNSparsity) -> str | None:

@@ -40,7 +40,8 @@ def multiply_and_keep(x: Float[Array, "tokens k"], weight: Packed) -> Activation
     """`keep_features(x @ weight^T)`, to the bit, in the GEMM's epilogue: Y1 is not
     written. On an H200 it took 46 us less of 348 than one after the other (8192 x 2048
     x 8192)."""
-    values, metadata, counts = _multiply_and_keep(weight.values, weight.metadata, x)
+    w = weight.values.astype(x.dtype)
+    values, metadata, counts = _multiply_and_keep(w, weight.metadata, x)
     return Activations(Packed(values, metadata), counts.astype(jnp.int32).sum(axis=0))
 
 
@@ -48,7 +49,8 @@ def multiply_for_gradient(
     dy: Float[Array, "tokens k"], weight: Packed, a: Packed
 ) -> Packed:
     """`gradient(dy @ weight^T, a)`, likewise: dA is not written."""
-    operands = weight.values, weight.metadata, dy, a.values, a.metadata
+    w = weight.values.astype(dy.dtype)
+    operands = w, weight.metadata, dy, a.values, a.metadata
     return Packed(_multiply_for_gradient(*operands), a.metadata)
 
 

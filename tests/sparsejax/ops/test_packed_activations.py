@@ -56,6 +56,10 @@ def test_all_six_gemms_run_on_it_where_it_is_named(untuned):
     twice = 0.5 * (1 + 448 / 8192)
     shares = [d.executed_share for d in decisions]
     assert shares == [0.5, 0.5, 0.5, 0.5, twice, twice]
+    kernel = "2:4 weight on the sparse tensor cores, writes "
+    paths = [f"{kernel}A 2:4", f"{kernel}dY1 where A is kept"]
+    assert [decisions[i].path for i in (0, 2)] == paths
+    assert not any("writes" in decisions[i].path for i in (1, 3, 4, 5))
 
 
 def test_what_was_not_measured_is_not_chosen_unasked(untuned):

@@ -177,6 +177,11 @@ def test_the_share_is_that_of_an_experts_half(untuned):
     decisions = spec(SPARSITIES["all six, skipped"]).explain("mosaic_sm90")
     shares = [decision.executed_share for decision in decisions]
     assert shares[:4] == [0.25] * 4
+    written = ["writes" in decision.path for decision in decisions]
+    assert written == [True, False, True, False, False, False]
+    # Of all neurons there must be all of Y1 and dA.
+    masked = spec(SPARSITIES["all six"]).explain("mosaic_sm90")
+    assert not any("writes" in decision.path for decision in masked)
     # 5 % of 4096 neurons of an expert, in blocks of 64, are multiplied twice.
     assert shares[4:] == [0.25 * (1 + 256 / 4096)] * 2
 
