@@ -12,9 +12,7 @@ the end: two tables, FOLDER/comparison.png, and in the results one JSON line per
 """
 
 import json
-import logging
 import math
-import os
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -313,8 +311,7 @@ def _signed(difference: float | None) -> str:
 
 def run(arguments: list[str]) -> int:
     """The command: its exit status."""
-    # Where a save fails orbax logs screens of what our one line says.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    console.quiet_orbax()
     options = tyro.cli(
         Options,
         args=arguments,
@@ -332,9 +329,7 @@ def run(arguments: list[str]) -> int:
                 console.announce(config, predicted=True)
             return 0
         if comparison.trials[0].config.deterministic:
-            # XLA reads it when the first array is made, which is later than this.
-            flags = os.environ.get("XLA_FLAGS", "")
-            os.environ["XLA_FLAGS"] = f"{flags} {console.DETERMINISTIC}".strip()
+            console.repeat_bits()
         folder = options.folder or Path("runs") / comparison.name
         main(comparison, folder, options.results)
     except (ValueError, NotImplementedError, ImportError, OSError) as error:

@@ -1,5 +1,6 @@
 """What a run prints: the plan before it, a progress bar during, the result after."""
 
+import logging
 import math
 import os
 import statistics
@@ -36,6 +37,18 @@ DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
 STDOUT = Console(highlight=False)
 STDERR = Console(highlight=False, stderr=True)
+
+
+def quiet_orbax() -> None:
+    """Where a save fails orbax logs screens of what our one line says."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+
+def repeat_bits() -> None:
+    """GPU kernels repeat their bits from now on. XLA reads the flag when the first
+    array is made: call this before."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} {DETERMINISTIC}".strip()
 
 
 def say(text: str, *, style: str | None = None, error: bool = False) -> None:

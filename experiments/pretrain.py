@@ -21,7 +21,6 @@ model.safetensors, the dense weights.
 
 import argparse
 import json
-import logging
 import os
 import sys
 from dataclasses import dataclass
@@ -154,17 +153,14 @@ def parse(arguments: list[str]) -> Options:
 
 def run(arguments: list[str]) -> int:
     """The command: its exit status."""
-    # Where a save fails orbax logs screens of what our one line says.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    console.quiet_orbax()
     try:
         options = parse(arguments)
         if options.dry_run:
             console.announce(options.config, predicted=True)
             return 0
         if options.config.deterministic:
-            # XLA reads it when the first array is made, which is later than this.
-            flags = os.environ.get("XLA_FLAGS", "")
-            os.environ["XLA_FLAGS"] = f"{flags} {console.DETERMINISTIC}".strip()
+            console.repeat_bits()
         if options.distributed:
             join(heartbeat_seconds=options.heartbeat_seconds)
             console.STDOUT.quiet = jax.process_index() > 0
