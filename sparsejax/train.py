@@ -165,6 +165,7 @@ class Run:
         ]
         self.graph = lru_cache(maxsize=None)(self._graph)
         self.step = lru_cache(maxsize=None)(self._step)
+        self.template = lru_cache(maxsize=None)(self._template)
         self.recluster = lru_cache(maxsize=None)(self._recluster)
         # What the host reads has to be on every device: each process reads its own.
         on_all = sharding_of(self.mesh)
@@ -221,7 +222,7 @@ class Run:
         shardings = self._shardings(sparsity)
         return jax.jit(partial(self._init, sparsity), out_shardings=shardings)()
 
-    def template(self, sparsity: FFNSparsity) -> TrainState:
+    def _template(self, sparsity: FFNSparsity) -> TrainState:
         """Shapes, dtypes and places of the state of a phase, nothing allocated."""
         shapes = jax.eval_shape(partial(self._init, sparsity))
         return jax.tree.map(
