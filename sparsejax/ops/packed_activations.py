@@ -41,7 +41,7 @@ def multiply_and_keep(x: Float[Array, "tokens k"], weight: Packed) -> Activation
     written. On an H200 it took 46 us less of 348 than one after the other (8192 x 2048
     x 8192)."""
     w = weight.values.astype(x.dtype)
-    values, metadata, counts = _multiply_and_keep(w, weight.metadata, x)
+    values, metadata, counts = to_packed("keep_features")((), w, weight.metadata, x)
     return Activations(Packed(values, metadata), counts.astype(jnp.int32).sum(axis=0))
 
 
@@ -51,7 +51,7 @@ def multiply_for_gradient(
     """`gradient(dy @ weight^T, a)`, likewise: dA is not written."""
     w = weight.values.astype(dy.dtype)
     operands = w, weight.metadata, dy, a.values, a.metadata
-    return Packed(_multiply_for_gradient(*operands), a.metadata)
+    return Packed(to_packed("backward")((), *operands), a.metadata)
 
 
 def gradient(da: Float[Array, "tokens features"], a: Packed) -> Packed:
@@ -265,22 +265,23 @@ def _keep_features(y_up):
     return activations_sm90.keep_features(y_up)
 
 
-@jax.custom_batching.sequential_vmap
-def _multiply_and_keep(*operands):
-    from pallas_kernels import matmul_to_packed_sm90
+@lru_cache
+def to_packed(name: str, experts: int = 0):
+    """A kernel of `matmul_to_packed_sm90`, for arrays: first each tile's expert and how
+    many tiles are used, or nothing without experts, then its operands."""
 
-    return matmul_to_packed_sm90.keep_features(
-        *operands, config_for=tuned_config, multiprocessors=multiprocessors()
-    )
+    @jax.custom_batching.sequential_vmap
+    def run(lookups, *operands):
+        from pallas_kernels import matmul_to_packed_sm90 as kernels
 
+        return getattr(kernels, name)(
+            *operands,
+            kernels.Experts(*lookups, count=experts) if experts else None,
+            config_for=tuned_config,
+            multiprocessors=multiprocessors(),
+        )
 
-@jax.custom_batching.sequential_vmap
-def _multiply_for_gradient(*operands):
-    from pallas_kernels import matmul_to_packed_sm90
-
-    return matmul_to_packed_sm90.backward(
-        *operands, config_for=tuned_config, multiprocessors=multiprocessors()
-    )
+    return run
 
 
 @jax.custom_batching.sequential_vmap

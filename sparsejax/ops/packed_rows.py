@@ -17,6 +17,7 @@ from sparsejax.ops.packed_activations import (
     OverTokens,
     WholeFeatures,
     add_lost,
+    to_packed,
     whole_features,
 )
 from sparsejax.ops.sparse_matmul import tuned_config
@@ -59,9 +60,9 @@ def multiply_and_keep_rows(
 ) -> PackedRows:
     """`keep_rows` of `multiply_by_expert_weight`, in the GEMM's epilogue: Y1 is not
     written."""
-    run = _to_packed("keep_features", routed.experts)
-    operands = weight.values, weight.metadata, rows
-    return _counted(routed, *run(routed.tile_expert, used_tiles(routed), *operands))
+    run = to_packed("keep_features", routed.experts)
+    lookups = routed.tile_expert, used_tiles(routed)
+    return _counted(routed, *run(lookups, weight.values, weight.metadata, rows))
 
 
 def _counted(
@@ -93,10 +94,10 @@ def multiply_for_row_gradient(
     """`row_gradient` of `multiply_by_expert_weight`, in the GEMM's epilogue: dA is not
     written."""
     routed, a = kept.routed, kept.a
-    run = _to_packed("backward", routed.experts)
+    run = to_packed("backward", routed.experts)
+    lookups = routed.tile_expert, used_tiles(routed)
     operands = weight.values, weight.metadata, dy_rows, a.values, a.metadata
-    dy_up = run(routed.tile_expert, used_tiles(routed), *operands)
-    return Packed(dy_up, a.metadata)
+    return Packed(run(lookups, *operands), a.metadata)
 
 
 class RowGroups(NamedTuple):
@@ -260,24 +261,6 @@ def _over_tokens(name: str, experts: int, whole_rows: int):
         whole = over_tokens_sm90.Whole(slots[0], whole_rows) if slots else None
         kernel = getattr(over_tokens_sm90, name)
         return kernel(*operands, whole, by_segments=False, by_expert=rows)
-
-    return run
-
-
-@lru_cache
-def _to_packed(name: str, experts: int):
-    """A kernel of `matmul_to_packed_sm90`, for arrays."""
-
-    @jax.custom_batching.sequential_vmap
-    def run(tile_expert, used, *operands):
-        from pallas_kernels import matmul_to_packed_sm90 as to_packed
-
-        return getattr(to_packed, name)(
-            *operands,
-            to_packed.Experts(tile_expert, used, experts),
-            config_for=tuned_config,
-            multiprocessors=multiprocessors(),
-        )
 
     return run
 

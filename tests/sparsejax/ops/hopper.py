@@ -221,6 +221,7 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
         return unwritten(product, used).astype(values.dtype)
 
     def product_on_gpu(values, words, x, experts, config_for):
+        assert values.dtype == x.dtype
         if experts is not None:
             tile_expert, used, count = experts
             return weights_on_gpu(values, words, x, tile_expert, used, experts=count)

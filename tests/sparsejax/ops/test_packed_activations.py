@@ -14,7 +14,7 @@ from pallas_kernels.sparse_matmul_configs import Shape, default_config
 from sparsejax.ops import ffn_all_neurons
 from sparsejax.ops.ffn import ffn
 from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
-from sparsejax.ops.ffn_weights import FFNWeights
+from sparsejax.ops.ffn_weights import FFNWeights, pack_ffn
 from sparsejax.ops.gated_ffn import GatedFFNSpec, gated_ffn
 from sparsejax.ops.packed_activations import GatedActivations
 from sparsejax.ops.sparse_matmul import sparse_matmul
@@ -271,6 +271,27 @@ def test_under_vmap_every_ffn_is_its_own(calls):
     alone = run((-x, w_up, w_down), dy)
     for ours, theirs in zip(got, alone, strict=True):
         np.testing.assert_array_equal(ours[1], theirs)
+
+
+def test_weights_packed_in_another_dtype_are_taken_in_that_of_x(calls):
+    (x, w_up, w_down), dy = whole_numbers(64, D, F, seed=0)
+    pack_as = partial(
+        pack_ffn,
+        *(w_up, w_down),
+        sparsity=ALL_SIX,
+        scales=jnp.ones(2),
+        backend="mosaic_sm90",
+    )
+
+    def run(dtype):
+        call = partial(ffn, sparsity=ALL_SIX, backend="mosaic_sm90")
+        packed = pack_as(dtype=dtype)
+        y, pull_back = jax.vjp(lambda x: call(x, w_up, w_down, packed=packed), x)
+        return y, *pull_back(dy)
+
+    for ours, theirs in zip(run(jnp.float16), run(x.dtype), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert "keep_features of a product" in calls
 
 
 def test_nine_sixteenths_of_the_activations_are_kept_for_the_backward(calls):
