@@ -22,7 +22,7 @@ from pallas_kernels import (
     compress_sm90,
     group_of_four,
     matmul_to_packed_sm90,
-    over_tokens_sm90,
+    over_tokens_threads,
     two_groups,
 )
 
@@ -36,7 +36,7 @@ MODULES = (
     compress_sm90,
     group_of_four,
     matmul_to_packed_sm90,
-    over_tokens_sm90,
+    over_tokens_threads,
     two_groups,
 )
 PTX_TYPES = {ml_dtypes.bfloat16: "bf16", np.float16: "f16"}
