@@ -10,7 +10,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from sparsejax.config import TrainConfig
 from sparsejax.config_file import check_resumable, from_json, read_config, to_json
 from sparsejax.corpus import Corpus, unigram_loss
 from sparsejax.model import Transformer
+from sparsejax.ops.backend import Decision
 from sparsejax.ops.ffn_spec import FFNSparsity
 from sparsejax.processes import (
     ProcessLost,
@@ -272,7 +273,7 @@ class _Loop:
             self.config.model, length, decisions, rate, self.peak, devices=devices
         )
         if self.phase.sparsity.experts:
-            speed["router_share"] = self.router_seconds_per_token() * rate
+            speed["router_share"] = self.router_seconds_per_token(decisions) * rate
         self.record(
             "step",
             loss=float(report["loss"]),
@@ -283,14 +284,14 @@ class _Loop:
         )
         self.saving_seconds = 0.0
 
-    def router_seconds_per_token(self) -> float:
+    def router_seconds_per_token(self, decisions: Sequence[Decision]) -> float:
         """Of all layers, in a step of this phase; timed once."""
         sparsity, model = self.phase.sparsity, self.config.model
         if sparsity not in self.router_seconds:
             tokens = self.config.tokens_per_step // self.config.micro_batches
             mesh = self.config.mesh.resolve(self.run.mesh.size)
             own = tokens // mesh.token_shards
-            seconds = metrics.router_seconds(model, sparsity, own)
+            seconds = metrics.router_seconds(model, sparsity, own, decisions)
             self.router_seconds[sparsity] = model.layers * seconds / tokens
         return self.router_seconds[sparsity]
 

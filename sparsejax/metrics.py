@@ -20,19 +20,13 @@ from sparsejax.ops.backend import (
     current_device_kind,
     current_platform,
 )
+from sparsejax.ops.expert_rows import combine_rows, gather_rows
 from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
 from sparsejax.ops.gated_ffn import GatedFFNSpec
 from sparsejax.patterns import NM, VNM
 from sparsejax.plan import flops_per_token
 from sparsejax.pruning import flip_rate, magnitude_mask, soft_threshold
-from sparsejax.router import (
-    combine_rows,
-    dispatch,
-    gather_rows,
-    nearest_centre,
-    token_hash,
-    true_mass,
-)
+from sparsejax.router import dispatch, nearest_centre, token_hash, true_mass
 
 ONE_DEVICE = MeshConfig(data=1)
 
@@ -126,8 +120,14 @@ def speed(
     }
 
 
-def router_seconds(config: ModelConfig, sparsity: FFNSparsity, tokens: int) -> float:
-    """What one FFN call of so many tokens spends on its router, forward and backward.
+def router_seconds(
+    config: ModelConfig,
+    sparsity: FFNSparsity,
+    tokens: int,
+    decisions: Sequence[Decision],
+) -> float:
+    """What one FFN call of so many tokens spends on its router, forward and backward,
+    where its GEMMs run as in `decisions`.
 
     Choosing the experts, sorting the tokens by expert, and moving rows: X and dY to
     their experts, Y and dX back. On random numbers, timed by itself, so that within a
@@ -136,6 +136,7 @@ def router_seconds(config: ModelConfig, sparsity: FFNSparsity, tokens: int) -> f
     if sparsity.experts is None:
         return 0.0
     assert isinstance(sparsity.activations, VNM)
+    backends = [decision.backend for decision in decisions]
     experts, v = sparsity.experts, sparsity.activations.v
     keys = jax.random.split(jax.random.key(0))
     normal = partial(jax.random.normal, dtype=jnp.dtype(config.dtype))
@@ -152,12 +153,11 @@ def router_seconds(config: ModelConfig, sparsity: FFNSparsity, tokens: int) -> f
     choose = partial(choose, experts_per_token=sparsity.experts_per_token)
 
     @jax.jit
-    def there_and_back(x: jax.Array, *read: jax.Array) -> tuple[jax.Array, ...]:
+    def there_and_back(x: jax.Array, *read: jax.Array) -> jax.Array:
         routed = dispatch(choose(*read), experts, v)
-        y, pull_back = jax.vjp(
-            lambda x: combine_rows(gather_rows(x, routed), routed), x
-        )
-        return y, *pull_back(x)
+        for _ in ("forward", "backward"):
+            x = combine_rows(backends, gather_rows(backends, x, routed), routed)
+        return x
 
     jax.block_until_ready(there_and_back(x, *read))
     times = []

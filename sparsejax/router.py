@@ -13,6 +13,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from sparsejax.prefix_sums import sums_before
+
 
 def balanced_clusters(
     w_up: Float[Array, "d_model d_hidden"],
@@ -225,7 +227,10 @@ def best_experts(
             f"experts_per_token={experts_per_token} is not in [1, {experts}], the "
             f"number of experts; choose fewer"
         )
-    _, best = lax.top_k(lax.stop_gradient(scores), experts_per_token)
+    scores = lax.stop_gradient(scores)
+    if experts_per_token == 1:  # on a GPU top_k sorts
+        return jnp.argmax(scores, axis=-1, keepdims=True).astype(jnp.int32)
+    _, best = lax.top_k(scores, experts_per_token)
     return best
 
 
@@ -284,39 +289,37 @@ def dispatch(
     tokens, choices = expert_index.shape
     entries = tokens * choices
     rows = row_count(tokens, choices, experts, v)
+    ordered = token_order is not None
     if token_order is None:
-        token_order = jnp.arange(tokens, dtype=jnp.int32)
+        token_order = jnp.arange(tokens)
     token_order = token_order.astype(jnp.int32)
 
-    entry_expert = expert_index[token_order].reshape(-1).astype(jnp.int32)
-    # Whatever has no expert here sorts last and gets the row R, which is not there.
-    here = (entry_expert >= 0) & (entry_expert < experts)
-    entry_expert = jnp.where(here, entry_expert, experts)
-    entry_token = jnp.repeat(token_order, choices)
-    entry_choice = jnp.tile(jnp.arange(choices, dtype=jnp.int32), tokens)
-
-    every_expert = jnp.arange(experts, dtype=jnp.int32)
-    group_sizes = jnp.sum(
-        entry_expert[:, None] == every_expert[None, :], axis=0, dtype=jnp.int32
-    )
+    expert = expert_index[token_order].reshape(-1).astype(jnp.int32)
+    # (E, T g): whether an entry is of the expert
+    mine = expert[None, :] == jnp.arange(experts, dtype=jnp.int32)[:, None]
+    group_sizes = jnp.sum(mine, axis=1, dtype=jnp.int32)
     tiles = (group_sizes + v - 1) // v
     tile_ends = jnp.cumsum(tiles, dtype=jnp.int32)
-    entry_starts = jnp.cumsum(group_sizes, dtype=jnp.int32) - group_sizes
-    shift = (tile_ends - tiles) * v - entry_starts
-
-    order = jnp.argsort(entry_expert, stable=True)
-    expert = entry_expert[order]
-    row = jnp.arange(entries, dtype=jnp.int32) + shift.at[expert].get(mode="clip")
-    row = jnp.where(expert < experts, row, rows)
-    token, choice = entry_token[order], entry_choice[order]
+    starts = (tile_ends - tiles) * v
+    row = jnp.sum(
+        jnp.where(mine, starts[:, None] + sums_before(mine), 0), axis=0, dtype=jnp.int32
+    )
+    here = (expert >= 0) & (expert < experts)
+    # Each entry without a row writes out of bounds at a place of its own.
+    place = jnp.where(here, row, rows + jnp.arange(entries, dtype=jnp.int32))
+    token = jnp.full(rows, -1, jnp.int32)
+    token = token.at[place].set(
+        jnp.repeat(token_order, choices), mode="drop", unique_indices=True
+    )
+    token_rows = jnp.where(here, row, rows).reshape(tokens, choices)
+    if ordered:
+        token_rows = token_rows.at[token_order].set(token_rows, unique_indices=True)
     tile = jnp.arange(rows // v, dtype=jnp.int32)
     tile_expert = jnp.sum(tile[:, None] >= tile_ends[None, :], axis=1, dtype=jnp.int32)
     return Dispatch(
-        row_token=jnp.zeros(rows, jnp.int32).at[row].set(token, mode="drop"),
-        row_valid=jnp.zeros(rows, bool).at[row].set(True, mode="drop"),
-        token_rows=jnp.zeros((tokens, choices), jnp.int32)
-        .at[token, choice]
-        .set(row, unique_indices=True),
+        row_token=jnp.maximum(token, 0),
+        row_valid=token >= 0,
+        token_rows=token_rows,
         group_sizes=group_sizes,
         tile_expert=jnp.minimum(tile_expert, experts - 1),
         v=v,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from sparsejax.formats import Compressed, decompress
 from sparsejax.ops.backend import Backend
+from sparsejax.ops.expert_rows import combine_rows, gather_rows
 from sparsejax.ops.ffn_all_neurons import keep_once
 from sparsejax.ops.ffn_layout import FFNLayout, gather_experts, own_experts
 from sparsejax.ops.ffn_spec import FFNSparsity, group_tile, packs_its_result
@@ -46,11 +47,9 @@ from sparsejax.pruning import magnitude_mask, nm_mask
 from sparsejax.router import (
     Dispatch,
     best_experts,
-    combine_rows,
     dispatch,
     expert_mass,
     expert_of_row,
-    gather_rows,
 )
 
 IN_CLUSTER = NM(2, 4)
@@ -89,13 +88,13 @@ def forward(
     if sparsity.skip_blocks:
         routed = _dispatch(sparsity, backends, expert_index, layout)
         # (rows, F / E) = (rows, d) @ (E, d, F / E)
-        x_rows = gather_rows(x, routed)
+        x_rows = gather_rows(backends, x, routed)
         kept_x = x_rows if keeps_rows_of_x(sparsity) else None
         weight = _of_experts(backends[0], w.packed_up)
         if packs_its_result(sparsity, backends, 0):
             assert weight is not None
             packed = multiply_and_keep_rows(x_rows, weight, routed)
-            return _down_of_packed(w, packed, kept_x)
+            return _down_of_packed(backends, w, packed, kept_x)
         if weight is not None:
             y_up = multiply_by_expert_weight(x_rows, weight, routed)
         else:
@@ -115,25 +114,30 @@ def forward(
             hidden = jax.nn.relu(y_up)
     if backends[1] == "mosaic_sm90":
         packed = keep_rows(y_up, routed, by_token=not sparsity.skip_blocks)
-        return _down_of_packed(w, packed, kept_x)
+        return _down_of_packed(backends, w, packed, kept_x)
     y_rows = y_up if sparsity.skip_blocks else _own_neurons(y_up, routed)
     hidden_rows = jax.nn.relu(y_rows)
     kept = keep_once(jnp.where(nm_mask(y_rows, IN_CLUSTER), hidden_rows, 0))
     # (rows, d) = (rows, F / E) @ (E, F / E, d)
     w_down = _rows_by_expert(w.down, routed.experts)
-    y = combine_rows(_grouped(backends[1], kept * kept, w_down, routed), routed)
+    y_rows = _grouped(backends[1], kept * kept, w_down, routed)
+    y = combine_rows(backends, y_rows, routed)
     hidden_rows = kept if sparsity.mask_reuse else hidden_rows
     return y, Residuals(hidden_rows, hidden, routed, kept_x)
 
 
 def _down_of_packed(
-    w: FFNWeights, packed: PackedRows, kept_x: jax.Array | None
+    backends: tuple,
+    w: FFNWeights,
+    packed: PackedRows,
+    kept_x: jax.Array | None,
 ) -> tuple[jax.Array, PackedRows]:
     """`forward` from A on."""
     # (rows, d) = (rows, F / E) @ (E, F / E, d)
     w_down = _rows_by_expert(w.down, packed.routed.experts)
     y = multiply_rows(packed.a, w_down, packed.routed, b_k_major=False)
-    return combine_rows(y, packed.routed), packed._replace(x_rows=kept_x)
+    y = combine_rows(backends, y, packed.routed)
+    return y, packed._replace(x_rows=kept_x)
 
 
 def backward(
@@ -152,8 +156,8 @@ def backward(
     x_read = x if residuals.x_rows is None else residuals.x_rows
     assert x_read is not None
     if by_rows and residuals.x_rows is None:
-        x_read = gather_rows(x_read, routed)
-    dy_rows = gather_rows(dy, routed)
+        x_read = gather_rows(backends, x_read, routed)
+    dy_rows = gather_rows(backends, dy, routed)
     if isinstance(residuals, PackedRows):
         return _backward_packed(
             sparsity, backends, x_read, residuals, w, dy, dy_rows, key
@@ -166,7 +170,8 @@ def backward(
         selected = jnp.where(magnitude_mask(dy_up_rows, IN_CLUSTER), dy_up_rows, 0)
     # (rows, d) = (rows, F / E) @ (E, F / E, d)
     w_up = _columns_by_expert(w.up, routed.experts).swapaxes(1, 2)
-    dx = combine_rows(_grouped(backends[3], selected, w_up, routed), routed)
+    dx_rows = _grouped(backends[3], selected, w_up, routed)
+    dx = combine_rows(backends, dx_rows, routed)
 
     if by_rows:
         dw_up, dw_down = _weight_gradients_by_expert(
@@ -252,7 +257,7 @@ def _backward_packed(
     # (rows, d) = (rows, F / E) @ (F / E, E, d), W1 as it is stored
     w_up = w.up.reshape(w.up.shape[0], routed.experts, -1)
     dx = multiply_rows(dy_up, w_up, routed, b_k_major=True)
-    return combine_rows(dx, routed), dw_up, dw_down
+    return combine_rows(backends, dx, routed), dw_up, dw_down
 
 
 def _packed_gradient(

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from sparsejax.estimators import mvue
 from sparsejax.ops.ffn_spec import TokenSparsity, dense_feature_count
+from sparsejax.prefix_sums import sums_before
 from sparsejax.pruning import magnitude_mask
 
 SEGMENTS = 64
@@ -86,26 +87,10 @@ def densest(nonzeros: Int[Array, " features"], count: int, tokens: int) -> Dense
         last = jnp.sum(reached >= count, dtype=jnp.int32) - 1
         least += last << shift
     above, ties = nonzeros > least, nonzeros == least
-    above_before, ties_before = _sums_before(jnp.stack([above, ties]))
+    above_before, ties_before = sums_before(jnp.stack([above, ties]))
     missing = count - jnp.sum(above, dtype=jnp.int32)
     chosen = above | (ties & (ties_before < missing))
     return Densest(chosen, above_before + jnp.minimum(ties_before, missing))
-
-
-def _sums_before(x: Bool[Array, "rows n"]) -> Int[Array, "rows n"]:
-    """Of all entries before each, in blocks of 64."""
-    rows, n = x.shape
-    blocks = jnp.pad(x, ((0, 0), (0, -n % 64))).reshape(rows, -1, 64)
-    inside = _before_each(blocks)
-    earlier = _before_each(jnp.sum(blocks, axis=2, dtype=jnp.int32))
-    return (inside + earlier[..., None]).reshape(rows, -1)[:, :n]
-
-
-def _before_each(x: Array) -> Int[Array, "..."]:
-    """Sums along the last axis of what comes before each entry, all at a time."""
-    n = x.shape[-1]
-    before = np.tri(n, k=-1, dtype=bool).reshape((1,) * (x.ndim - 1) + (n, n))
-    return jnp.sum(jnp.where(before, x[..., None, :], 0), axis=-1, dtype=jnp.int32)
 
 
 def sparsify_tokens(

@@ -23,6 +23,7 @@ from pallas_kernels import (
     group_of_four,
     matmul_to_packed_sm90,
     over_tokens_threads,
+    row_sums_sm90,
     two_groups,
 )
 
@@ -37,6 +38,7 @@ MODULES = (
     group_of_four,
     matmul_to_packed_sm90,
     over_tokens_threads,
+    row_sums_sm90,
     two_groups,
 )
 PTX_TYPES = {ml_dtypes.bfloat16: "bf16", np.float16: "f16"}
@@ -127,6 +129,7 @@ ARITH = SimpleNamespace(
     shrui=_of_one_type(np.right_shift),
     divui=_of_one_type(np.floor_divide),
     remui=_of_one_type(np.remainder),
+    minui=_of_one_type(np.minimum),
     addf=_of_one_type(np.add),
     subf=_of_one_type(np.subtract),
     mulf=_of_one_type(np.multiply),

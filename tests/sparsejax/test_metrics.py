@@ -295,10 +295,12 @@ def test_every_router_is_timed(router, monkeypatch):
     sparsity = FFNSparsity(
         activations=VNM(8, 2, 16), router=router, experts_per_token=2
     )
-    assert metrics.router_seconds(MODEL, sparsity, 24) == 2
+    decisions = [decision(1.0)] * 6
+    assert metrics.router_seconds(MODEL, sparsity, 24, decisions) == 2
     ((index, experts, v),) = seen
     assert (index.shape, experts, v) == ((24, 2), 4, 8)
-    assert metrics.router_seconds(MODEL, FFNSparsity(weights=NM(2, 4)), 24) == 0
+    without = FFNSparsity(weights=NM(2, 4))
+    assert metrics.router_seconds(MODEL, without, 24, decisions) == 0
 
 
 def test_a_dense_network_executes_what_it_is_equivalent_to():
