@@ -10,9 +10,14 @@
 Everything is in it: embedding, attention (cuDNN), FFN, loss head, backward, gradient
 clip, AdamW, and for a sparse step routing and packing. All steps run in turn on the
 same weights and moments, on real text; where there are experts the neurons have been
-clustered first. Before anything is timed, the loss and the gradient norm of every
-sparse step are compared with those of the masked dense path (`xla`). With `--profile`
-the time of a step is split by kind of GPU kernel.
+clustered first. The loss and the gradient norm of every sparse step are compared with
+those of the masked dense path (`xla`) before it is timed. With `--profile` the time of
+a step is split by kind of GPU kernel.
+
+The dense step is timed twice: alone, before the process runs any sparse kernel, which
+is what a dense run sees, and in turn with the sparse ones. After a kernel that uses
+sparse tensor cores the driver keeps the clock lower for the rest of the process
+(experiments/LOG.md, 2026-11-22), so that a dense step in turn takes longer.
 
 One H200, the first: about two minutes, most of it compilation. What all three gave
 stands in `experiments/results/bench_step.jsonl`.
@@ -80,7 +85,7 @@ class Config:
 
 
 class Steps:
-    """The dense step and the sparse ones, compiled, on the same weights."""
+    """The dense step and the sparse ones, on the same weights."""
 
     def __init__(self, config: TrainConfig, modes: dict[str, FFNSparsity]) -> None:
         self.run = Run(config, devices=jax.devices()[:1])
@@ -91,10 +96,11 @@ class Steps:
             for name, sparsity in self.sparsities.items()
         }
         self.tokens = self.run.place(next(self.run.batches())["tokens"])
-        self.compiled = {
-            name: self.run.step(sparsity).lower(self._of(name), self.tokens).compile()
-            for name, sparsity in self.sparsities.items()
-        }
+        self.compiled: dict[str, jax.stages.Compiled] = {}
+
+    def compile(self, name: str) -> None:
+        step = self.run.step(self.sparsities[name])
+        self.compiled[name] = step.lower(self._of(name), self.tokens).compile()
 
     def _clustered(self, state: TrainState) -> tuple[TrainState, float | None]:
         """A dense state whose neurons lie cluster by cluster, as the first sparsity
@@ -148,15 +154,17 @@ def main(config: Config) -> list[dict]:
     """Checks, times, prints and records both steps; returns the rows."""
     modes = choose(config.modes, sparse_modes(experts=config.experts, v=config.v))
     steps = Steps(_train_config(config), modes)
+    in_turn = partial(time_interleaved, baseline=DENSE_STEP, rounds=config.rounds)
+    calls = {DENSE_STEP: partial(steps.call, DENSE_STEP, config.steps)}
+    steps.compile(DENSE_STEP)
+    (alone,) = in_turn(calls)
+    for name in modes:
+        steps.compile(name)
+        calls[name] = partial(steps.call, name, config.steps)
     errors = {name: _check(steps, name) for name in modes}
-    timings = time_interleaved(
-        {name: partial(steps.call, name, config.steps) for name in steps.compiled},
-        baseline=DENSE_STEP,
-        rounds=config.rounds,
-    )
     rows = []
-    for timing in timings:
-        row = _row(config, steps, timing)
+    for timing in in_turn(calls):
+        row = _row(config, steps, timing, alone)
         if timing.name != DENSE_STEP:
             row |= {"error": errors[timing.name]}
         if config.profile:
@@ -204,7 +212,7 @@ def _check(steps: Steps, mode: str) -> dict[str, float]:
     return errors
 
 
-def _row(config: Config, steps: Steps, timing: Timing) -> dict:
+def _row(config: Config, steps: Steps, timing: Timing, alone: Timing) -> dict:
     train = steps.run.config
     step_ms = timing.time_ms / config.steps
     sequence = train.data.sequence_length
@@ -234,6 +242,11 @@ def _row(config: Config, steps: Steps, timing: Timing) -> dict:
         "step_ms": step_ms,
         "speedup": 1 / timing.ratio,
         "spread": [1 / timing.ratio_max, 1 / timing.ratio_min],
+        "over_dense_alone": alone.time_ms / timing.time_ms,
+        "spread_alone": [
+            alone.time_ms_min / timing.time_ms_max,
+            alone.time_ms_max / timing.time_ms_min,
+        ],
         **metrics.speed(
             model,
             sequence,
@@ -255,7 +268,9 @@ def _line(row: dict) -> str:
     text = (
         f"{row['name']}: {row['preset']}, {row['layers']} layers: "
         f"{row['step_ms']:.0f} ms a step, {row['speedup']:.3f} "
-        f"({row['spread'][0]:.3f}-{row['spread'][1]:.3f}) x dense; "
+        f"({row['spread'][0]:.3f}-{row['spread'][1]:.3f}) x dense in turn, "
+        f"{row['over_dense_alone']:.3f} "
+        f"({row['spread_alone'][0]:.3f}-{row['spread_alone'][1]:.3f}) x dense alone; "
         f"{row['tokens_per_second']:,.0f} tokens/s; MFU of the dense FLOPs "
         f"{row['mfu_dense_equivalent']:.3f}, executed {row['mfu_executed']:.3f}; "
         f"state {row['state_gib']:.1f} GiB, temporaries {row['temporaries_gib']:.1f}"

@@ -106,7 +106,7 @@ def _chosen(
     """Of each choice the entries in pairs, zero where there is none."""
     _, choices = ir.MemRefType(index.type).shape
     rows, _ = ir.MemRefType(x.type).shape
-    words = []
+    words: list[list[ir.Value]] = []
     for choice in range(choices):
         (chosen,) = four.load(index, row, constant(choice), 1)
         exists = arith.cmpi(arith.CmpIPredicate.ult, chosen, constant(rows))
@@ -122,8 +122,9 @@ def _summed(words: list[list[ir.Value]], dtype: ir.Type) -> list[ir.Value]:
         return words[0]
     sums = []
     for of_choices in zip(*words, strict=True):
-        first, *others = (two.to_float32(word, dtype) for word in of_choices)
-        for other in others:
-            first = tuple(map(arith.addf, first, other))
-        sums.append(two.rounded(*first, dtype))
+        (lower, upper), *others = (two.to_float32(word, dtype) for word in of_choices)
+        for other_lower, other_upper in others:
+            lower = arith.addf(lower, other_lower)
+            upper = arith.addf(upper, other_upper)
+        sums.append(two.rounded(lower, upper, dtype))
     return sums

@@ -1,5 +1,6 @@
 """The benchmark of whole steps times what it has checked, and says where time goes."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -42,8 +43,12 @@ def test_rows(config, tmp_path):
     assert [row["name"] for row in rows] == ["dense", "2:4 weights"]
     assert (dense["speedup"], dense["spread"]) == (1.0, [1.0, 1.0])
     assert "error" not in dense
-    low, high = sparse["spread"]
-    assert 0 < low <= sparse["speedup"] <= high
+    for name, spread in (("speedup", "spread"), ("over_dense_alone", "spread_alone")):
+        low, high = sparse[spread]
+        assert 0 < low <= sparse[name] <= high
+    assert sparse["over_dense_alone"] / dense["over_dense_alone"] == pytest.approx(
+        dense["step_ms"] / sparse["step_ms"]
+    )
     # On a CPU the sparse step is the masked one, rounded in float32.
     assert sparse["error"] == pytest.approx({"loss": 0, "gradient_norm": 0}, abs=1e-5)
     model = replace(PRESETS["tiny"]().model, layers=1)
@@ -107,6 +112,35 @@ def test_what_is_no_mode_is_refused(config):
         bench_step.main(replace(config, modes=("weights",)))
 
 
+def test_the_dense_step_is_timed_alone_before_the_process_runs_a_sparse_one(
+    config, monkeypatch
+):
+    done = []
+
+    def noted(owner, name, say):
+        function = getattr(owner, name)
+
+        def run(*arguments, **options):
+            done.append(say(*arguments))
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, run)
+
+    noted(bench_step.Steps, "compile", lambda self, name: f"compile {name}")
+    noted(bench_step.Steps, "call", lambda self, name, *_: f"run {name}")
+    noted(bench_step, "time_interleaved", lambda calls: f"time {', '.join(calls)}")
+    bench_step.main(config)
+    start = done[: done.index("run 2:4 weights")]
+    assert [name for name, _ in itertools.groupby(start)] == [
+        "compile dense",
+        "time dense",
+        "run dense",
+        "compile 2:4 weights",
+        "run dense",
+    ]
+    assert "time dense, 2:4 weights" in done
+
+
 @pytest.mark.parametrize("wrong", ["loss", "gradient_norm"])
 def test_a_wrong_sparse_step_is_never_timed(config, wrong, monkeypatch):
     right = bench_step.Steps.masked
@@ -115,8 +149,11 @@ def test_a_wrong_sparse_step_is_never_timed(config, wrong, monkeypatch):
         report = right(self, mode)
         return report | {wrong: 1.01 * report[wrong]}
 
-    def timed(*arguments, **options):
-        pytest.fail("was timed")
+    time_interleaved = bench_step.time_interleaved
+
+    def timed(calls, **options):
+        assert list(calls) == ["dense"], "was timed"
+        return time_interleaved(calls, **options)
 
     monkeypatch.setattr(bench_step.Steps, "masked", one_percent_off)
     monkeypatch.setattr(bench_step, "time_interleaved", timed)
