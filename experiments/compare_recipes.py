@@ -6,8 +6,10 @@ each of about four minutes on two CPU cores):
     uv run experiments/compare_recipes.py experiments/comparisons/ablations.toml
 
 The same command again skips the runs that have ended, resumes the one that was stopped,
-and goes on. Every run is one of `experiments/pretrain.py`, in FOLDER/NAME/seed-SEED. At
-the end: two tables, FOLDER/comparison.png, and in the results one JSON line per run.
+and goes on. Every run is one of `experiments/pretrain.py`, in FOLDER/NAME/seed-SEED and
+in a process of its own: what sparse kernels do to a GPU's clock (experiments/LOG.md,
+2026-11-22) would make a dense run after them slower. At the end: two tables,
+FOLDER/comparison.png, and in the results one JSON line per run.
 `experiments/comparison_file.py` tells how a comparison is written.
 """
 
@@ -27,6 +29,7 @@ from rich.table import Table
 
 from experiments import console, pretrain
 from experiments.comparison_file import Comparison, Trial, read_comparison
+from experiments.own_process import Terminated, in_own_process
 from experiments.plot import SHADES, plot_comparison, training_seconds
 from experiments.provenance import commit
 from sparsejax.checkpoint import Checkpoints
@@ -117,16 +120,22 @@ def has_ended(trial: Trial, folder: Path) -> bool:
 def _train(trial: Trial, folder: Path) -> bool:
     """Trains the run to its end or until it diverges; False where SIGTERM came."""
     console.say(f"{trial.name}, seed {trial.seed}", style="bold")
+    try:
+        return in_own_process(train_here, trial.config, folder)
+    except Terminated:
+        return False
+
+
+def train_here(config: TrainConfig, folder: Path) -> bool:
+    """`_train`, in this process."""
+    console.quiet_orbax()
     folder.mkdir(parents=True, exist_ok=True)
     _note_provenance(folder)
     try:
-        return pretrain.main(trial.config, folder).completed
+        return pretrain.main(config, folder).completed
     except NonFiniteLoss as error:
         console.say(f"NonFiniteLoss: {error}", style="yellow")
         return True
-    finally:
-        # Each takes memory mappings, of which a process has so many.
-        jax.clear_caches()
 
 
 def _note_provenance(folder: Path) -> None:
@@ -331,6 +340,8 @@ def run(arguments: list[str]) -> int:
         if comparison.trials[0].config.deterministic:
             console.repeat_bits()
         folder = options.folder or Path("runs") / comparison.name
+        # The devices are for the processes that train.
+        jax.config.update("jax_platforms", "cpu")
         main(comparison, folder, options.results)
     except (ValueError, NotImplementedError, ImportError, OSError) as error:
         return console.fail(error)

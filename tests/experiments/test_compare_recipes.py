@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 import pytest
 
 from experiments import compare_recipes, console, pretrain
 from experiments.compare_recipes import losses_table, main, means_table
 from experiments.comparison_file import Comparison, Trial, read_comparison
+from experiments.own_process import in_own_process
 from sparsejax import loop
 from tests.micro_run import micro_config, read_records, with_phases
 from tests.whole_runs import Killed, shared_run
@@ -68,10 +68,10 @@ def micro_comparison(text: str) -> Comparison:
 
 @pytest.fixture(scope="module")
 def compiled_once():
-    """For all runs alike."""
+    """For all runs alike, which are therefore in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "Run", shared_run)
-        patch.setattr(jax, "clear_caches", lambda: None)
+        patch.setattr(compare_recipes, "in_own_process", lambda f, *of: f(*of))
         yield
 
 
@@ -211,6 +211,14 @@ def test_a_comparison_that_is_started_again_goes_on(
     assert without_clock(rows) == without_clock(expected[:2])
     assert rows_of(results) == rows
     assert (folder / "comparison.png").is_file()
+
+
+def test_a_run_trains_in_a_process_of_its_own(finished, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(compare_recipes, "in_own_process", in_own_process)
+    monkeypatch.setattr(pretrain, "main", lambda *_: pytest.fail("trains here"))
+    comparison = micro_comparison(text)
+    rows = main(replace(comparison, trials=comparison.trials[:1]), tmp_path, None)
+    assert without_clock(rows) == without_clock(finished[1][:1])
 
 
 def test_a_finished_comparison_trains_nothing_and_records_nothing_twice(
