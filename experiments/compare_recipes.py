@@ -120,22 +120,26 @@ def has_ended(trial: Trial, folder: Path) -> bool:
 def _train(trial: Trial, folder: Path) -> bool:
     """Trains the run to its end or until it diverges; False where SIGTERM came."""
     console.say(f"{trial.name}, seed {trial.seed}", style="bold")
-    try:
-        return in_own_process(train_here, trial.config, folder)
-    except Terminated:
-        return False
+    ended = None
+    while ended is None:
+        try:
+            ended = in_own_process(train_here, trial.config, folder)
+        except Terminated:
+            return False
+    return ended
 
 
-def train_here(config: TrainConfig, folder: Path) -> bool:
-    """`_train`, in this process."""
+def train_here(config: TrainConfig, folder: Path) -> bool | None:
+    """`_train`, in this process; None where a new one is to resume the run."""
     console.quiet_orbax()
     folder.mkdir(parents=True, exist_ok=True)
     _note_provenance(folder)
     try:
-        return pretrain.main(config, folder).completed
+        outcome = pretrain.main(config, folder)
     except NonFiniteLoss as error:
         console.say(f"NonFiniteLoss: {error}", style="yellow")
         return True
+    return None if outcome.resume_in_new_process else outcome.completed
 
 
 def _note_provenance(folder: Path) -> None:

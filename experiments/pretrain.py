@@ -16,7 +16,8 @@ What it would cost, without running it; and continuing a stopped run:
     uv run experiments/pretrain.py --resume runs/tiny-default-20260101-120000
 
 The run folder receives config.json, metrics.jsonl, checkpoints/, loss.png and
-model.safetensors, the dense weights.
+model.safetensors, the dense weights. After phases on a GPU's sparse tensor cores the
+process resumes the run as a new one, in which dense steps are faster.
 """
 
 import argparse
@@ -63,7 +64,8 @@ class Options:
 
 
 def main(config: TrainConfig, run_folder: Path | None = None) -> Outcome:
-    """Trains `config` in `run_folder`, or continues the run that is in it."""
+    """Trains `config` in `run_folder`, or continues the run that is in it, to its end
+    or to where a new process is to resume it."""
     if run_folder is None:
         now = datetime.now().strftime("%Y%m%d-%H%M%S")
         name = f"{config.preset}-{config.recipe}-{now}"
@@ -71,7 +73,9 @@ def main(config: TrainConfig, run_folder: Path | None = None) -> Outcome:
         run_folder = Path("runs") / names[0]
     console.announce(config)
     with console.progress(config) as observe:
-        outcome = train(config, run_folder, observe=observe)
+        outcome = train(config, run_folder, observe=observe, stop_after_sparse=True)
+    if outcome.resume_in_new_process:
+        return outcome
     try:
         report(outcome, config, run_folder)
     except OSError as error:
@@ -164,7 +168,9 @@ def run(arguments: list[str]) -> int:
         if options.distributed:
             join(heartbeat_seconds=options.heartbeat_seconds)
             console.STDOUT.quiet = jax.process_index() > 0
-        main(options.config, options.resume or options.run_folder)
+        outcome = main(options.config, options.resume or options.run_folder)
+        if outcome.resume_in_new_process:
+            resume_in_new_process(options, outcome.folder)
     except (
         ValueError,
         NotImplementedError,
@@ -184,6 +190,24 @@ def run(arguments: list[str]) -> int:
             f"--model.remat full or a mesh of more devices need less",
         )
     return 0
+
+
+def resume_in_new_process(options: Options, run_folder: Path) -> NoReturn:
+    """Starts the interpreter anew, in the place of this process."""
+    arguments = ["--resume", str(run_folder)]
+    if options.distributed:
+        jax.distributed.shutdown()
+        arguments += ["--distributed"]
+        arguments += ["--heartbeat-seconds", str(options.heartbeat_seconds)]
+    console.say(
+        "the dense phase goes on in a new process, where the GPU's clock is not held "
+        "down for sparse tensor cores"
+    )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # What stands before the arguments: options of the interpreter, and the program.
+    program = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
+    os.execv(sys.executable, [sys.executable, *program, *arguments])
 
 
 def leave(status: int) -> NoReturn:

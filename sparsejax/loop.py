@@ -55,8 +55,12 @@ class Outcome:
     state: TrainState
     model: Transformer
     corpus: Corpus
+    folder: Path
+    """The run folder."""
     completed: bool
-    """False when SIGTERM ended it early, with everything saved."""
+    """False when it ended early, with everything saved."""
+    resume_in_new_process: bool
+    """It ended early after the last sparse phase: see `train`."""
     checkpoint: Path
     """The last one."""
 
@@ -66,11 +70,17 @@ def train(
     folder: Path,
     *,
     observe: Callable[[Record], None] = lambda record: None,
+    stop_after_sparse: bool = False,
 ) -> Outcome:
     """Trains `config` in `folder`, or continues the run that `folder` holds.
 
     Every record written to metrics.jsonl is also given to `observe`. On SIGTERM, to any
     process of the run, the step is finished and saved, and the function returns.
+
+    With `stop_after_sparse` it also returns once a phase on sparse tensor cores has
+    been left for a dense one, so that the caller can resume in a new process: in the
+    old one the driver keeps the clock of a Hopper GPU lower, and a dense step takes
+    about 4 % longer (experiments/LOG.md, 2026-11-22).
 
     A run of several processes (`jax.distributed`) calls it in all of them, with one
     folder that all of them see; process 0 writes the records.
@@ -96,7 +106,7 @@ def train(
         ) as checkpoints,
         until_sigterm(run.mesh) as terminated,
     ):
-        loop = _Loop(run, folder, checkpoints, observe)
+        loop = _Loop(run, folder, checkpoints, observe, stop_after_sparse)
         if jax.process_index() == 0:
             with loop.writing(saved):
                 write_whole(saved, json.dumps(to_json(config), indent=2) + "\n")
@@ -112,8 +122,10 @@ class _Loop:
         folder: Path,
         checkpoints: Checkpoints,
         observe: Callable[[Record], None],
+        stop_after_sparse: bool,
     ) -> None:
         self.run = run
+        self.stop_after_sparse = stop_after_sparse
         self.config = run.config
         self.checkpoints = checkpoints
         self.observe = observe
@@ -177,7 +189,7 @@ class _Loop:
     def run_steps(self, terminated: Callable[[], bool]) -> Outcome:
         ends = self.run.phase_ends()
         pending: tuple[int, dict] | None = None
-        stopping = False
+        stopping = left_sparse = False
         while self.step < self.config.steps and not stopping:
             masks = None
             if self._is_due(self.config.eval_every, self.step + 1):
@@ -225,14 +237,39 @@ class _Loop:
                     self.save(blocking=stopping)
             if at_end:
                 self.clock = _Clock(self.step)
+                if self.stop_after_sparse and not stopping:
+                    stopping = left_sparse = self.left_sparse_kernels()
         self.checkpoints.wait()
         self.tell_save()
         return Outcome(
             state=self.state,
             model=self.run.model(self.state, self.phase.sparsity),
             corpus=self.run.corpus,
+            folder=self.folder,
             completed=self.step == self.config.steps,
+            resume_in_new_process=left_sparse,
             checkpoint=self.checkpoints.path(),
+        )
+
+    def left_sparse_kernels(self) -> bool:
+        """Whether, at the end of a phase, that ran on sparse tensor cores and the next
+        one is dense."""
+        at_the_end = self.step == self.config.steps
+        if at_the_end or self.phase_index == 0 or not self.phase.sparsity.is_dense:
+            return False
+        before = self.run.phases[self.phase_index - 1].sparsity
+        backends = [decision.backend for decision in self.decisions(before)]
+        return "mosaic_sm90" in backends
+
+    def decisions(self, sparsity: FFNSparsity) -> tuple[Decision, ...]:
+        """What runs the FFNs' GEMMs in a phase, on a device, for a micro-batch."""
+        config = self.config
+        return metrics.ffn_decisions(
+            config.model,
+            sparsity,
+            config.tokens_per_step // config.micro_batches,
+            config.backend,
+            mesh=config.mesh.resolve(self.run.mesh.size),
         )
 
     def _is_due(self, every: int, step: int) -> bool:
@@ -258,15 +295,8 @@ class _Loop:
 
     def log(self, report: dict[str, jax.Array]) -> None:
         rate = self.clock.tokens_per_second(self.step, self.config.tokens_per_step)
-        tokens = self.config.tokens_per_step // self.config.micro_batches
         devices = self.run.mesh.size
-        decisions = metrics.ffn_decisions(
-            self.config.model,
-            self.phase.sparsity,
-            tokens,
-            self.config.backend,
-            mesh=self.config.mesh.resolve(devices),
-        )
+        decisions = self.decisions(self.phase.sparsity)
         length = self.config.data.sequence_length
         schedule = learning_rate(self.config.optimizer, self.config.steps)
         speed = metrics.speed(

@@ -154,7 +154,7 @@ def interrupted(patch: pytest.MonkeyPatch, run: int, step: int, act) -> Iterator
     """Inside, `act` is called when the given run of this process records the step."""
     runs = []
 
-    def train(config, folder, *, observe):
+    def train(config, folder, *, observe, **options):
         runs.append(folder)
 
         def watch(record):
@@ -163,7 +163,7 @@ def interrupted(patch: pytest.MonkeyPatch, run: int, step: int, act) -> Iterator
             if here == (run, "step", step):
                 act()
 
-        return undisturbed(config, folder, observe=watch)
+        return undisturbed(config, folder, observe=watch, **options)
 
     undisturbed = pretrain.train
     with patch.context() as patched:
@@ -219,6 +219,21 @@ def test_a_run_trains_in_a_process_of_its_own(finished, text, tmp_path, monkeypa
     comparison = micro_comparison(text)
     rows = main(replace(comparison, trials=comparison.trials[:1]), tmp_path, None)
     assert without_clock(rows) == without_clock(finished[1][:1])
+
+
+def test_a_run_may_take_several_processes(finished, text, tmp_path, monkeypatch):
+    comparison, called = of_seed_0(micro_comparison(text)), []
+    train = compare_recipes.in_own_process
+
+    def in_two(function, config, folder):
+        called.append(config.recipe)
+        first = called.count(config.recipe) == 1
+        return None if first else train(function, config, folder)
+
+    monkeypatch.setattr(compare_recipes, "in_own_process", in_two)
+    rows = main(comparison, tmp_path, None)
+    assert called == ["dense", "dense", "activations", "activations"]
+    assert without_clock(rows) == without_clock(finished[1][:2])
 
 
 def test_a_finished_comparison_trains_nothing_and_records_nothing_twice(

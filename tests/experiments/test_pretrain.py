@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -373,7 +374,8 @@ def test_a_finished_run_that_is_resumed_reports_it_again(text, tmp_path, capsys)
 def test_a_process_joins_the_others_before_it_trains(monkeypatch):
     happened = []
     monkeypatch.setattr(pretrain, "join", lambda **said: happened.append(said))
-    monkeypatch.setattr(pretrain, "main", lambda *_: happened.append("main"))
+    ended = SimpleNamespace(resume_in_new_process=False)
+    monkeypatch.setattr(pretrain, "main", lambda *_: happened.append("main") or ended)
     assert pretrain.run(["--distributed", "--heartbeat-seconds", "7"]) == 0
     assert happened == [{"heartbeat_seconds": 7}, "main"]
     assert pretrain.run(["--heartbeat-seconds", "7"]) == 0

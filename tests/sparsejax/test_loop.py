@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparsejax import loop, manifest
+from sparsejax import loop, manifest, metrics
 from sparsejax.checkpoint import Checkpoints
 from sparsejax.config_file import to_json
 from sparsejax.loop import NonFiniteLoss, train
@@ -267,6 +267,57 @@ def test_sigterm_finishes_the_step_and_saves_it(uninterrupted, tmp_path):
     assert int(outcome.state.step) == 6
     assert Checkpoints(tmp_path / "checkpoints").latest_step() == 6
     assert_same_bits(train(config, tmp_path).state, expected.state)
+
+
+@pytest.fixture
+def sparse_kernels(monkeypatch):
+    """What the decisions would be with them."""
+    found = metrics.ffn_decisions
+
+    def pretended(model, sparsity, *arguments, **options):
+        decisions = found(model, sparsity, *arguments, **options)
+        if sparsity.is_dense:
+            return decisions
+        return tuple(replace(each, backend="mosaic_sm90") for each in decisions)
+
+    monkeypatch.setattr(metrics, "ffn_decisions", pretended)
+
+
+def test_a_caller_may_resume_in_a_new_process_after_sparse_kernels(
+    uninterrupted, sparse_kernels, tmp_path
+):
+    config, _, expected = uninterrupted("default")
+    stopped = train(config, tmp_path, stop_after_sparse=True)
+    assert (stopped.resume_in_new_process, stopped.completed) == (True, False)
+    assert (stopped.folder, int(stopped.state.step)) == (tmp_path, 9)
+    ended = train(config, tmp_path, stop_after_sparse=True)
+    assert (ended.resume_in_new_process, ended.completed) == (False, True)
+    assert_same_bits(ended.state, expected.state)
+
+
+@pytest.mark.parametrize("stop_after_sparse", [False, True])
+def test_without_sparse_kernels_or_a_caller_who_asks_it_goes_on(
+    stop_after_sparse, request, uninterrupted, tmp_path
+):
+    if not stop_after_sparse:
+        request.getfixturevalue("sparse_kernels")
+    config, _, _ = uninterrupted("default")
+    outcome = train(config, tmp_path, stop_after_sparse=stop_after_sparse)
+    assert outcome.completed and not outcome.resume_in_new_process
+
+
+def test_a_run_that_is_told_to_stop_is_not_resumed_in_a_new_process(
+    uninterrupted, sparse_kernels, tmp_path
+):
+    config, _, _ = uninterrupted("default")
+
+    def observe(record: dict) -> None:
+        if (record["event"], record["step"]) == ("step", 8):
+            signal.raise_signal(signal.SIGTERM)
+
+    outcome = train(config, tmp_path, observe=observe, stop_after_sparse=True)
+    assert int(outcome.state.step) == 9
+    assert not outcome.completed and not outcome.resume_in_new_process
 
 
 class SignalledBatches:
