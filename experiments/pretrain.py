@@ -16,8 +16,9 @@ What it would cost, without running it; and continuing a stopped run:
     uv run experiments/pretrain.py --resume runs/tiny-default-20260101-120000
 
 The run folder receives config.json, metrics.jsonl, checkpoints/, loss.png and
-model.safetensors, the dense weights. After phases on a GPU's sparse tensor cores the
-process resumes the run as a new one, in which dense steps are faster.
+model.safetensors, the dense weights. For a long dense phase after one on a GPU's sparse
+tensor cores the process starts itself anew, as dense steps are faster then
+(--new-process-minutes).
 """
 
 import argparse

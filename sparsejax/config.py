@@ -336,6 +336,11 @@ class TrainConfig:
     keep_every: CountOrZero = 0
     """Checkpoints of a step that is a multiple of this are kept for good as well; a
     multiple of checkpoint_every. 0: none."""
+    new_process_minutes: NotNegative = 20.0
+    """A dense phase that will take as long or longer is trained in a new process if the
+    one before ran on sparse tensor cores: its steps are about 4 % faster there
+    (experiments/LOG.md, 2026-11-22), and starting takes about 40 seconds. By
+    experiments/pretrain.py; 0: always."""
     sample_length: CountOrZero = 200
     """Tokens of the greedy sample at the end; 0: none."""
     plot: bool = True

@@ -100,6 +100,7 @@ MAY_CHANGE = frozenset(
         "checkpoint_every",
         "keep_checkpoints",
         "keep_every",
+        "new_process_minutes",
         "sample_length",
         "plot",
         "mesh.data",

@@ -29,6 +29,7 @@ from sparsejax.model import Transformer
 from sparsejax.ops.backend import Decision
 from sparsejax.ops.ffn_spec import FFNSparsity
 from sparsejax.processes import (
+    Exchange,
     ProcessLost,
     alone_in,
     is_loss_of_contact,
@@ -78,9 +79,10 @@ def train(
     process of the run, the step is finished and saved, and the function returns.
 
     With `stop_after_sparse` it also returns once a phase on sparse tensor cores has
-    been left for a dense one, so that the caller can resume in a new process: in the
-    old one the driver keeps the clock of a Hopper GPU lower, and a dense step takes
-    about 4 % longer (experiments/LOG.md, 2026-11-22).
+    been left for a dense one of `config.new_process_minutes` or more, so that the
+    caller can resume in a new process: in the old one the driver keeps the clock of a
+    Hopper GPU lower, and a dense step takes about 4 % longer (experiments/LOG.md,
+    2026-11-22).
 
     A run of several processes (`jax.distributed`) calls it in all of them, with one
     folder that all of them see; process 0 writes the records.
@@ -135,6 +137,8 @@ class _Loop:
         self.peak = metrics.dense_peak(self.config.model.dtype)
         self.router_seconds: dict[FFNSparsity, float] = {}
         self.saving_seconds = 0.0
+        self.tokens_per_second = math.inf
+        """The last that was recorded."""
         self.is_save_untold = False
         damaged = checkpoints.set_aside_damaged()
         if damaged and checkpoints.latest_step() is None:
@@ -238,7 +242,8 @@ class _Loop:
             if at_end:
                 self.clock = _Clock(self.step)
                 if self.stop_after_sparse and not stopping:
-                    stopping = left_sparse = self.left_sparse_kernels()
+                    left_sparse = self.left_sparse_kernels() and self.is_long()
+                    stopping = left_sparse
         self.checkpoints.wait()
         self.tell_save()
         return Outcome(
@@ -260,6 +265,17 @@ class _Loop:
         before = self.run.phases[self.phase_index - 1].sparsity
         backends = [decision.backend for decision in self.decisions(before)]
         return "mosaic_sm90" in backends
+
+    def is_long(self) -> bool:
+        """Whether what is left of the run takes `new_process_minutes` or more at the
+        pace of the last steps, as process 0 sees it."""
+        tokens = (self.config.steps - self.step) * self.config.tokens_per_step
+        minutes = tokens / self.tokens_per_second / 60
+        long = minutes >= self.config.new_process_minutes
+        answers = Exchange("is_long").gather(
+            str(self.step), str(long), timeout_seconds=TIMEOUT_SECONDS
+        )
+        return answers[0] == str(True)
 
     def decisions(self, sparsity: FFNSparsity) -> tuple[Decision, ...]:
         """What runs the FFNs' GEMMs in a phase, on a device, for a micro-batch."""
@@ -295,6 +311,8 @@ class _Loop:
 
     def log(self, report: dict[str, jax.Array]) -> None:
         rate = self.clock.tokens_per_second(self.step, self.config.tokens_per_step)
+        if math.isfinite(rate):
+            self.tokens_per_second = rate
         devices = self.run.mesh.size
         decisions = self.decisions(self.phase.sparsity)
         length = self.config.data.sequence_length

@@ -75,7 +75,9 @@ def outputs_of(program: str, arguments: list[str], processes: int) -> list[str]:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_resumes_in_a_new_process_after_its_sparse_phase(processes, tmp_path):
-    arguments = arguments_of(micro_config(write_text(tmp_path)))
+    arguments = arguments_of(
+        micro_config(write_text(tmp_path), new_process_minutes=0.0)
+    )
     here, anew = tmp_path / "here", tmp_path / "anew"
     undisturbed = outputs_of(
         PRETRAIN, [*arguments, "--run-folder", str(here)], processes

@@ -158,6 +158,7 @@ OUT_OF_RANGE = {
         "checkpoint_every": NATURAL,
         "keep_checkpoints": COUNT,
         "keep_every": NATURAL,
+        "new_process_minutes": (-0.1, NAN, INFINITY, 1e39),
         "sample_length": NATURAL,
     },
 }

@@ -191,6 +191,7 @@ def test_a_resume_may_change_what_touches_no_training_its_mesh_length_and_paths(
         checkpoint_every=3,
         keep_checkpoints=3,
         keep_every=6,
+        new_process_minutes=3,
         sample_length=3,
         plot=False,
         steps=2600,

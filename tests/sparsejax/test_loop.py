@@ -287,6 +287,7 @@ def test_a_caller_may_resume_in_a_new_process_after_sparse_kernels(
     uninterrupted, sparse_kernels, tmp_path
 ):
     config, _, expected = uninterrupted("default")
+    config = replace(config, new_process_minutes=0)
     stopped = train(config, tmp_path, stop_after_sparse=True)
     assert (stopped.resume_in_new_process, stopped.completed) == (True, False)
     assert (stopped.folder, int(stopped.state.step)) == (tmp_path, 9)
@@ -295,21 +296,40 @@ def test_a_caller_may_resume_in_a_new_process_after_sparse_kernels(
     assert_same_bits(ended.state, expected.state)
 
 
-@pytest.mark.parametrize("stop_after_sparse", [False, True])
-def test_without_sparse_kernels_or_a_caller_who_asks_it_goes_on(
-    stop_after_sparse, request, uninterrupted, tmp_path
+@pytest.mark.parametrize(
+    ("asked", "minutes", "kernels"),
+    [(False, 0, True), (True, 1, True), (True, 0, False)],
+)
+def test_where_nobody_asks_or_nothing_is_gained_it_goes_on(
+    asked, minutes, kernels, request, uninterrupted, tmp_path
 ):
-    if not stop_after_sparse:
+    """A short dense phase, or no sparse kernels before it."""
+    if kernels:
         request.getfixturevalue("sparse_kernels")
     config, _, _ = uninterrupted("default")
-    outcome = train(config, tmp_path, stop_after_sparse=stop_after_sparse)
+    config = replace(config, new_process_minutes=minutes)
+    outcome = train(config, tmp_path, stop_after_sparse=asked)
     assert outcome.completed and not outcome.resume_in_new_process
+
+
+@pytest.mark.parametrize(("minutes", "stops"), [(4.9, True), (5.1, False)])
+def test_what_is_left_is_estimated_from_the_pace(
+    minutes, stops, uninterrupted, sparse_kernels, monkeypatch, tmp_path
+):
+    config, _, _ = uninterrupted("default")
+    config = replace(config, new_process_minutes=minutes)
+    # The three dense steps would take five minutes.
+    pace = 3 * config.tokens_per_step / 300
+    monkeypatch.setattr(loop._Clock, "tokens_per_second", lambda *_: pace)
+    outcome = train(config, tmp_path, stop_after_sparse=True)
+    assert outcome.resume_in_new_process is stops
 
 
 def test_a_run_that_is_told_to_stop_is_not_resumed_in_a_new_process(
     uninterrupted, sparse_kernels, tmp_path
 ):
     config, _, _ = uninterrupted("default")
+    config = replace(config, new_process_minutes=0)
 
     def observe(record: dict) -> None:
         if (record["event"], record["step"]) == ("step", 8):
