@@ -39,7 +39,7 @@ from flax import nnx
 from experiments.kernel_times import by_kind, kernel_times
 from experiments.provenance import commit
 from experiments.sparse_modes import choose, sparse_modes
-from experiments.timing import Timing, time_interleaved
+from experiments.timing import Timing, over_alone, time_interleaved
 from sparsejax import metrics
 from sparsejax.config import MeshConfig, PresetName, TrainConfig
 from sparsejax.layers import set_sparsity
@@ -242,11 +242,7 @@ def _row(config: Config, steps: Steps, timing: Timing, alone: Timing) -> dict:
         "step_ms": step_ms,
         "speedup": 1 / timing.ratio,
         "spread": [1 / timing.ratio_max, 1 / timing.ratio_min],
-        "over_dense_alone": alone.time_ms / timing.time_ms,
-        "spread_alone": [
-            alone.time_ms_min / timing.time_ms_max,
-            alone.time_ms_max / timing.time_ms_min,
-        ],
+        **over_alone(timing, alone),
         **metrics.speed(
             model,
             sequence,

@@ -29,6 +29,23 @@ class Timing:
     rounds: int
 
 
+def over_alone(timing: Timing, alone: Timing) -> dict[str, Any]:
+    """How many times as fast as a baseline that was timed by itself, before: of the
+    medians, and of the worst and the best pair. What a benchmark's row has of it.
+
+    For a dense baseline of sparse kernels: the first of them that a process launches
+    makes the driver of a Hopper GPU keep the clock lower for all that follows
+    (experiments/LOG.md, 2026-11-22).
+    """
+    return {
+        "over_dense_alone": alone.time_ms / timing.time_ms,
+        "spread_alone": [
+            alone.time_ms_min / timing.time_ms_max,
+            alone.time_ms_max / timing.time_ms_min,
+        ],
+    }
+
+
 def time_interleaved(
     calls: Mapping[str, Callable[[], Any]],
     *,

@@ -10,7 +10,7 @@ import pytest
 import hopper
 from experiments import bench_ffn
 from experiments.bench_ffn import Config
-from experiments.timing import time_interleaved
+from experiments.timing import Timing, over_alone, time_interleaved
 from pallas_kernels import tuning
 from sparsejax.config import RecipeConfig
 from sparsejax.loop import train
@@ -50,6 +50,8 @@ def test_rows_are_complete_and_appended(tmp_path):
     assert skip["command"] == "python -m experiments.bench_ffn --tokens 40"
     for row in rows:
         assert row["ratio_min"] <= row["ratio"] <= row["ratio_max"]
+        low, high = row["spread_alone"]
+        assert 0 < low <= row["over_dense_alone"] <= high
         assert row["time_ms_min"] <= row["time_ms"] <= row["time_ms_max"]
         flops = 6 * 2 * 40 * 8 * 64
         expected = flops / row["time_ms"] / 1e6
@@ -173,6 +175,24 @@ def test_a_share_of_the_hidden_units_is_zero(zeros):
 def test_what_cannot_be_timed_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         bench_ffn.main(dataclasses.replace(TINY, **changes))
+
+
+def test_over_alone_is_of_the_medians_and_of_the_worst_and_the_best_pair():
+    baseline, other = (
+        Timing(
+            name="",
+            time_ms=ms[1],
+            time_ms_min=ms[0],
+            time_ms_max=ms[2],
+            ratio=1.0,
+            ratio_min=1.0,
+            ratio_max=1.0,
+            rounds=3,
+        )
+        for ms in ((8.0, 9.0, 10.0), (2.0, 3.0, 4.0))
+    )
+    found = over_alone(other, baseline)
+    assert found == {"over_dense_alone": 3.0, "spread_alone": [2.0, 5.0]}
 
 
 def test_ratios_compare_times_of_one_round():
