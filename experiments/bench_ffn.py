@@ -311,8 +311,10 @@ def main(
 
 def _queued(rounds: int, calls: Mapping[str, Callable[[], object]]) -> list[Timing]:
     # Alone it follows a compilation, during which the chip has cooled.
-    settle = {"settle_seconds": 1.0} if len(calls) == 1 else {}
-    timings, _ = time_queued(calls, baseline=BASELINE, rounds=rounds, **settle)
+    settle = 1.0 if len(calls) == 1 else 0.08
+    timings, _ = time_queued(
+        calls, baseline=BASELINE, rounds=rounds, settle_seconds=settle
+    )
     return timings
 
 

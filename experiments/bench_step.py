@@ -14,10 +14,10 @@ clustered first. The loss and the gradient norm of every sparse step are compare
 those of the masked dense path (`xla`) before it is timed. With `--profile` the time of
 a step is split by kind of GPU kernel.
 
-The dense step is timed twice: alone, before the process runs any sparse kernel, which
-is what a dense run sees, and in turn with the sparse ones. After a kernel that uses
-sparse tensor cores the driver keeps the clock lower for the rest of the process
-(experiments/LOG.md, 2026-11-22), so that a dense step in turn takes longer.
+The dense step is timed alone, before the process runs any sparse kernel, which is what
+a dense run sees; in turn with the sparse ones; and alone again. After a kernel that
+uses sparse tensor cores the driver keeps the clock lower for the rest of the process
+(experiments/LOG.md, 2026-11-22): the dense row has clock and power of both.
 
 One H200, the first: about two minutes, most of it compilation. What all three gave
 stands in `experiments/results/bench_step.jsonl`.
@@ -25,6 +25,7 @@ stands in `experiments/results/bench_step.jsonl`.
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -37,6 +38,7 @@ import tyro
 from flax import nnx
 
 from experiments.kernel_times import by_kind, kernel_times
+from experiments.power import Draw, PowerSampler
 from experiments.provenance import commit
 from experiments.sparse_modes import choose, sparse_modes
 from experiments.timing import Timing, over_alone, time_interleaved
@@ -157,15 +159,23 @@ def main(config: Config) -> list[dict]:
     in_turn = partial(time_interleaved, baseline=DENSE_STEP, rounds=config.rounds)
     calls = {DENSE_STEP: partial(steps.call, DENSE_STEP, config.steps)}
     steps.compile(DENSE_STEP)
-    (alone,) = in_turn(calls)
-    for name in modes:
-        steps.compile(name)
-        calls[name] = partial(steps.call, name, config.steps)
-    errors = {name: _check(steps, name) for name in modes}
+    with PowerSampler() as power:
+        alone, before = _by_itself(in_turn, calls[DENSE_STEP], power)
+        for name in modes:
+            steps.compile(name)
+            calls[name] = partial(steps.call, name, config.steps)
+        errors = {name: _check(steps, name) for name in modes}
+        timings = in_turn(calls)
+        again, after = _by_itself(in_turn, calls[DENSE_STEP], power)
     rows = []
-    for timing in in_turn(calls):
+    for timing in timings:
         row = _row(config, steps, timing, alone)
-        if timing.name != DENSE_STEP:
+        if timing.name == DENSE_STEP:
+            row |= {
+                "alone": _of(config, alone, before),
+                "alone_after_sparse": _of(config, again, after),
+            }
+        else:
             row |= {"error": errors[timing.name]}
         if config.profile:
             by_name = kernel_times(partial(steps.call, timing.name))
@@ -177,6 +187,24 @@ def main(config: Config) -> list[dict]:
         with config.results.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
     return rows
+
+
+def _by_itself(
+    timed: Callable[[dict[str, Callable]], list[Timing]],
+    dense: Callable[[], object],
+    power: PowerSampler,
+) -> tuple[Timing, Draw | None]:
+    start = time.perf_counter()
+    (timing,) = timed({DENSE_STEP: dense})
+    return timing, power.between(start, time.perf_counter())
+
+
+def _of(config: Config, timing: Timing, draw: Draw | None) -> dict:
+    return {
+        "step_ms": timing.time_ms / config.steps,
+        "clock_mhz": None if draw is None else draw.clock_mhz,
+        "watts": None if draw is None else draw.watts,
+    }
 
 
 def _train_config(config: Config) -> TrainConfig:
@@ -271,6 +299,9 @@ def _line(row: dict) -> str:
         f"{row['mfu_dense_equivalent']:.3f}, executed {row['mfu_executed']:.3f}; "
         f"state {row['state_gib']:.1f} GiB, temporaries {row['temporaries_gib']:.1f}"
     )
+    for name in ("alone", "alone_after_sparse"):
+        if name in row:
+            text += f"; {name.replace('_', ' ')} {row[name]}"
     if "error" in row:
         text += f"; to the masked step {row['error']}"
     for kind, ms in row.get("kernel_ms", {}).items():

@@ -42,7 +42,11 @@ def test_rows(config, tmp_path):
     dense, sparse = rows
     assert [row["name"] for row in rows] == ["dense", "2:4 weights"]
     assert (dense["speedup"], dense["spread"]) == (1.0, [1.0, 1.0])
-    assert "error" not in dense
+    assert "error" not in dense and "alone" not in sparse
+    assert dense["over_dense_alone"] * dense["step_ms"] == pytest.approx(
+        dense["alone"]["step_ms"]
+    )
+    assert dense["alone_after_sparse"]["step_ms"] > 0
     for name, spread in (("speedup", "spread"), ("over_dense_alone", "spread_alone")):
         low, high = sparse[spread]
         assert 0 < low <= sparse[name] <= high
@@ -138,7 +142,8 @@ def test_the_dense_step_is_timed_alone_before_the_process_runs_a_sparse_one(
         "compile 2:4 weights",
         "run dense",
     ]
-    assert "time dense, 2:4 weights" in done
+    timed = [event for event in done if event.startswith("time")]
+    assert timed == ["time dense", "time dense, 2:4 weights", "time dense"]
 
 
 @pytest.mark.parametrize("wrong", ["loss", "gradient_norm"])
