@@ -98,7 +98,7 @@ def announce(config: TrainConfig, *, predicted: bool = False) -> None:
     STDOUT.print(_flops_table(config))
     STDOUT.print(_phase_table(config, planned))
     for sparsity in sparsities:
-        _say_paths(sparsity, decisions[sparsity], config.micro_batches)
+        _say_paths(config, sparsity, decisions[sparsity])
     if predicted:
         STDOUT.print(_memory_table(config, mesh, tokens_per_device, sparsities))
         if mesh.devices > 1:
@@ -201,7 +201,7 @@ def _describe_gradients(sparsity: FFNSparsity) -> str:
 
 
 def _say_paths(
-    sparsity: FFNSparsity, decisions: tuple[Decision, ...], micro_batches: int
+    config: TrainConfig, sparsity: FFNSparsity, decisions: tuple[Decision, ...]
 ) -> None:
     executed = statistics.fmean(decision.executed_share for decision in decisions)
     say(f"FFN, {_kind(sparsity)} phase: {executed:.0%} of the dense FLOPs executed")
@@ -212,7 +212,8 @@ def _say_paths(
         )
     if any(decision.measured_us is not None for decision in decisions):
         say("  measured: each GEMM alone, at the nearest tokens timed, in proportion")
-        _say_expected(decisions, micro_batches)
+        flops = plan.flops_per_token(config.model, config.data.sequence_length)
+        _say_expected(decisions, config.micro_batches, flops.ffn_share())
     for reason in dict.fromkeys(f"{d.backend}: {d.reason}" for d in decisions):
         say(f"  why: {reason}")
     if not sparsity.is_dense and executed == 1.0:
@@ -222,32 +223,41 @@ def _say_paths(
         )
 
 
-def _say_expected(decisions: tuple[Decision, ...], micro_batches: int) -> None:
-    """Whether the sparse GEMMs that were measured are faster, with their packing."""
+def _say_expected(
+    decisions: tuple[Decision, ...], micro_batches: int, ffn_share: float
+) -> None:
+    """Whether the sparse GEMMs that were measured are faster, with their packing, and
+    what that can mean for a step."""
     sparse_us = dense_us = 0.0
+    speedups = []
     for decision in decisions:
         times = decision.measured_us
         if times is None or decision.backend not in times:
+            speedups.append(1.0)
             continue
         # A weight is packed once per step, an activation in every micro-batch.
         shared = micro_batches if decision.spec.sparse_weight else 1
-        packing = times["packing"] / shared
-        sparse_us += times[decision.backend] + packing
+        with_packing = times[decision.backend] + times["packing"] / shared
+        sparse_us += with_packing
         dense_us += times["dense"]
+        speedups.append(times["dense"] / with_packing)
     if not dense_us:
         return
     say(
         f"  the sparse ones with packing: {sparse_us:,.0f} us a layer and micro-batch, "
         f"dense {dense_us:,.0f} us ({dense_us / sparse_us:.2f} times as fast)"
     )
+    lost = plan.LOWER_CLOCK * (1 - ffn_share)
+    step = plan.predicted_speedup(ffn_share, speedups, overhead=lost)
     say(
-        "  a step gains less: once they have run the GPU's clock stays lower, and the "
-        "rest of it takes longer (on an H200 a dense step 4 to 5 %)"
+        f"  so a step of this model at most {step:.2f} times: {1 - ffn_share:.0%} of "
+        f"its FLOPs are elsewhere, and take {plan.LOWER_CLOCK:.0%} longer once sparse "
+        f"kernels have run (the GPU's clock stays lower; H200)"
     )
-    if sparse_us >= dense_us:
+    if step <= 1:
         say(
-            "  slower than dense at this size: take more tokens per micro-batch, more "
-            "micro-batches per step, or --recipe dense"
+            "  no faster than dense at this size: take more tokens per micro-batch, "
+            "more micro-batches per step, or --recipe dense"
         )
 
 

@@ -143,6 +143,12 @@ def predicted_speedup(
     return 1 / ((1 - ffn_share) + ffn_share * remaining + overhead)
 
 
+LOWER_CLOCK = 0.04
+"""By how much longer a dense step took on an H200, of 134 M to 7 B parameters, once the
+process had run a kernel that uses sparse tensor cores (experiments/LOG.md,
+2026-11-22)."""
+
+
 def whole_run_speedup(sparse_step: float, sparse_share: float) -> float:
     """Dense run time / run time: 1 / (q / sparse_step + 1 - q), q = `sparse_share` of
     the steps being sparse."""
