@@ -4,8 +4,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-BLOCK = 32
-MOST_AT_ONCE = 1024
+BLOCK = 16
+MOST_AT_ONCE = 256
 """Entries whose sums are all taken at a time: of so many, each adds up all others."""
 
 
@@ -14,8 +14,8 @@ def sums_before(
 ) -> Int[Array, "... n"]:
     """Along the last axis the sum of what comes before each entry, int32.
 
-    In blocks of 32: on a GPU two short kernels for up to 32,768 entries, where a
-    cumulative sum or a sort takes many.
+    In blocks of 16, and these in blocks again: on a GPU a few short kernels, where a
+    cumulative sum or a sort takes long.
     """
     *rest, n = x.shape
     if n <= BLOCK:

@@ -12,6 +12,7 @@ from pallas_kernels import (
     grouped_matmul_sm90,
     matmul_to_packed_sm90,
     over_tokens_sm90,
+    row_sums_sm90,
     sparse_matmul_configs,
     sparse_matmul_sm90,
 )
@@ -282,6 +283,13 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
             parts = [part.transpose(2, 0, 1) for part in parts]
         return tuple(parts) if rows_apart else parts[0]
 
+    def sum_rows_on_gpu(x, index):
+        calls.append("sum_rows")
+        assert x.shape[1] % 8 == 0 and x.dtype.itemsize == 2
+        chosen = (index >= 0) & (index < len(x))
+        rows = x[jnp.where(chosen, index, 0)].astype(jnp.float32)
+        return jnp.where(chosen[..., None], rows, 0).sum(axis=1).astype(x.dtype)
+
     jax.clear_caches()  # of traces made with the real kernels
     patch.setattr(activations_sm90, "keep_features", keep_features_on_gpu)
     patch.setattr(activations_sm90, "backward", backward_on_gpu)
@@ -296,6 +304,7 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
     patch.setattr(grouped_matmul_sm90, "sparse_rows", rows_on_gpu)
     patch.setattr(grouped_matmul_sm90, "sparse_weights", weights_on_gpu)
     patch.setattr(grouped_matmul_sm90, "sparse_over_rows", over_rows_on_gpu)
+    patch.setattr(row_sums_sm90, "sum_rows", sum_rows_on_gpu)
     patch.setattr(compress_sm90, "compress", compress_on_gpu)
     patch.setattr(sparse_matmul_sm90, "sparse_matmul", multiply_on_gpu)
     see_device(patch, device_kind)
