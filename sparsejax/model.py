@@ -237,8 +237,10 @@ def cross_entropy(
 ) -> Float[Array, ""]:
     """The mean loss in nats per token of predicting tokens[:, 1:], float32."""
     logits = model(tokens[:, :-1], key=key)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    return losses.mean()
+    # XLA makes the one-hot targets on the fly. By index, the gradient of the logits
+    # would be scattered into a float32 array of their size.
+    targets = jax.nn.one_hot(tokens[:, 1:], logits.shape[-1], dtype=logits.dtype)
+    return optax.softmax_cross_entropy(logits, targets).mean()
 
 
 def greedy_sample(

@@ -214,7 +214,8 @@ def memory_bytes(
         projection, and the FFN's hidden values of all neurons; and one layer's "none".
         A GEMM that a kernel of ours runs is recomputed instead: for a sparse FFN this
         is an upper bound.
-    The embedding's rows and what the head reads are one x each.
+    The embedding's rows and what the head reads are one x each. Logits are float32,
+    their gradient is of the compute dtype.
 
     Args:
       tokens_per_device: of one micro-batch, on one of data x fsdp parts.
@@ -247,7 +248,7 @@ def memory_bytes(
         packed=packed,
         gathered=_largest_gathered(config, mesh, sparsity),
         activations=tokens_per_device * saved,
-        logits=tokens_per_device * config.vocab_size // tensor * 8,
+        logits=tokens_per_device * config.vocab_size // tensor * (4 + element),
     )
 
 

@@ -265,7 +265,7 @@ def test_memory_of_one_of_eight_devices_by_hand():
         # attention's of all layers; S(W1) compressed and W2
         "gathered": (3 * 2 * 768 + 512 * 9 // 4 + 2 * 1024) // 2,
         "activations": 32 * per_token,
-        "logits": 32 * 64 // 2 * 8,
+        "logits": 32 * 64 // 2 * (4 + 2),
     }
 
 
