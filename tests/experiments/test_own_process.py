@@ -2,8 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,15 +39,60 @@ def die() -> None:
 
 
 def test_a_process_that_dies_is_told_apart():
-    with pytest.raises(ChildProcessError, match=r"which ran die, has died; was it k"):
+    with pytest.raises(ChildProcessError, match=r"ran die, has died \(status -9\)"):
         in_own_process(die)
+
+
+PARENT = """
+from pathlib import Path
+from experiments.own_process import in_own_process
+from tests.experiments.test_own_process import wait_for_sigterm
+if __name__ == "__main__":
+    in_own_process(wait_for_sigterm, Path({ready!r}), handled={handled})
+"""
+
+
+@pytest.mark.parametrize("handled", [True, False])
+def test_it_ends_with_the_process_that_called_it(handled, tmp_path):
+    ready, program = tmp_path / "ready", tmp_path / "parent.py"
+    program.write_text(PARENT.format(ready=str(ready), handled=handled))
+    root = str(Path(__file__).parents[2])
+    parent = subprocess.Popen(
+        [sys.executable, str(program)],
+        env=os.environ | {"PYTHONPATH": root},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    until(ready.exists)
+    parent.kill()
+    # Both have the other end of the pipe.
+    assert parent.communicate(timeout=60)[0] == b""
+    process = int(ready.read_text())
+
+    def has_ended() -> bool:
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        # Nobody may be there to ask for its status.
+        return "Z" in Path(f"/proc/{process}/stat").read_text().split(")")[1]
+
+    until(has_ended)
+
+
+def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def wait_for_sigterm(ready: Path, *, handled: bool) -> str:
     arrived = []
     if handled:
         signal.signal(signal.SIGTERM, lambda *_: arrived.append("stopped"))
-    ready.touch()
+    ready.with_suffix(".new").write_text(str(os.getpid()))
+    ready.with_suffix(".new").rename(ready)
     while not arrived:
         time.sleep(0.01)
     return arrived[0]
@@ -55,8 +103,7 @@ def test_sigterm_reaches_the_function(handled, tmp_path):
     ready = tmp_path / "ready"
 
     def terminate():
-        while not ready.exists():
-            time.sleep(0.01)
+        until(ready.exists)
         os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
