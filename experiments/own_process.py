@@ -63,7 +63,8 @@ def _answer(
         message = True, function(*arguments, **options)
     except Exception as error:
         message = False, error
-    answer.send(message)
+    with suppress(BrokenPipeError):  # nobody waits for it any more
+        answer.send(message)
 
 
 def _end_with_parent() -> None:
