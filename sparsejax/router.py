@@ -365,6 +365,11 @@ combine_rows.defvjp(
 )
 
 
+def token_of_row(dispatch: Dispatch) -> Int[Array, " rows"]:
+    """The token of every row, -1 where padding."""
+    return jnp.where(dispatch.row_valid, dispatch.row_token, -1)
+
+
 def expert_of_row(dispatch: Dispatch) -> Int[Array, " rows"]:
     """The expert of every row, padding included."""
     return jnp.repeat(dispatch.tile_expert, dispatch.v)

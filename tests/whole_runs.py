@@ -32,6 +32,18 @@ def kill_at(event: str, step: int) -> Callable[[dict], None]:
     return observe
 
 
+def with_sparse_kernels(decisions: Callable[..., tuple]) -> Callable[..., tuple]:
+    """`ffn_decisions` as where every sparse GEMM has a kernel; nothing else knows."""
+
+    def pretended(model, sparsity, *arguments, **options):
+        found = decisions(model, sparsity, *arguments, **options)
+        if sparsity.is_dense:
+            return found
+        return tuple(replace(decision, backend="mosaic_sm90") for decision in found)
+
+    return pretended
+
+
 @contextmanager
 def quick_runs() -> Iterator[pytest.MonkeyPatch]:
     """No GEMM of size 2048 before each run; yields what other patches of the same tests

@@ -22,7 +22,7 @@ from sparsejax.ops.packed_activations import (
 )
 from sparsejax.ops.sparse_matmul import tuned_config
 from sparsejax.packing import Packed, in_blocks
-from sparsejax.router import Dispatch
+from sparsejax.router import Dispatch, token_of_row
 
 
 class PackedRows(NamedTuple):
@@ -155,8 +155,7 @@ def rows_over_tokens(groups: RowGroups, dy_up: Packed, kept: PackedRows) -> Over
 
 def _by_expert(routed: Dispatch) -> tuple[jax.Array, jax.Array]:
     """What the kernels look up: each tile's expert, and each row's token."""
-    tokens = jnp.where(routed.row_valid, routed.row_token, -1)
-    return routed.tile_expert, tokens
+    return routed.tile_expert, token_of_row(routed)
 
 
 # The GEMMs.

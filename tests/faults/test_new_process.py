@@ -19,17 +19,9 @@ from experiments import pretrain
 pretrain.leave(pretrain.run(sys.argv[1:]))
 """
 WITH_SPARSE_KERNELS = f"""
-from dataclasses import replace
 from sparsejax import metrics
-found = metrics.ffn_decisions
-
-def pretended(model, sparsity, *arguments, **options):
-    decisions = found(model, sparsity, *arguments, **options)
-    if sparsity.is_dense:
-        return decisions
-    return tuple(replace(decision, backend="mosaic_sm90") for decision in decisions)
-
-metrics.ffn_decisions = pretended
+from tests.whole_runs import with_sparse_kernels
+metrics.ffn_decisions = with_sparse_kernels(metrics.ffn_decisions)
 {PRETRAIN}
 """
 

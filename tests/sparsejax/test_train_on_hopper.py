@@ -11,6 +11,7 @@ from pallas_kernels import tuning
 from sparsejax import metrics
 from sparsejax.config import ModelConfig
 from sparsejax.metrics import ffn_decisions
+from sparsejax.recipe import sparsity_of
 from sparsejax.train import Run
 from tests.micro_run import arrays_of, micro_config, with_phases, write_text
 
@@ -95,3 +96,19 @@ def test_a_step_is_that_of_the_reference_and_packs_once(
         if "params" in name:
             assert np.all(np.isfinite(array)), name
     assert set(state) == set(reference)
+
+
+def test_the_router_is_timed_with_the_kernel_that_an_ffn_moves_rows_with(
+    config, monkeypatch
+):
+    calls = hopper.pretend(monkeypatch)
+    monkeypatch.setattr(metrics, "current_device_kind", lambda: "NVIDIA H200")
+    model = replace(config.model, d_hidden=512)
+    phases = replace(config.phases, experts=4, block_rows=128)
+    sparsity = sparsity_of("paper", phases)
+    # To the experts and back, each traced once for forward and backward.
+    for backend, moved in (("mosaic_sm90", 2), ("xla", 0)):
+        calls.clear()
+        decisions = ffn_decisions(model, sparsity, 32, backend)
+        assert metrics.router_seconds(model, sparsity, 32, decisions) > 0
+        assert calls == ["sum_rows"] * moved
