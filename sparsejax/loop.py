@@ -10,7 +10,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax import metrics
 from sparsejax.checkpoint import TIMEOUT_SECONDS, Checkpoints
 from sparsejax.config import TrainConfig
 from sparsejax.config_file import check_resumable, from_json, read_config, to_json
 from sparsejax.corpus import Corpus, unigram_loss
 from sparsejax.model import Transformer
-from sparsejax.ops.backend import Decision
-from sparsejax.ops.ffn_spec import FFNSparsity
+from sparsejax.pace import Pace
 from sparsejax.processes import (
     Exchange,
     ProcessLost,
@@ -134,11 +132,8 @@ class _Loop:
         self.folder = folder
         self.metrics_file = folder / "metrics.jsonl"
         self.batches = run.batches()
-        self.peak = metrics.dense_peak(self.config.model.dtype)
-        self.router_seconds: dict[FFNSparsity, float] = {}
+        self.pace = Pace(run)
         self.saving_seconds = 0.0
-        self.tokens_per_second = math.inf
-        """The last that was recorded."""
         self.is_save_untold = False
         damaged = checkpoints.set_aside_damaged()
         if damaged and checkpoints.latest_step() is None:
@@ -161,7 +156,7 @@ class _Loop:
         for checkpoint in damaged:
             path, reason = str(checkpoint.path), checkpoint.reason
             self.observe_only("damaged", checkpoint=path, reason=reason)
-        self.clock = _Clock(self.step)
+        self.pace.start(self.step)
 
     @property
     def phase(self) -> Phase:
@@ -201,7 +196,7 @@ class _Loop:
                 if pending is not None:
                     self.check(*pending)
                     pending = None
-                with self.clock.stopped():
+                with self.pace.clock.stopped():
                     model = self.run.model(self.state, self.phase.sparsity)
                     masks = jax.block_until_ready(self.run.masks(model))
             tokens = self.run.place(next(self.batches)["tokens"])
@@ -227,7 +222,7 @@ class _Loop:
                 continue
             self.check(*pending)
             pending = None
-            with self.clock.stopped():
+            with self.pace.clock.stopped():
                 if log:
                     self.log(report)
                 if evaluate:
@@ -240,7 +235,7 @@ class _Loop:
                 elif save or stopping:
                     self.save(blocking=stopping)
             if at_end:
-                self.clock = _Clock(self.step)
+                self.pace.start(self.step)
                 if self.stop_after_sparse and not stopping:
                     left_sparse = self.left_sparse_kernels() and self.is_long()
                     stopping = left_sparse
@@ -263,30 +258,18 @@ class _Loop:
         if at_the_end or self.phase_index == 0 or not self.phase.sparsity.is_dense:
             return False
         before = self.run.phases[self.phase_index - 1].sparsity
-        backends = [decision.backend for decision in self.decisions(before)]
+        backends = [decision.backend for decision in self.pace.decisions(before)]
         return "mosaic_sm90" in backends
 
     def is_long(self) -> bool:
         """Whether what is left of the run takes `new_process_minutes` or more at the
         pace of the last steps, as process 0 sees it."""
-        tokens = (self.config.steps - self.step) * self.config.tokens_per_step
-        minutes = tokens / self.tokens_per_second / 60
+        minutes = self.pace.minutes_of(self.config.steps - self.step)
         long = minutes >= self.config.new_process_minutes
         answers = Exchange("is_long").gather(
             str(self.step), str(long), timeout_seconds=TIMEOUT_SECONDS
         )
         return answers[0] == str(True)
-
-    def decisions(self, sparsity: FFNSparsity) -> tuple[Decision, ...]:
-        """What runs the FFNs' GEMMs in a phase, on a device, for a micro-batch."""
-        config = self.config
-        return metrics.ffn_decisions(
-            config.model,
-            sparsity,
-            config.tokens_per_step // config.micro_batches,
-            config.backend,
-            mesh=config.mesh.resolve(self.run.mesh.size),
-        )
 
     def _is_due(self, every: int, step: int) -> bool:
         return every > 0 and step % every == 0
@@ -310,38 +293,17 @@ class _Loop:
         )
 
     def log(self, report: dict[str, jax.Array]) -> None:
-        rate = self.clock.tokens_per_second(self.step, self.config.tokens_per_step)
-        if math.isfinite(rate):
-            self.tokens_per_second = rate
-        devices = self.run.mesh.size
-        decisions = self.decisions(self.phase.sparsity)
-        length = self.config.data.sequence_length
+        speed = self.pace.of_steps(self.step, self.phase.sparsity)
         schedule = learning_rate(self.config.optimizer, self.config.steps)
-        speed = metrics.speed(
-            self.config.model, length, decisions, rate, self.peak, devices=devices
-        )
-        if self.phase.sparsity.experts:
-            speed["router_share"] = self.router_seconds_per_token(decisions) * rate
         self.record(
             "step",
             loss=float(report["loss"]),
             gradient_norm=float(report["gradient_norm"]),
             learning_rate=float(jnp.asarray(schedule(self.step - 1))),
             saving_seconds=self.saving_seconds,
-            **(speed if math.isfinite(rate) else {}),
+            **speed,
         )
         self.saving_seconds = 0.0
-
-    def router_seconds_per_token(self, decisions: Sequence[Decision]) -> float:
-        """Of all layers, in a step of this phase; timed once."""
-        sparsity, model = self.phase.sparsity, self.config.model
-        if sparsity not in self.router_seconds:
-            tokens = self.config.tokens_per_step // self.config.micro_batches
-            mesh = self.config.mesh.resolve(self.run.mesh.size)
-            own = tokens // mesh.token_shards
-            seconds = metrics.router_seconds(model, sparsity, own, decisions)
-            self.router_seconds[sparsity] = model.layers * seconds / tokens
-        return self.router_seconds[sparsity]
 
     def validate(self) -> None:
         loss = self.run.validate(self.state, self.phase.sparsity)
@@ -499,27 +461,3 @@ class _Loop:
         }
         self.observe(record)
         return record
-
-
-class _Clock:
-    """Tokens per second of the steps of one phase, without what is not a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.start: float | None = None
-
-    def tokens_per_second(self, step: int, tokens_per_step: int) -> float:
-        """Since the last call; NaN at the first one, for the first step compiles."""
-        now = time.perf_counter()
-        rate = math.nan
-        if self.start is not None and step > self.step:
-            rate = (step - self.step) * tokens_per_step / (now - self.start)
-        self.start, self.step = now, step
-        return rate
-
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        if self.start is not None:
-            self.start += time.perf_counter() - begin

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparsejax import loop, manifest, metrics
+from sparsejax import loop, manifest, metrics, pace
 from sparsejax.checkpoint import Checkpoints
 from sparsejax.config_file import to_json
 from sparsejax.loop import NonFiniteLoss, train
@@ -25,7 +25,7 @@ from tests.micro_run import (
     with_phases,
     without_speed,
 )
-from tests.whole_runs import VARIANTS, Killed, kill_at
+from tests.whole_runs import VARIANTS, Killed, kill_at, with_sparse_kernels
 
 pytestmark = pytest.mark.usefixtures("quick_loop")
 
@@ -272,15 +272,8 @@ def test_sigterm_finishes_the_step_and_saves_it(uninterrupted, tmp_path):
 @pytest.fixture
 def sparse_kernels(monkeypatch):
     """What the decisions would be with them."""
-    found = metrics.ffn_decisions
-
-    def pretended(model, sparsity, *arguments, **options):
-        decisions = found(model, sparsity, *arguments, **options)
-        if sparsity.is_dense:
-            return decisions
-        return tuple(replace(each, backend="mosaic_sm90") for each in decisions)
-
-    monkeypatch.setattr(metrics, "ffn_decisions", pretended)
+    found = with_sparse_kernels(metrics.ffn_decisions)
+    monkeypatch.setattr(metrics, "ffn_decisions", found)
 
 
 def test_a_caller_may_resume_in_a_new_process_after_sparse_kernels(
@@ -319,8 +312,8 @@ def test_what_is_left_is_estimated_from_the_pace(
     config, _, _ = uninterrupted("default")
     config = replace(config, new_process_minutes=minutes)
     # The three dense steps would take five minutes.
-    pace = 3 * config.tokens_per_step / 300
-    monkeypatch.setattr(loop._Clock, "tokens_per_second", lambda *_: pace)
+    rate = 3 * config.tokens_per_step / 300
+    monkeypatch.setattr(pace.Clock, "tokens_per_second", lambda *_: rate)
     outcome = train(config, tmp_path, stop_after_sparse=True)
     assert outcome.resume_in_new_process is stops
 
@@ -386,7 +379,7 @@ def test_the_handler_of_sigterm_is_given_back(uninterrupted, tmp_path):
 def test_the_clock_counts_steps_and_nothing_else(monkeypatch):
     now = 100.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    clock = loop._Clock(step=3)
+    clock = pace.Clock(step=3)
     now += 50.0  # the first step compiles
     with clock.stopped():
         assert math.isnan(clock.tokens_per_second(5, 10))

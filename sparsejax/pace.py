@@ -1,0 +1,93 @@
+"""How fast a run goes: what its step records say of speed, without what is no step."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from sparsejax import metrics
+from sparsejax.ops.backend import Decision
+from sparsejax.ops.ffn_spec import FFNSparsity
+from sparsejax.train import Run
+
+
+class Pace:
+    """The speed of a run's steps, phase by phase."""
+
+    def __init__(self, run: Run) -> None:
+        self.config = run.config
+        self.devices = run.mesh.size
+        self.mesh = run.config.mesh.resolve(self.devices)
+        self.peak = metrics.dense_peak(self.config.model.dtype)
+        self.router_seconds: dict[FFNSparsity, float] = {}
+        self.tokens_per_second = math.inf
+        """The last that was finite."""
+        self.clock = Clock(0)
+
+    def start(self, step: int) -> None:
+        """Steps after this one are timed, the first of them alone: it compiles."""
+        self.clock = Clock(step)
+
+    def of_steps(self, step: int, sparsity: FFNSparsity) -> dict[str, float]:
+        """What a record says of the steps up to this one; nothing of the first."""
+        rate = self.clock.tokens_per_second(step, self.config.tokens_per_step)
+        if not math.isfinite(rate):
+            return {}
+        self.tokens_per_second = rate
+        model, length = self.config.model, self.config.data.sequence_length
+        decisions = self.decisions(sparsity)
+        speed = metrics.speed(
+            model, length, decisions, rate, self.peak, devices=self.devices
+        )
+        if sparsity.experts:
+            router = self._router_seconds_per_token(sparsity, decisions)
+            speed["router_share"] = router * rate
+        return speed
+
+    def minutes_of(self, steps: int) -> float:
+        """What so many steps would take as fast as the last ones."""
+        return steps * self.config.tokens_per_step / self.tokens_per_second / 60
+
+    def decisions(self, sparsity: FFNSparsity) -> tuple[Decision, ...]:
+        """What runs the FFNs' GEMMs on a device, for a micro-batch."""
+        config = self.config
+        tokens = config.tokens_per_step // config.micro_batches
+        return metrics.ffn_decisions(
+            config.model, sparsity, tokens, config.backend, mesh=self.mesh
+        )
+
+    def _router_seconds_per_token(
+        self, sparsity: FFNSparsity, decisions: Sequence[Decision]
+    ) -> float:
+        """Of all layers; timed once."""
+        model = self.config.model
+        if sparsity not in self.router_seconds:
+            tokens = self.config.tokens_per_step // self.config.micro_batches
+            own = tokens // self.mesh.token_shards
+            seconds = metrics.router_seconds(model, sparsity, own, decisions)
+            self.router_seconds[sparsity] = model.layers * seconds / tokens
+        return self.router_seconds[sparsity]
+
+
+class Clock:
+    """Tokens per second of the steps of one phase, without what is not a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.start: float | None = None
+
+    def tokens_per_second(self, step: int, tokens_per_step: int) -> float:
+        """Since the last call; NaN at the first one, for the first step compiles."""
+        now = time.perf_counter()
+        rate = math.nan
+        if self.start is not None and step > self.step:
+            rate = (step - self.step) * tokens_per_step / (now - self.start)
+        self.start, self.step = now, step
+        return rate
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        if self.start is not None:
+            self.start += time.perf_counter() - begin
