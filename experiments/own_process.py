@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context, parent_process
@@ -61,7 +62,8 @@ def _answer(
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         message = True, function(*arguments, **options)
-    except Exception as error:
+    except Exception as error:  # the caller's, whatever it is
+        error.add_note(f"in process {os.getpid()}:\n{traceback.format_exc()}")
         message = False, error
     with suppress(BrokenPipeError):  # nobody waits for it any more
         answer.send(message)

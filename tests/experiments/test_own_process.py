@@ -30,8 +30,10 @@ def fail(reason: str) -> None:
 
 
 def test_raises_what_the_function_raises():
-    with pytest.raises(ValueError, match="no such preset"):
+    with pytest.raises(ValueError, match="no such preset") as caught:
         in_own_process(fail, "no such preset")
+    (note,) = caught.value.__notes__
+    assert "raise ValueError(reason)" in note
 
 
 def die() -> None:
