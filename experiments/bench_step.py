@@ -69,6 +69,8 @@ class Config:
     """Of the sparse GEMMs; None: the best of each."""
     layers: int | None = None
     """None: the preset's."""
+    vocab_size: int | None = None
+    """None: the preset's."""
     batch_size: int = 8
     micro_batches: int = 2
     remat: Literal["none", "full", "dots"] = "none"
@@ -209,14 +211,14 @@ def _of(config: Config, timing: Timing, draw: Draw | None) -> dict:
 
 def _train_config(config: Config) -> TrainConfig:
     preset = PRESETS[config.preset]()
-    layers = preset.model.layers if config.layers is None else config.layers
+    own = {"layers": config.layers, "vocab_size": config.vocab_size}
     return replace(
         preset,
         recipe="dense",
         backend=config.backend,
         model=replace(
             preset.model,
-            layers=layers,
+            **{name: value for name, value in own.items() if value is not None},
             remat=config.remat,
             scan_layers=config.scan_layers,
         ),
@@ -258,6 +260,7 @@ def _row(config: Config, steps: Steps, timing: Timing, alone: Timing) -> dict:
         "name": timing.name,
         "preset": config.preset,
         "layers": model.layers,
+        "vocab_size": model.vocab_size,
         "d_model": model.d_model,
         "d_hidden": model.d_hidden,
         "tokens_per_micro_batch": decisions[0].spec.m,

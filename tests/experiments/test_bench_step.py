@@ -111,6 +111,17 @@ def test_settings_reach_the_runs(config, backend, scan_layers, remat):
     assert got == (backend, scan_layers, remat)
 
 
+def test_layers_and_vocabulary_are_the_presets_unless_given(config):
+    preset = replace(config, preset="llama-1b", layers=None, vocab_size=None)
+    for given, layers, vocabulary in (
+        (preset, 25, 128_256),
+        (replace(preset, layers=4), 4, 128_256),
+        (replace(preset, vocab_size=16_384), 25, 16_384),
+    ):
+        model = bench_step._train_config(given).model
+        assert (model.layers, model.vocab_size) == (layers, vocabulary)
+
+
 def test_what_is_no_mode_is_refused(config):
     with pytest.raises(ValueError, match="'weights' is no mode; choose from 2:4 wei"):
         bench_step.main(replace(config, modes=("weights",)))
