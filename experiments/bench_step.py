@@ -211,14 +211,15 @@ def _of(config: Config, timing: Timing, draw: Draw | None) -> dict:
 
 def _train_config(config: Config) -> TrainConfig:
     preset = PRESETS[config.preset]()
-    own = {"layers": config.layers, "vocab_size": config.vocab_size}
+    layers, vocab_size = config.layers, config.vocab_size
     return replace(
         preset,
         recipe="dense",
         backend=config.backend,
         model=replace(
             preset.model,
-            **{name: value for name, value in own.items() if value is not None},
+            layers=preset.model.layers if layers is None else layers,
+            vocab_size=preset.model.vocab_size if vocab_size is None else vocab_size,
             remat=config.remat,
             scan_layers=config.scan_layers,
         ),

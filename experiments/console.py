@@ -208,12 +208,27 @@ def _say_paths(
     for decision in decisions:
         say(
             f"  {decision.spec.name:<18} {decision.backend}: {decision.path} "
-            f"({decision.executed_share:.0%}){_measured(decision)}"
+            f"({decision.executed_share:.0%}){_times(decision)}"
         )
-    if any(decision.measured_us is not None for decision in decisions):
+    known = [decision.times for decision in decisions if decision.times is not None]
+    if any(times.estimated_from is None for times in known):
         say("  measured: each GEMM alone, at the nearest tokens timed, in proportion")
+    if any(times.estimated_from is not None for times in known):
+        say("  estimated: in proportion to a GEMM that is nowhere larger (m x n x k)")
+    if known:
         flops = plan.flops_per_token(config.model, config.data.sequence_length)
         _say_expected(decisions, config.micro_batches, flops.ffn_share())
+    if (
+        any(
+            decision.spec.experts and decision.backend == "xla"
+            for decision in decisions
+        )
+        and decisions[0].spec.device == "gpu"
+    ):
+        say(
+            "  a GEMM by expert on xla is a loop of dense ones: steps with it were "
+            "slower than dense (H200)"
+        )
     for reason in dict.fromkeys(f"{d.backend}: {d.reason}" for d in decisions):
         say(f"  why: {reason}")
     if not sparsity.is_dense and executed == 1.0:
@@ -226,15 +241,15 @@ def _say_paths(
 def _say_expected(
     decisions: tuple[Decision, ...], micro_batches: int, ffn_share: float
 ) -> None:
-    """Whether the sparse GEMMs that were measured are faster, with their packing, and
-    what that can mean for a step."""
+    """Whether the sparse GEMMs whose times are known are faster, with their packing,
+    and what that can mean for a step."""
     sparse_us = dense_us = 0.0
     speedups = []
     for decision in decisions:
-        times = decision.measured_us
-        if times is None or decision.backend not in times:
+        if decision.times is None or decision.backend not in decision.times.us:
             speedups.append(1.0)
             continue
+        times = decision.times.us
         # A weight is packed once per step, an activation in every micro-batch.
         shared = micro_batches if decision.spec.sparse_weight else 1
         with_packing = times[decision.backend] + times["packing"] / shared
@@ -261,13 +276,16 @@ def _say_expected(
         )
 
 
-def _measured(decision: Decision) -> str:
-    """The times behind a choice, if any; the chosen backend's name is not repeated."""
-    if decision.measured_us is None:
+def _times(decision: Decision) -> str:
+    """What a choice rests on, if anything, without the chosen backend's name."""
+    times = decision.times
+    if times is None:
         return ""
-    measured = decision.measured_us.items()
-    times = ", ".join(f"{name} {time_us:,.0f} us" for name, time_us in measured)
-    return f"; measured {times.removeprefix(f'{decision.backend} ')}"
+    each = ", ".join(f"{name} {time_us:,.0f} us" for name, time_us in times.us.items())
+    each = each.removeprefix(f"{decision.backend} ")
+    if times.estimated_from is None:
+        return f"; measured {each}"
+    return f"; estimated {each} from {times.estimated_from}"
 
 
 def _memory_table(

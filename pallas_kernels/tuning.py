@@ -1,11 +1,14 @@
 """Which config runs a GEMM fastest, and by how much: searched once, then looked up.
 
-`tuned/<gpu>.json` holds one entry per shape, with the dense time of the same run.
+`tuned/<gpu>.json` holds one entry per shape, with the dense time of the same run. A
+GEMM of another shape is estimated from the largest one that is nowhere larger: what
+sparsity gains, packing included, grows with every size.
 """
 
 import dataclasses
 import json
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,6 +26,10 @@ FOLDER = Path(__file__).parent / "tuned"
 
 NEIGHBOUR = 2.0
 """An entry also speaks for numbers of tokens up to this factor away from its own."""
+
+ESTIMATED_GAIN = 1.1
+"""How many times as fast as dense a GEMM must be by estimate to be chosen unasked: more
+than any estimate of a shipped entry, made from the others, is above its measurement."""
 
 LEAST_FLOPS = 2**34
 """Smaller GEMMs that nobody measured are left to the dense library: what a launch costs
@@ -45,6 +52,23 @@ class Entry:
     jax: str
     date: str
     commit: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """How long a GEMM takes, in proportion to what an entry took, us."""
+
+    sparse_us: float
+    dense_us: float
+    pack_us: float
+    entry: Entry
+    estimated: bool
+    """Whether the entry is of another GEMM, not only of another number of tokens."""
+
+    @property
+    def least_gain(self) -> float:
+        """How many times as fast as dense it must be to be chosen unasked."""
+        return ESTIMATED_GAIN if self.estimated else 1.0
 
 
 def file_of(device_kind: str) -> Path:
@@ -125,33 +149,98 @@ def nearest(device_kind: str, shape: Shape) -> Entry | None:
     return best
 
 
-def config_for(device_kind: str, shape: Shape) -> Config:
-    """Of the nearest entry, or the heuristic's. A GEMM whose result is packed takes
-    that of the same GEMM without."""
-    entry = nearest(device_kind, replace(shape, packed_out=False))
-    if entry is not None and why_invalid(entry.config, shape) is None:
-        return entry.config
-    return default_config(shape)
+def largest_inside(device_kind: str, shape: Shape) -> Entry | None:
+    """The entry with most work of those that `shape` is nowhere smaller than: widths,
+    experts, and, within `NEIGHBOUR`, the tokens of each of them."""
+
+    def is_inside(entry: Entry) -> bool:
+        small, count = entry.shape, tokens(entry.shape)
+        return (
+            replace(small, m=shape.m, n=shape.n, k=shape.k, experts=shape.experts)
+            == shape
+            and all(map(operator.le, widths(small), widths(shape)))
+            and small.experts <= shape.experts
+            and count * shape.experts <= NEIGHBOUR * tokens(shape) * small.experts
+        )
+
+    inside = filter(is_inside, entries(device_kind).values())
+    return max(inside, key=lambda entry: _work(entry.shape), default=None)
 
 
-def why_slower(device_kind: str, shape: Shape, rows_of_token: int = 1) -> str | None:
-    """Why not to choose the sparse GEMM unasked, or None.
+def widths(shape: Shape) -> tuple[int, int]:
+    """The two sizes of an FFN's GEMM that do not count tokens."""
+    first, second = (axis for axis in "mnk" if axis != tokens_axis(shape))
+    return getattr(shape, first), getattr(shape, second)
+
+
+def times(device_kind: str, shape: Shape, rows_of_token: int = 1) -> Times | None:
+    """Those of the nearest entry, or of the largest inside; None where there is none.
 
     Args:
       rows_of_token: how many of the shape's rows stand for one of the dense GEMM: a
         token may have several experts. Entries are of one.
     """
-    entry = nearest(device_kind, shape)
-    if entry is not None and entry.sparse_us >= entry.dense_us / rows_of_token:
-        return (
-            f"measured slower: {entry.sparse_us:.1f} us, dense "
-            f"{entry.dense_us / rows_of_token:.1f} us, at "
-            f"{tokens(entry.shape) // rows_of_token} tokens"
-        )
-    if entry is None and 2 * shape.m * shape.n * shape.k < LEAST_FLOPS:
+    near = nearest(device_kind, shape)
+    entry = near or largest_inside(device_kind, shape)
+    if entry is None:
+        return None
+    dense = _dense_work(shape) / _dense_work(entry.shape) / rows_of_token
+    return Times(
+        sparse_us=entry.sparse_us * _work(shape) / _work(entry.shape),
+        dense_us=entry.dense_us * dense,
+        pack_us=entry.pack_us * _packed(shape) / _packed(entry.shape),
+        entry=entry,
+        estimated=near is None,
+    )
+
+
+def _work(shape: Shape) -> int:
+    """Multiplications, those with zeros included: a row meets one expert."""
+    return shape.m * shape.n * shape.k
+
+
+def _dense_work(shape: Shape) -> int:
+    """Of the dense GEMM, where a row meets all experts and none fills a tile."""
+    rows = tokens(shape) - (shape.experts - 1) * shape.group_tile
+    first, second = widths(shape)
+    return max(rows, shape.group_tile) * first * second * shape.experts
+
+
+def _packed(shape: Shape) -> int:
+    """Numbers of the sparse operand: of a weight, those of all experts."""
+    return shape.m * shape.k * (shape.experts if tokens_axis(shape) == "n" else 1)
+
+
+def config_for(device_kind: str, shape: Shape) -> Config:
+    """Of the entry that `times` takes, or the heuristic's. A GEMM whose result is
+    packed takes that of the same GEMM without."""
+    known = times(device_kind, replace(shape, packed_out=False))
+    if known is not None and why_invalid(known.entry.config, shape) is None:
+        return known.entry.config
+    return default_config(shape)
+
+
+def why_slower(device_kind: str, shape: Shape, rows_of_token: int = 1) -> str | None:
+    """Why not to choose the sparse GEMM unasked, or None. Arguments as `times`."""
+    known = times(device_kind, shape, rows_of_token)
+    if known is None:
+        if 2 * _work(shape) >= LEAST_FLOPS:
+            return None
         sizes = (shape.m, shape.n, shape.k)
         return f"too small to gain without a measurement (m, n, k) = {sizes}"
-    return None
+    entry = known.entry
+    if known.sparse_us * known.least_gain < known.dense_us:
+        return None
+    if known.estimated:
+        return (
+            f"estimated slower, or faster by less than the estimate's error: "
+            f"{known.sparse_us:.1f} us, dense {known.dense_us:.1f} us"
+        )
+    return (
+        f"measured slower: {entry.sparse_us:.1f} us, dense "
+        f"{entry.dense_us / rows_of_token:.1f} us, at "
+        f"{tokens(entry.shape) // rows_of_token} tokens"
+    )
 
 
 def candidates(shape: Shape) -> list[Config]:

@@ -81,8 +81,21 @@ class Implementation:
     """What runs, in words, and the share of the dense FLOPs that it executes."""
     why_slower: Callable[[GemmSpec], str | None] = lambda spec: None
     """Why it would not be faster than dense, so that it is not chosen unasked."""
-    measured_us: Callable[[GemmSpec], Mapping[str, float] | None] = lambda spec: None
-    """Times measured for this GEMM or a similar one, see `Decision`."""
+    times: Callable[[GemmSpec], "Times | None"] = lambda spec: None
+    """Where this GEMM or a similar one was measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """How long a GEMM takes, and how that is known."""
+
+    us: Mapping[str, float]
+    """By backend, "dense" included, and of "packing" the sparse operand: measured, for
+    this GEMM or the nearest number of tokens and taken in proportion."""
+    estimated_from: str | None = None
+    """Where it was not: the smaller GEMM that was."""
+    least_gain: float = 1.0
+    """How many times as fast as dense the GEMM must be to be chosen unasked."""
 
 
 type Implementations = Mapping[Backend, Implementation]
@@ -100,10 +113,8 @@ class Decision:
     executed_share: float
     """FLOPs executed / FLOPs of the dense GEMM (rows that pad to V not counted)."""
     reason: str
-    measured_us: Mapping[str, float] | None = None
-    """Times by backend, "dense" included, and of "packing" the sparse operand: measured
-    for this GEMM, or for the nearest number of tokens and taken in proportion. None
-    where nothing near was measured."""
+    times: Times | None = None
+    """None where nothing was measured that tells them."""
 
 
 def current_platform() -> str:
@@ -165,7 +176,7 @@ def choose_backend(
                 path=path,
                 executed_share=share,
                 reason=reason,
-                measured_us=_measured_us(spec, implementations),
+                times=_times(spec, implementations),
             )
         refusals[backend] = why
     raise NotImplementedError(
@@ -175,15 +186,14 @@ def choose_backend(
     )
 
 
-def _measured_us(
-    spec: GemmSpec, implementations: Implementations
-) -> Mapping[str, float] | None:
-    """Of every backend that was measured and can run it, chosen or not."""
-    times: dict[str, float] = {}
-    for backend, implementation in implementations.items():
+def _times(spec: GemmSpec, implementations: Implementations) -> Times | None:
+    """Of the first backend that was measured and can run it, chosen or not."""
+    for backend in PREFERENCE:
         if _why_unsupported(spec, backend, implementations) is None:
-            times.update(implementation.measured_us(spec) or {})
-    return times or None
+            times = implementations[backend].times(spec)
+            if times is not None:
+                return times
+    return None
 
 
 def _why_unsupported(

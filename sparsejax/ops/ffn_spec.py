@@ -232,19 +232,20 @@ class FFNCall(ABC):
 def _why_slower_together(decisions: Sequence[Decision]) -> str | None:
     """Why GEMMs that share the packing of their operands are slower than dense ones, by
     what was measured; None where they are not, or where it was not."""
-    times = [decision.measured_us for decision in decisions]
+    times = [decision.times for decision in decisions]
     names = ("mosaic_sm90", "packing", "dense")
-    if any(of is None or not all(name in of for name in names) for of in times):
+    if any(of is None or not all(name in of.us for name in names) for of in times):
         return None
     sparse, packing, dense = (
-        sum(of[name] for of in times if of is not None) for name in names
+        sum(of.us[name] for of in times if of is not None) for name in names
     )
-    if sparse + packing < dense:
+    least_gain = max(of.least_gain for of in times if of is not None)
+    if (sparse + packing) * least_gain < dense:
         return None
-    return (
-        f"measured slower together: {sparse:.0f} us and {packing:.0f} of packing, "
-        f"dense {dense:.0f}"
-    )
+    known = "measured slower together"
+    if least_gain > 1:
+        known = "together estimated slower, or faster by less than the estimate's error"
+    return f"{known}: {sparse:.0f} us and {packing:.0f} of packing, dense {dense:.0f}"
 
 
 def _alike(packed: list[bool], of: list[int]) -> bool:

@@ -23,6 +23,7 @@ from sparsejax.ops.backend import (
     GemmSpec,
     Implementation,
     Implementations,
+    Times,
     choose_backend,
     current_device_kind,
     current_platform,
@@ -328,9 +329,12 @@ def _why_slower_on_sm90(spec: GemmSpec) -> str | None:
     from pallas_kernels import tuning
 
     shape = _shape_on_sm90(spec)
-    if not spec.sparse_weight and tuning.nearest(spec.device_kind, shape) is None:
+    if not spec.sparse_weight and _times_on_sm90(spec) is None:
         # Packing them costs time at every call, so that no rule can be trusted.
-        return "2:4 activations of this size have not been measured on this GPU"
+        return (
+            "2:4 activations of this size have not been measured on this GPU, nor any "
+            "smaller to estimate it from"
+        )
     return tuning.why_slower(spec.device_kind, shape, _rows_of_token(spec))
 
 
@@ -339,20 +343,25 @@ def _rows_of_token(spec: GemmSpec) -> int:
     return spec.experts_per_token if spec.experts is not None else 1
 
 
-def _measured_on_sm90(spec: GemmSpec) -> dict[str, float] | None:
+def _times_on_sm90(spec: GemmSpec) -> Times | None:
     from pallas_kernels import tuning
 
     shape = _shape_on_sm90(spec)
-    entry = tuning.nearest(spec.device_kind, shape)
-    if entry is None:
+    known = tuning.times(spec.device_kind, shape, _rows_of_token(spec))
+    if known is None:
         return None
-    # An entry for another number of tokens speaks for this one in proportion.
-    share = tuning.tokens(shape) / tuning.tokens(entry.shape)
-    return {
-        "mosaic_sm90": entry.sparse_us * share,
-        "dense": entry.dense_us * share / _rows_of_token(spec),
-        "packing": entry.pack_us * (1 if spec.sparse_weight else share),
+    source = None
+    if known.estimated:
+        at = known.entry.shape
+        source = f"{at.m} x {at.n} x {at.k}" + (
+            f" of {at.experts} experts" if spec.experts is not None else ""
+        )
+    us = {
+        "mosaic_sm90": known.sparse_us,
+        "dense": known.dense_us,
+        "packing": known.pack_us,
     }
+    return Times(us=us, estimated_from=source, least_gain=known.least_gain)
 
 
 def _describe_on_sm90(spec: GemmSpec) -> tuple[str, float]:
@@ -446,7 +455,7 @@ IMPLEMENTATIONS: Implementations = {
         why_unsupported=_why_unsupported_on_sm90,
         describe=_describe_on_sm90,
         why_slower=_why_slower_on_sm90,
-        measured_us=_measured_on_sm90,
+        times=_times_on_sm90,
     ),
     "reference": Implementation(
         run=partial(_multiply, precision=lax.Precision.HIGHEST),

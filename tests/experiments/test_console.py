@@ -201,6 +201,44 @@ def test_the_times_behind_a_choice_are_said(sparse_us, path, capsys, monkeypatch
     assert "no faster than dense at this size" not in shown
 
 
+def test_an_estimate_is_said_with_what_it_comes_from(capsys, monkeypatch):
+    shape = Shape(m=4096, n=2048, k=2048)
+    known = tuning.Entry(
+        shape=shape,
+        config=default_config(shape),
+        sparse_us=20.0,
+        dense_us=30.0,
+        pack_us=10.0,
+        jax="0",
+        date="2000-01-01",
+        commit="0",
+    )
+    monkeypatch.setattr(tuning, "entries", lambda kind: {shape: known})
+    hopper.pretend(monkeypatch)
+    monkeypatch.setattr(metrics, "current_device_kind", lambda: "NVIDIA H200")
+    one_sequence = "--batch-size 1 --micro-batches 1 --mesh.data 1 --dry-run"
+    assert (
+        pretrain.run(f"--preset llama-1b --recipe weights {one_sequence}".split()) == 0
+    )
+    shown = capsys.readouterr().out
+    times = "estimated 80 us, dense 120 us, packing 20 us from 4096 x 2048 x 2048"
+    assert f"{ON_TENSOR_CORES}; {times}\n" in shown
+    assert "estimated: in proportion to a GEMM that is nowhere larger" in shown
+    assert "measured: each GEMM alone" not in shown
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_a_gpu_without_a_kernel_for_experts_is_told(platform, capsys, monkeypatch):
+    monkeypatch.setattr(metrics, "current_platform", lambda: platform)
+    monkeypatch.setattr(metrics, "current_device_kind", lambda: "NVIDIA A100")
+    slower = (
+        "a GEMM by expert on xla is a loop of dense ones: steps with it were slower"
+    )
+    for recipe, said in (("paper", platform == "gpu"), ("default", False)):
+        assert pretrain.run(["--recipe", recipe, "--dry-run"]) == 0
+        assert (slower in capsys.readouterr().out) == said
+
+
 def share_of_ffn(preset: str) -> float:
     config = PRESETS[preset]()
     length = config.data.sequence_length

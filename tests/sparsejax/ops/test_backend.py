@@ -31,7 +31,7 @@ def test_first_supported_is_taken_and_refusals_are_told():
     assert (decision.backend, decision.path) == ("xla", "masked")
     assert decision.executed_share == 0.5
     assert decision.spec is SPEC
-    assert decision.measured_us is None
+    assert decision.times is None
     assert decision.reason == "the first that can run it; mosaic_sm90: cpu is no sm_90"
 
 

@@ -119,7 +119,8 @@ def test_it_is_never_chosen_where_it_lost(monkeypatch, faster):
     decision = spec().explain()[0]
     assert decision.backend == ("mosaic_sm90" if faster else "xla")
     # Both times are shown whatever was chosen, for the 4096 tokens asked about.
-    assert decision.measured_us == {
+    assert decision.times.estimated_from is None
+    assert decision.times.us == {
         "mosaic_sm90": 2 * known.sparse_us,
         "dense": 2 * known.dense_us,
         "packing": known.pack_us,
@@ -127,8 +128,14 @@ def test_it_is_never_chosen_where_it_lost(monkeypatch, faster):
     if not faster:
         assert "measured slower: 120.0 us, dense 100.0 us" in decision.reason
     assert spec().explain("mosaic_sm90")[0].backend == "mosaic_sm90"
-    # Four times the tokens are too far from what was measured.
-    assert spec(tokens=4 * 2048 + 1).explain()[0].measured_us is None
+    # Four times the tokens are too far from what was measured, and then an estimate;
+    # nothing is estimated from a larger one.
+    decision = spec(tokens=4 * 2048 + 1).explain()[0]
+    assert decision.times.estimated_from == "8192 x 2048 x 2048"
+    assert (decision.backend == "mosaic_sm90") == faster
+    if not faster:
+        assert "estimated slower, or faster by less than" in decision.reason
+    assert spec(tokens=512).explain()[0].times is None
 
 
 # Values.

@@ -168,7 +168,7 @@ def test_a_dense_gemm_has_a_token_once_whatever_its_experts(monkeypatch):
         known = {shape: entry(sparse_us=sparse_us)}
         monkeypatch.setattr(tuning, "entries", lambda kind, known=known: known)
         kernel = sparse_matmul.IMPLEMENTATIONS["mosaic_sm90"]
-        assert kernel.measured_us(gemm)["dense"] == 50.0
+        assert kernel.times(gemm).us["dense"] == 50.0
         reason = f"measured slower: 51.0 us, dense 50.0 us, at {shape.m // 2} tokens"
         assert kernel.why_slower(gemm) == (reason if slower else None)
 
