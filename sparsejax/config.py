@@ -254,7 +254,7 @@ class RecipeConfig:
     router: RouterChoice = "nearest_centre"
     """How a token chooses its experts ("paper")."""
     skip_blocks: bool = False
-    """GEMMs 1 and 3 compute only the neurons of a token's experts ("paper")."""
+    """GEMM 1, too, computes only the neurons of a token's experts ("paper")."""
     token_sparsity: TokenSparsity | None = None
     """GEMMs 5 and 6 2:4 along tokens in the sparse phase (where activations are
     sparse)."""

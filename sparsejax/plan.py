@@ -403,7 +403,8 @@ def _gemm_factors(
     """How many times cheaper each GEMM is: `two_four` where an operand is 2:4,
     `routed` where it is computed by expert."""
     weight = two_four if sparsity.weights else 1.0
-    weight *= routed if sparsity.skip_blocks else 1.0
+    into_hidden = weight * (routed if sparsity.skip_blocks else 1.0)
+    back_into_hidden = weight * (routed if sparsity.da_by_expert else 1.0)
     activation = 1.0
     if sparsity.activations is not None:
         activation = two_four
@@ -414,9 +415,9 @@ def _gemm_factors(
         dense = sparsity.dense_features
         gradient /= dense + (1 - dense) / two_four
     by_number = {
-        1: weight,
+        1: into_hidden,
         2: activation,
-        3: weight,
+        3: back_into_hidden,
         4: activation,
         5: gradient,
         6: gradient,

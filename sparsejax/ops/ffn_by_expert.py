@@ -163,7 +163,7 @@ def backward(
             sparsity, backends, x_read, residuals, w, dy, dy_rows, key
         )
     da = _dense_da(sparsity, backends[2], w, dy, dy_rows, routed)
-    da_rows = da if sparsity.skip_blocks else _own_neurons(da, routed)
+    da_rows = da if sparsity.da_by_expert else _own_neurons(da, routed)
     hidden_rows, hidden = residuals.hidden_rows, residuals.hidden
     dy_up_rows = selected = da_rows * 2 * hidden_rows
     if not sparsity.mask_reuse:
@@ -203,8 +203,8 @@ def _dense_da(
     dy_rows: jax.Array,
     routed: Dispatch,
 ) -> jax.Array:
-    """dA of all tokens and neurons, or with `skip_blocks` of the rows."""
-    if not sparsity.skip_blocks:
+    """dA of all tokens and neurons, or with `da_by_expert` of the rows."""
+    if not sparsity.da_by_expert:
         # (T, F) = (T, d) @ (d, F)
         return multiply_by_weight(backend, dy, w.down.T, w.packed_down)
     # (rows, F / E) = (rows, d) @ (E, d, F / E)
@@ -279,7 +279,7 @@ def _packed_gradient(
             return dy_up, None
         return dy_up, rows_over_tokens(groups, dy_up, kept)
     da = _dense_da(sparsity, backends[2], w, dy, dy_rows, kept.routed)
-    by_token = not sparsity.skip_blocks
+    by_token = not sparsity.da_by_expert
     if groups is None:
         return row_gradient(da, kept, by_token=by_token), None
     return row_gradient_over_tokens(groups, da, kept, by_token=by_token)

@@ -54,7 +54,8 @@ class FFNSparsity:
     """V:N:M only: g of E experts per token; the density of A is g * n / m."""
 
     skip_blocks: bool = False
-    """V:N:M only: GEMMs 1 and 3 compute just the neurons of the token's experts."""
+    """V:N:M only: GEMM 1 computes just the neurons of the token's experts. GEMM 3 does
+    so too, where its weight is 2:4 even without (`da_by_expert`)."""
 
     mask_reuse: bool = True
     """The backward applies the forward's mask to Y1 before anything else. Without it
@@ -128,6 +129,16 @@ class FFNSparsity:
     def experts(self) -> int | None:
         """E, or None where no router is used."""
         return self.activations.experts if isinstance(self.activations, VNM) else None
+
+    @property
+    def da_by_expert(self) -> bool:
+        """Whether GEMM 3 computes dA for the neurons of a token's experts alone. A is
+        zero at all others, and so dY1 = dA * 2 relu(Y1), unless `mask_reuse=False` lets
+        dense weight gradients read them. A dense weight (no `skip_blocks`) is left to
+        one dense GEMM, which no loop over experts beats at every size."""
+        read_elsewhere = not self.mask_reuse and self.weight_gradients == "dense"
+        two_four = self.weights is not None and not read_elsewhere
+        return bool(self.experts) and (self.skip_blocks or two_four)
 
     @property
     def needs_key(self) -> bool:
@@ -332,7 +343,7 @@ class FFNSpec(FFNCall):
         return (
             gemm("1  Y1 = X W1", t, d, f, "rhs", s.weights, s.skip_blocks),
             gemm("2  Y = A W2", t, f, d, "lhs", activations, routed),
-            gemm("3  dA = dY W2^T", t, d, f, "rhs", s.weights, s.skip_blocks),
+            gemm("3  dA = dY W2^T", t, d, f, "rhs", s.weights, s.da_by_expert),
             gemm(
                 "4  dX = dY1 W1^T",
                 t,
@@ -363,7 +374,8 @@ def packs_its_result(
 ) -> bool:
     """Whether GEMM 1 (`gemm` 0) writes A instead of Y1, or GEMM 3 (2) dY1 instead of
     dA, 2:4 as the next one reads it: on the kernel, with the next one's rows."""
-    same_rows = not sparsity.experts or sparsity.skip_blocks
+    by_expert = sparsity.skip_blocks if gemm == 0 else sparsity.da_by_expert
+    same_rows = not sparsity.experts or by_expert
     both = backends[gemm] == backends[gemm + 1] == "mosaic_sm90"
     return sparsity.weights is not None and same_rows and both
 

@@ -80,7 +80,7 @@ def pack_ffn(
     pack = partial(_compress, pattern=pattern, dtype=dtype)
     # Rows that lie together: those of a device, and of an expert.
     together = [d_hidden // shards]
-    if sparsity.skip_blocks and sparsity.experts:
+    if sparsity.experts and sparsity.da_by_expert:
         together.append(d_hidden // sparsity.experts)
     if backend in (None, "mosaic_sm90") and not any(
         why_not_packed(rows, d_model, str(w_up.dtype), dtype) for rows in together

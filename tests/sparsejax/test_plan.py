@@ -124,7 +124,7 @@ IDEAL = KernelFactors(two_four=2.0)
     ("sparsity", "shares"),
     [
         (DENSE, (1, 1, 1, 1, 1, 1)),
-        (MASKS, (1 / 2, 1 / 8, 1 / 2, 1 / 8, 1, 1)),
+        (MASKS, (1 / 2, 1 / 8, 1 / 8, 1 / 8, 1, 1)),
         (BLOCKS, (1 / 8, 1 / 8, 1 / 8, 1 / 8, 1 / 4, 1 / 4)),
         (
             dataclasses.replace(BLOCKS, experts_per_token=2),
@@ -165,7 +165,7 @@ def test_predicted_speedups_reproduce_the_published_arithmetic():
 
 def test_assumed_factors():
     assert gemm_speedups(TINY, DENSE) == (1,) * 6
-    assert gemm_speedups(TINY, MASKS) == (1.5, 6, 1.5, 6, 1, 1)
+    assert gemm_speedups(TINY, MASKS) == (1.5, 6, 6, 6, 1, 1)
     assert gemm_speedups(TINY, BLOCKS) == (6, 6, 6, 6, 4, 4)
     slow = KernelFactors(two_four=1.0, grouped_efficiency=0.5)
     assert gemm_speedups(TINY, BLOCKS, slow) == (2,) * 6

@@ -1,5 +1,7 @@
 """The V:N:M FFN: uneven routing, skipped blocks, one compilation."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ from ffn_cases import (
     oracle,
     value_and_gradients,
 )
+from sparsejax.ops.ffn import ffn
 from sparsejax.ops.ffn_spec import FFNSparsity
 from sparsejax.patterns import VNM
 
@@ -106,6 +109,30 @@ def test_skipped_blocks_are_never_computed(token_sparsity):
     assert largest(skip_blocks=True) < tokens * D_HIDDEN
     # masks compute every neuron of every token: the measure can tell
     assert largest(skip_blocks=False) >= tokens * D_HIDDEN
+
+
+@pytest.mark.parametrize("weight_gradients", ["dense", "expert_columns"])
+@pytest.mark.parametrize("mask_reuse", [True, False])
+def test_masks_leave_the_backward_to_a_tokens_experts(mask_reuse, weight_gradients):
+    """Only dense gradients of unmasked neurons read dA of the others."""
+    tokens = 512
+    x, w_up, w_down, dy = (a.astype("float32") for a in make_inputs(tokens=tokens))
+    sparsity = replace(
+        venom(skip_blocks=False),
+        mask_reuse=mask_reuse,
+        weight_gradients=weight_gradients,
+    )
+    experts = make_experts(sparsity, tokens=tokens)
+
+    def run(x):
+        options = {"scales": jnp.ones(2), "expert_index": jnp.asarray(experts)}
+        return ffn(x, w_up, w_down, sparsity=sparsity, **options)
+
+    backward = jax.make_jaxpr(jax.vjp(run, x)[1])(dy)
+    dense = weight_gradients == "dense"
+    assert sparsity.da_by_expert == (mask_reuse or not dense)
+    # Dense gradients have all of A and dY1.
+    assert (max(sizes_in(backward.jaxpr)) >= tokens * D_HIDDEN) == dense
 
 
 def sizes_in(jaxpr):

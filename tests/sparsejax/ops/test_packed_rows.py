@@ -179,9 +179,11 @@ def test_the_share_is_that_of_an_experts_half(untuned):
     assert shares[:4] == [0.25] * 4
     written = ["writes" in decision.path for decision in decisions]
     assert written == [True, False, True, False, False, False]
-    # Of all neurons there must be all of Y1 and dA.
+    # Masks need all of Y1, but dA only where A is kept.
     masked = spec(SPARSITIES["all six"]).explain("mosaic_sm90")
-    assert not any("writes" in decision.path for decision in masked)
+    assert [d.executed_share for d in masked][:4] == [0.5, 0.25, 0.25, 0.25]
+    written = ["writes" in decision.path for decision in masked]
+    assert written == [False, False, True, False, False, False]
     # 5 % of 4096 neurons of an expert, in blocks of 64, are multiplied twice.
     assert shares[4:] == [0.25 * (1 + 256 / 4096)] * 2
 
@@ -213,9 +215,11 @@ def test_an_ffn_of_whole_numbers_is_exactly_the_reference(calls, name, tokens):
     assert {"sparse_rows", "sum_rows"} <= set(calls)
     assert ("sparse_over_rows" in calls) == (sparsity.token_sparsity is not None)
     skipped = sparsity.skip_blocks and sparsity.weights is not None
-    assert ("sparse_weights" in calls) == skipped
-    for kernel in ("keep_features", "backward"):
-        assert (f"{kernel} of a product" in calls) == skipped
+    assert ("keep_features of a product" in calls) == skipped
+    # dA is of a token's experts alone, also where Y1 was of all neurons.
+    by_expert = sparsity.weights is not None
+    assert ("sparse_weights" in calls) == by_expert
+    assert ("backward of a product" in calls) == by_expert
 
 
 @pytest.mark.parametrize("name", ["all six, skipped", "skipped"])
