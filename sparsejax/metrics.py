@@ -21,7 +21,7 @@ from sparsejax.ops.backend import (
     current_platform,
 )
 from sparsejax.ops.expert_rows import combine_rows, gather_rows
-from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
+from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec, filled_up_to
 from sparsejax.ops.gated_ffn import GatedFFNSpec
 from sparsejax.patterns import NM, VNM
 from sparsejax.plan import flops_per_token
@@ -137,7 +137,7 @@ def router_seconds(
         return 0.0
     assert isinstance(sparsity.activations, VNM)
     backends = [decision.backend for decision in decisions]
-    experts, v = sparsity.experts, sparsity.activations.v
+    experts, v = sparsity.experts, filled_up_to(sparsity.activations, backends)
     keys = jax.random.split(jax.random.key(0))
     normal = partial(jax.random.normal, dtype=jnp.dtype(config.dtype))
     x = normal(keys[0], (tokens, config.d_model))

@@ -16,7 +16,7 @@ from sparsejax.ops.backend import Backend
 from sparsejax.ops.expert_rows import combine_rows, gather_rows
 from sparsejax.ops.ffn_all_neurons import keep_once
 from sparsejax.ops.ffn_layout import FFNLayout, gather_experts, own_experts
-from sparsejax.ops.ffn_spec import FFNSparsity, group_tile, packs_its_result
+from sparsejax.ops.ffn_spec import FFNSparsity, filled_up_to, packs_its_result
 from sparsejax.ops.ffn_weights import FFNWeights, as_packed, multiply_by_weight
 from sparsejax.ops.grouped_matmul import grouped_matmul, grouped_outer
 from sparsejax.ops.packed_activations import OverTokens
@@ -333,7 +333,7 @@ def _dispatch(
         order = fixed_token_order(expert_index.shape[0])
         order = jnp.asarray(order[order >= 0])
     pattern = sparsity.activations
-    v = group_tile(pattern.v) if "mosaic_sm90" in backends else pattern.v
+    v = filled_up_to(pattern, backends)
     first, experts = own_experts(layout, pattern.experts)
     return dispatch(expert_index - first, experts, v, token_order=order)
 

@@ -177,6 +177,11 @@ def group_tile(v: int) -> int:
     return math.ceil(v / GROUP_TILE) * GROUP_TILE
 
 
+def filled_up_to(pattern: VNM, backends: Sequence[Backend]) -> int:
+    """What an expert's tokens are filled up to multiples of by these backends."""
+    return group_tile(pattern.v) if "mosaic_sm90" in backends else pattern.v
+
+
 @dataclass(frozen=True, kw_only=True)
 class FFNCall(ABC):
     """The static facts of one call of an FFN, gated or not."""

@@ -12,6 +12,7 @@ from sparsejax import metrics
 from sparsejax.config import ModelConfig
 from sparsejax.metrics import ffn_decisions
 from sparsejax.recipe import sparsity_of
+from sparsejax.router import dispatch
 from sparsejax.train import Run
 from tests.micro_run import arrays_of, micro_config, with_phases, write_text
 
@@ -104,11 +105,16 @@ def test_the_router_is_timed_with_the_kernel_that_an_ffn_moves_rows_with(
     calls = hopper.pretend(monkeypatch)
     monkeypatch.setattr(metrics, "current_device_kind", lambda: "NVIDIA H200")
     model = replace(config.model, d_hidden=512)
-    phases = replace(config.phases, experts=4, block_rows=128)
+    phases = replace(config.phases, experts=4, block_rows=64)
     sparsity = sparsity_of("paper", phases)
+    tiles = []
+    monkeypatch.setattr(
+        metrics, "dispatch", lambda *a: tiles.append(a[2]) or dispatch(*a)
+    )
     # To the experts and back, each traced once for forward and backward.
-    for backend, moved in (("mosaic_sm90", 2), ("xla", 0)):
+    for backend, moved, tile in (("mosaic_sm90", 2, 128), ("xla", 0, 64)):
         calls.clear()
         decisions = ffn_decisions(model, sparsity, 32, backend)
         assert metrics.router_seconds(model, sparsity, 32, decisions) > 0
         assert calls == ["sum_rows"] * moved
+        assert tiles.pop() == tile
