@@ -1,5 +1,6 @@
 """The weights of an FFN as its GEMMs read them: dense, and packed 2:4."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -77,21 +78,25 @@ def pack_ffn(
     pattern = sparsity.weights
     d_model, d_hidden = w_up.shape[-2:]
     shards = 1 if layout is None else layout.hidden_shards * layout.stored_shards
-    pack = partial(_compress, pattern=pattern, dtype=dtype)
-    # Rows that lie together: those of a device, and of an expert.
-    together = [d_hidden // shards]
-    if sparsity.experts and sparsity.da_by_expert:
-        together.append(d_hidden // sparsity.experts)
-    if backend in (None, "mosaic_sm90") and not any(
-        why_not_packed(rows, d_model, str(w_up.dtype), dtype) for rows in together
-    ):
-        pack = partial(_pack_on_each_device, layout, dtype=dtype)
+
+    def packing(by_expert: bool) -> Callable[..., Compressed | Packed]:
+        # Rows that lie together: those of a device, and of an expert.
+        together = [d_hidden // shards]
+        if sparsity.experts and by_expert:
+            together.append(d_hidden // sparsity.experts)
+        if backend in (None, "mosaic_sm90") and not any(
+            why_not_packed(rows, d_model, str(w_up.dtype), dtype) for rows in together
+        ):
+            return partial(_pack_on_each_device, layout, dtype=dtype)
+        return partial(_compress, pattern=pattern, dtype=dtype)
+
+    pack_up, pack_down = packing(sparsity.skip_blocks), packing(sparsity.da_by_expert)
     gate = None
     if w_gate is not None:
-        gate = pack(w_gate, gate_scale[0], axis=-2)
+        gate = pack_up(w_gate, gate_scale[0], axis=-2)
     return PackedFFN(
-        up=pack(w_up, up_scale, axis=-2),
-        down=pack(w_down, down_scale, axis=-1),
+        up=pack_up(w_up, up_scale, axis=-2),
+        down=pack_down(w_down, down_scale, axis=-1),
         gate=gate,
     )
 

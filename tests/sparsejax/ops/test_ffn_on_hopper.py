@@ -258,20 +258,24 @@ def test_a_training_step_of_two_layers_lowers_for_hopper(
     assert text.count("custom_call @mosaic_gpu") == kernels
 
 
+@pytest.mark.parametrize("skip_blocks", [True, False])
 @pytest.mark.parametrize("neurons", [64, 32])
-def test_experts_of_whole_blocks_are_packed_for_the_kernel(calls, neurons):
+def test_experts_of_whole_blocks_are_packed_for_the_kernel(calls, neurons, skip_blocks):
+    """W1 for all neurons at once, where no block is skipped."""
     _, weights, scales = operands()
     experts = weights[0].shape[1] // neurons
     sparsity = FFNSparsity(
         weights=NM(2, 4),
         activations=VNM(8, 2, 4 * experts),
-        skip_blocks=True,
+        skip_blocks=skip_blocks,
         weight_gradients="expert_columns",
     )
     packed = pack_ffn(*weights, sparsity=sparsity, scales=scales, dtype=jnp.bfloat16)
-    whole = neurons == 64
-    assert isinstance(packed.up, Packed if whole else Compressed)
-    assert calls == ["compress"] * (2 * whole)
+    down = neurons == 64
+    up = down or not skip_blocks
+    assert isinstance(packed.up, Packed if up else Compressed)
+    assert isinstance(packed.down, Packed if down else Compressed)
+    assert calls == ["compress"] * (up + down)
 
 
 def test_the_public_operation_takes_packed_weights_and_is_exact(calls):
