@@ -218,13 +218,7 @@ def _say_paths(
     if known:
         flops = plan.flops_per_token(config.model, config.data.sequence_length)
         _say_expected(decisions, config.micro_batches, flops.ffn_share())
-    if (
-        any(
-            decision.spec.experts and decision.backend == "xla"
-            for decision in decisions
-        )
-        and decisions[0].spec.device == "gpu"
-    ):
+    if any(map(_loops_over_chunks, decisions)):
         say(
             "  a GEMM by expert on xla is a loop of dense ones: steps with it were "
             "slower than dense (H200)"
@@ -236,6 +230,13 @@ def _say_paths(
             "  this device has no sparse path for these patterns: quality is that of "
             "the sparse phase, speed a little below dense"
         )
+
+
+def _loops_over_chunks(decision: Decision) -> bool:
+    """Whether GEMM 2 or 4 multiplies expert by expert on a GPU without its kernel."""
+    spec = decision.spec
+    by_expert = bool(spec.experts) and spec.reads_activations
+    return by_expert and spec.device == "gpu" and decision.backend == "xla"
 
 
 def _say_expected(

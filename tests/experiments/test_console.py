@@ -113,30 +113,36 @@ def test_the_paths_of_a_mesh_are_those_of_one_device_s_gemms(capsys, monkeypatch
     assert "mesh: data 4 x fsdp 1 x tensor 2 = 8 devices" in capsys.readouterr().out
 
 
+def entry(
+    shape: Shape, sparse_us: float, dense_us: float, pack_us: float
+) -> tuning.Entry:
+    return tuning.Entry(
+        shape=shape,
+        config=default_config(shape),
+        sparse_us=sparse_us,
+        dense_us=dense_us,
+        pack_us=pack_us,
+        jax="0",
+        date="2000-01-01",
+        commit="0",
+    )
+
+
 ON_TENSOR_CORES = "mosaic_sm90: 2:4 weight on the sparse tensor cores (50%)"
 MASKED = "xla: dense GEMM over the masked weight; skips nothing (100%)"
 
 
 def test_a_sparse_phase_that_is_no_faster_than_dense_is_told(capsys, monkeypatch):
     def shown(micro_batches: int, *, pack_us: float = 60.0) -> str:
-        entry = replace(known, pack_us=pack_us)
-        monkeypatch.setattr(tuning, "entries", lambda kind: {shape: entry})
+        packed = replace(known, pack_us=pack_us)
+        monkeypatch.setattr(tuning, "entries", lambda kind: {shape: packed})
         batch = f"--batch-size {micro_batches} --micro-batches {micro_batches}"
         one_device = "--preset llama-1b --recipe weights --mesh.data 1 --dry-run"
         assert pretrain.run(f"{batch} {one_device}".split()) == 0
         return capsys.readouterr().out
 
     shape = Shape(m=8192, n=4096, k=2048)
-    known = tuning.Entry(
-        shape=shape,
-        config=default_config(shape),
-        sparse_us=50.0,
-        dense_us=100.0,
-        pack_us=60.0,
-        jax="0",
-        date="2000-01-01",
-        commit="0",
-    )
+    known = entry(shape, 50.0, 100.0, 60.0)
     hopper.pretend(monkeypatch)
     monkeypatch.setattr(metrics, "current_device_kind", lambda: "NVIDIA H200")
     once = shown(1)
@@ -165,16 +171,7 @@ def test_the_times_behind_a_choice_are_said(sparse_us, path, capsys, monkeypatch
     shape = Shape(m=8192, n=2048, k=2048)
     known = {}
     if sparse_us is not None:
-        known[shape] = tuning.Entry(
-            shape=shape,
-            config=default_config(shape),
-            sparse_us=sparse_us,
-            dense_us=82.1,
-            pack_us=10.0,
-            jax="0",
-            date="2000-01-01",
-            commit="0",
-        )
+        known[shape] = entry(shape, sparse_us, 82.1, 10.0)
     monkeypatch.setattr(tuning, "entries", lambda kind: known)
     hopper.pretend(monkeypatch)
     monkeypatch.setattr(metrics, "current_device_kind", lambda: "NVIDIA H200")
@@ -203,16 +200,7 @@ def test_the_times_behind_a_choice_are_said(sparse_us, path, capsys, monkeypatch
 
 def test_an_estimate_is_said_with_what_it_comes_from(capsys, monkeypatch):
     shape = Shape(m=4096, n=2048, k=2048)
-    known = tuning.Entry(
-        shape=shape,
-        config=default_config(shape),
-        sparse_us=20.0,
-        dense_us=30.0,
-        pack_us=10.0,
-        jax="0",
-        date="2000-01-01",
-        commit="0",
-    )
+    known = entry(shape, 20.0, 30.0, 10.0)
     monkeypatch.setattr(tuning, "entries", lambda kind: {shape: known})
     hopper.pretend(monkeypatch)
     monkeypatch.setattr(metrics, "current_device_kind", lambda: "NVIDIA H200")
@@ -237,6 +225,15 @@ def test_a_gpu_without_a_kernel_for_experts_is_told(platform, capsys, monkeypatc
     for recipe, said in (("paper", platform == "gpu"), ("default", False)):
         assert pretrain.run(["--recipe", recipe, "--dry-run"]) == 0
         assert (slower in capsys.readouterr().out) == said
+    # Where kernels run GEMMs 2 and 4, loops for 5 and 6 do not make a step slower.
+    hopper.pretend(monkeypatch)
+    monkeypatch.setattr(metrics, "current_device_kind", lambda: "NVIDIA H200")
+    paper = "--preset llama-1b --recipe paper --mesh.data 1 --dry-run"
+    assert pretrain.run(paper.split()) == 0
+    shown = capsys.readouterr().out
+    assert "2:4 activation of 4 experts on the sparse tensor cores" in shown
+    assert "6  dW2 = A^T dY    xla: grouped GEMM over 4 experts" in shown
+    assert slower not in shown
 
 
 def share_of_ffn(preset: str) -> float:
