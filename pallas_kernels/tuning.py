@@ -63,7 +63,7 @@ class Times:
     pack_us: float
     entry: Entry
     estimated: bool
-    """Whether the entry is of another GEMM, not only of another number of tokens."""
+    """Whether no entry was near, and this one is of a smaller GEMM."""
 
     @property
     def least_gain(self) -> float:
@@ -228,7 +228,6 @@ def why_slower(device_kind: str, shape: Shape, rows_of_token: int = 1) -> str | 
             return None
         sizes = (shape.m, shape.n, shape.k)
         return f"too small to gain without a measurement (m, n, k) = {sizes}"
-    entry = known.entry
     if known.sparse_us * known.least_gain < known.dense_us:
         return None
     if known.estimated:
@@ -236,6 +235,7 @@ def why_slower(device_kind: str, shape: Shape, rows_of_token: int = 1) -> str | 
             f"estimated slower, or faster by less than the estimate's error: "
             f"{known.sparse_us:.1f} us, dense {known.dense_us:.1f} us"
         )
+    entry = known.entry
     return (
         f"measured slower: {entry.sparse_us:.1f} us, dense "
         f"{entry.dense_us / rows_of_token:.1f} us, at "

@@ -214,14 +214,11 @@ def test_groups_are_estimated_from_fewer_and_smaller_ones():
 
 def test_an_estimate_must_gain_more_than_its_error():
     wide = replace(SHAPE, m=512, n=8000)
-    for sparse_us, reason in (
-        (1.8, None),
-        (1.85, "estimated slower, or faster by les"),
-    ):
-        tuning.save(GPU, [entry(SHAPE, sparse_us)])
-        assert tuning.why_slower(GPU, SHAPE) is None
-        why = tuning.why_slower(GPU, wide)
-        assert why == reason or (reason and why.startswith(reason))
+    tuning.save(GPU, [entry(SHAPE, 1.8)])
+    assert tuning.why_slower(GPU, wide) is None
+    tuning.save(GPU, [entry(SHAPE, 1.85)])
+    assert tuning.why_slower(GPU, SHAPE) is None
+    assert tuning.why_slower(GPU, wide).startswith("estimated slower, or faster by les")
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)

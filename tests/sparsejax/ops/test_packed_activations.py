@@ -129,6 +129,29 @@ def test_packing_counts_where_gemms_share_it(monkeypatch):
     assert backends(spec(ALL_SIX).explain("mosaic_sm90")) == [True] * 6
 
 
+@pytest.mark.parametrize(("pack_us", "chosen"), [(60.0, True), (80.0, False)])
+def test_gemms_that_share_it_gain_more_than_an_estimates_error(
+    monkeypatch, pack_us, chosen
+):
+    """Both are a little faster than dense; from a GEMM of half the width."""
+    known = {
+        shape: replace(entry(shape, faster=True), pack_us=pack_us)
+        for shape in (
+            replace(TOKENWISE, n=1024),
+            replace(TOKENWISE, n=1024, b_k_major=False),
+        )
+    }
+    monkeypatch.setattr(tuning, "entries", lambda kind: known)
+    decisions = spec(ALL_SIX).explain()
+    assert backends(decisions)[1:4:2] == [chosen] * 2
+    # A row of A is packed once, however many columns it is multiplied by.
+    told = (
+        "together estimated slower, or faster by less than the estimate's error: 400 us "
+        "and 160 of packing, dense 600"
+    )
+    assert (told in decisions[1].reason) != chosen
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
