@@ -146,8 +146,8 @@ def test_gemms_that_share_it_gain_more_than_an_estimates_error(
     assert backends(decisions)[1:4:2] == [chosen] * 2
     # A row of A is packed once, however many columns it is multiplied by.
     told = (
-        "together estimated slower, or faster by less than the estimate's error: 400 us "
-        "and 160 of packing, dense 600"
+        "together estimated slower, or faster by less than the estimate's error: "
+        "400 us and 160 of packing, dense 600"
     )
     assert (told in decisions[1].reason) != chosen
 
