@@ -68,9 +68,9 @@ def plot_run(folder: Path) -> str:
 def plot_comparison(folder: Path) -> str:
     """Draws comparison.png in the folder of a comparison; returns what happened.
 
-    Validation loss as the phase computes, against tokens and against seconds of
-    training; a colour for each run, a line for each seed. Below, the phases of each
-    run's first seed.
+    Validation loss as the phase computes, on both sides of a switch, against tokens and
+    against seconds of training; a colour for each run, a line for each seed. Below, the
+    phases of each run's first seed.
     """
     plt = _pyplot()
     if plt is None:
@@ -89,14 +89,14 @@ def plot_comparison(folder: Path) -> str:
         for index, place in enumerate(places):
             records = _read(folder / place)
             steps = _of_event(records, "step")
-            validations = _of_event(records, "validation")
+            steps_of_curve, losses_of_curve = _validation_curve(records)
             config = read_config(folder / place / "config.json")
             for at, (losses, strips) in zip(
                 _scales(records, config.tokens_per_step), grid.T, strict=True
             ):
                 losses.plot(
-                    [at(r["step"]) for r in validations],
-                    [r["loss"] for r in validations],
+                    [at(step) for step in steps_of_curve],
+                    losses_of_curve,
                     color=f"C{row}",
                     linestyle=LINES[index % len(LINES)],
                     marker=".",
@@ -120,6 +120,15 @@ def plot_comparison(folder: Path) -> str:
     figure.savefig(folder / "comparison.png", dpi=120)
     plt.close(figure)
     return f"figure: {folder / 'comparison.png'}"
+
+
+def _validation_curve(records: list[dict]) -> tuple[list[int], list[float]]:
+    """Steps and losses; at a switch twice, before it and after."""
+    points = [(r["step"], r["loss"]) for r in _of_event(records, "validation")]
+    points += [(r["step"], r["after"]) for r in _of_event(records, "switch")]
+    points.sort(key=lambda point: point[0])
+    steps, losses = zip(*points, strict=True) if points else ((), ())
+    return list(steps), list(losses)
 
 
 def training_seconds(records: list[dict], tokens_per_step: int) -> dict[int, float]:

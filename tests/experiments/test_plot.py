@@ -84,27 +84,32 @@ def test_seconds_are_those_of_the_steps_and_gaps_take_the_rate_of_their_phase():
     assert training_seconds([], 10) == {0: 0.0}
 
 
-def write_comparison(folder: Path) -> dict[str, dict[int, float]]:
-    """Two runs with two seeds and one seed; the validation losses by step."""
+def write_comparison(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Two runs with two seeds and one seed; step and validation loss of all points, at
+    the switch of the last run those before it and after."""
     places = {"one": ["one/seed-0", "one/seed-1"], "two": ["two/seed-0"]}
     (folder / "comparison.json").write_text(json.dumps({"runs": places}))
     config = TrainConfig(batch_size=4, data=DataConfig(sequence_length=25))
-    losses = {}
+    curves = {}
     for rank, place in enumerate(chain(*places.values())):
         run = folder / place
         run.mkdir(parents=True)
         (run / "config.json").write_text(json.dumps(to_json(config)))
-        losses[place] = {step: 5.0 / step + rank for step in (3, 4, 8)}
+        curve = [(step, 5.0 / step + rank) for step in (3, 4, 8)]
         phases = [(4, 0, "dense"), (8, 0, "dense")]
         if place == "two/seed-0":
             phases = [(2, 0, "warm-up"), (4, 0, "warm-up"), (8, 1, "sparse")]
         rate = 50.0 * 2**rank
         records = [step_record(*phase, tokens_per_second=rate) for phase in phases]
-        for at, loss in losses[place].items():
+        for at, loss in curve:
             records.append({"event": "validation", "step": at, "loss": loss})
+        if place == "two/seed-0":
+            curve.insert(2, (4, 6.0))
+            records.insert(0, {"event": "switch", "step": 4, "after": 6.0})
+        curves[place] = curve
         lines = "".join(json.dumps(record) + "\n" for record in records)
         (run / "metrics.jsonl").write_text(lines)
-    return losses
+    return curves
 
 
 def test_a_comparison_shows_all_losses_by_tokens_and_by_seconds(tmp_path, monkeypatch):
@@ -121,7 +126,7 @@ def test_a_comparison_shows_all_losses_by_tokens_and_by_seconds(tmp_path, monkey
     ):
         curves = axes.get_lines()
         for curve, scale, of_run in zip(curves, scales, losses.values(), strict=True):
-            expected = [(scale * step, loss) for step, loss in of_run.items()]
+            expected = [(scale * step, loss) for step, loss in of_run]
             np.testing.assert_allclose(curve.get_xydata(), expected)
         first, second, other = curves
         assert first.get_color() == second.get_color() != other.get_color()
