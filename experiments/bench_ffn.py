@@ -27,6 +27,7 @@ sparse one has run (`over_alone`).
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -384,7 +385,7 @@ def _row(config: Config, timing: Timing, arguments: Sequence[str]) -> dict:
         "jax": jax.__version__,
         "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),
-        "command": " ".join(["python -m experiments.bench_ffn", *arguments]),
+        "command": shlex.join(["python", "-m", "experiments.bench_ffn", *arguments]),
     }
 
 
