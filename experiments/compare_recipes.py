@@ -6,10 +6,11 @@ each of about four minutes on two CPU cores):
     uv run experiments/compare_recipes.py experiments/comparisons/ablations.toml
 
 The same command again skips the runs that have ended, resumes the one that was stopped,
-and goes on. Every run is one of `experiments/pretrain.py`, in FOLDER/NAME/seed-SEED and
-in a process of its own: what sparse kernels do to a GPU's clock (experiments/LOG.md,
-2026-11-22) would make a dense run after them slower. At the end: two tables,
-FOLDER/comparison.png, and in the results one JSON line per run.
+and goes on; `--only NAME` and `--seeds 0` train some of them. Every run is one of
+`experiments/pretrain.py`, in FOLDER/NAME/seed-SEED and in a process of its own: what
+sparse kernels do to a GPU's clock (experiments/LOG.md, 2026-11-22) would make a dense
+run after them slower. At the end: two tables, FOLDER/comparison.png, and in the results
+one JSON line per run.
 `experiments/comparison_file.py` tells how a comparison is written.
 """
 
@@ -52,6 +53,10 @@ class Options:
     """A comparison file."""
     folder: Path | None = None
     """Where the runs are written. Default: runs/ and the name of the comparison."""
+    only: tuple[str, ...] = ()
+    """Runs, beside the baseline; none named: all."""
+    seeds: tuple[int, ...] = ()
+    """Of them; none given: all."""
     results: Path | None = Path("experiments/results/compare_recipes.jsonl")
     """One JSON line per run is appended, unless it is there; None writes nothing."""
     dry_run: bool = False
@@ -333,6 +338,7 @@ def run(arguments: list[str]) -> int:
     )
     try:
         comparison = read_comparison(options.comparison)
+        comparison = comparison.only(options.only, options.seeds)
         if options.dry_run:
             configs: dict[str, TrainConfig] = {}
             for trial in comparison.trials:

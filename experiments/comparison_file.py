@@ -14,8 +14,8 @@ phases.sparse_share = 0.8
 
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,28 @@ class Comparison:
     baseline: str
     trials: tuple[Trial, ...]
     """Seed after seed, the baseline first."""
+
+    def only(self, runs: Collection[str], seeds: Collection[int]) -> "Comparison":
+        """Some runs with some seeds, and the baseline's of these; none given: all.
+
+        Raises:
+          ValueError: a run or a seed is none of the comparison's.
+        """
+        known_runs = dict.fromkeys(trial.name for trial in self.trials)
+        known_seeds = dict.fromkeys(trial.seed for trial in self.trials)
+        for name, given, known in (
+            ("only", runs, known_runs),
+            ("seeds", seeds, known_seeds),
+        ):
+            if unknown := [value for value in given if value not in known]:
+                raise ValueError(
+                    f"{name}={unknown[0]!r} is none of the comparison's; choose from "
+                    f"{', '.join(map(str, known))}"
+                )
+        runs = {self.baseline, *(runs or known_runs)}
+        seeds = seeds or known_seeds
+        trials = [t for t in self.trials if t.name in runs and t.seed in seeds]
+        return replace(self, trials=tuple(trials))
 
 
 def read_comparison(path: Path) -> Comparison:

@@ -44,6 +44,24 @@ def test_every_comparison_can_be_planned(path, tmp_path, capsys, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_some_runs_of_a_comparison_come_with_their_baseline(capsys):
+    whole = read_comparison(FILES / "venom-268m.toml")
+    some = whole.only(["default", "two-of-eight-longer"], [1])
+    planned = [(trial.name, trial.seed) for trial in some.trials]
+    assert planned == [("dense", 1), ("two-of-eight-longer", 1)]
+    assert set(some.trials) < set(whole.trials)
+    assert whole.only([], []) == whole
+    assert {trial.seed for trial in whole.only(["paper"], []).trials} == {0, 1}
+    with pytest.raises(ValueError, match="only='papers' .* dense, .*paper"):
+        whole.only(["papers"], [])
+    with pytest.raises(ValueError, match="seeds=2 .* 0, 1"):
+        whole.only([], [2])
+    path = str(FILES / "venom-268m.toml")
+    assert compare_recipes.run([path, "--dry-run", "--only", "paper"]) == 0
+    assert capsys.readouterr().out.count("FLOPs per token") == 2
+    assert compare_recipes.run([path, "--dry-run", "--only", "pape"]) == 1
+
+
 # The runs.
 
 
