@@ -89,14 +89,14 @@ def plot_comparison(folder: Path) -> str:
         for index, place in enumerate(places):
             records = _read(folder / place)
             steps = _of_event(records, "step")
-            steps_of_curve, losses_of_curve = _validation_curve(records)
+            curve = _validation_curve(records)
             config = read_config(folder / place / "config.json")
             for at, (losses, strips) in zip(
                 _scales(records, config.tokens_per_step), grid.T, strict=True
             ):
                 losses.plot(
-                    [at(step) for step in steps_of_curve],
-                    losses_of_curve,
+                    [at(step) for step, _ in curve],
+                    [loss for _, loss in curve],
                     color=f"C{row}",
                     linestyle=LINES[index % len(LINES)],
                     marker=".",
@@ -122,13 +122,11 @@ def plot_comparison(folder: Path) -> str:
     return f"figure: {folder / 'comparison.png'}"
 
 
-def _validation_curve(records: list[dict]) -> tuple[list[int], list[float]]:
+def _validation_curve(records: list[dict]) -> list[tuple[int, float]]:
     """Steps and losses; at a switch twice, before it and after."""
     points = [(r["step"], r["loss"]) for r in _of_event(records, "validation")]
     points += [(r["step"], r["after"]) for r in _of_event(records, "switch")]
-    points.sort(key=lambda point: point[0])
-    steps, losses = zip(*points, strict=True) if points else ((), ())
-    return list(steps), list(losses)
+    return sorted(points, key=lambda point: point[0])
 
 
 def training_seconds(records: list[dict], tokens_per_step: int) -> dict[int, float]:
