@@ -52,7 +52,8 @@ class Comparison:
         """Some runs with some seeds, and the baseline's of these; none given: all.
 
         Raises:
-          ValueError: a run or a seed is none of the comparison's.
+          ValueError: a run or a seed is none of the comparison's, or a run has none of
+            these seeds.
         """
         known_runs = dict.fromkeys(trial.name for trial in self.trials)
         known_seeds = dict.fromkeys(trial.seed for trial in self.trials)
@@ -65,9 +66,16 @@ class Comparison:
                     f"{name}={unknown[0]!r} is none of the comparison's; choose from "
                     f"{', '.join(map(str, known))}"
                 )
-        runs = {self.baseline, *(runs or known_runs)}
+        taken = {self.baseline, *(runs or known_runs)}
         seeds = seeds or known_seeds
-        trials = [t for t in self.trials if t.name in runs and t.seed in seeds]
+        trials = [t for t in self.trials if t.name in taken and t.seed in seeds]
+        for run in runs:
+            if run not in [trial.name for trial in trials]:
+                own = [str(trial.seed) for trial in self.trials if trial.name == run]
+                raise ValueError(
+                    f"only={run!r} has the seeds {', '.join(own)} and none of seeds="
+                    f"{list(seeds)}; give one of its own or leave the run out"
+                )
         return replace(self, trials=tuple(trials))
 
 

@@ -46,7 +46,7 @@ def test_every_comparison_can_be_planned(path, tmp_path, capsys, monkeypatch):
 
 def test_some_runs_of_a_comparison_come_with_their_baseline(capsys):
     whole = read_comparison(FILES / "venom-268m.toml")
-    some = whole.only(["default", "two-of-eight-longer"], [1])
+    some = whole.only(["two-of-eight-longer"], [1])
     planned = [(trial.name, trial.seed) for trial in some.trials]
     assert planned == [("dense", 1), ("two-of-eight-longer", 1)]
     assert set(some.trials) < set(whole.trials)
@@ -56,6 +56,8 @@ def test_some_runs_of_a_comparison_come_with_their_baseline(capsys):
         whole.only(["papers"], [])
     with pytest.raises(ValueError, match="seeds=2 .* 0, 1"):
         whole.only([], [2])
+    with pytest.raises(ValueError, match="only='default' has the seeds 0 and none"):
+        whole.only(["two-of-eight-longer", "default"], [1])
     path = str(FILES / "venom-268m.toml")
     assert compare_recipes.run([path, "--dry-run", "--only", "paper"]) == 0
     assert capsys.readouterr().out.count("FLOPs per token") == 2
