@@ -23,7 +23,7 @@ TINY = Config(tokens=40, d_model=8, d_hidden=64, v=8, rounds=2, results=None)
 def test_rows_are_complete_and_appended(tmp_path):
     results = tmp_path / "new" / "rows.jsonl"
     config = dataclasses.replace(TINY, results=results)
-    rows = bench_ffn.main(config, arguments=["--tokens", "40"])
+    rows = bench_ffn.main(config, arguments=["--tokens", "40", "--results", "my rows"])
     assert [row["mode"] for row in rows] == list(bench_ffn.modes(config))
     assert [json.loads(line) for line in results.read_text().splitlines()] == rows
     by_mode = {row["mode"]: row for row in rows}
@@ -47,7 +47,8 @@ def test_rows_are_complete_and_appended(tmp_path):
         len(twice["tokens_per_expert"]) == 8 and sum(twice["tokens_per_expert"]) == 80
     )
     assert twice["router_mass"] == twice["oracle_mass"] > skip["router_mass"] > 0
-    assert skip["command"] == "python -m experiments.bench_ffn --tokens 40"
+    arguments = "--tokens 40 --results 'my rows'"
+    assert skip["command"] == f"python -m experiments.bench_ffn {arguments}"
     for row in rows:
         assert row["ratio_min"] <= row["ratio"] <= row["ratio_max"]
         low, high = row["spread_alone"]
