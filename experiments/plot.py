@@ -81,10 +81,11 @@ def plot_comparison(folder: Path) -> str:
         *(2, 2),
         sharex="col",
         sharey="row",
-        figsize=(12, 5 + strip),
-        gridspec_kw={"height_ratios": (5, strip)},
+        figsize=(12, 8 + strip),
+        gridspec_kw={"height_ratios": (8, strip)},
         layout="constrained",
     )
+    colours = plt.get_cmap("tab10" if len(runs) <= 10 else "tab20")
     for row, (name, places) in enumerate(runs.items()):
         for index, place in enumerate(places):
             records = _read(folder / place)
@@ -97,7 +98,7 @@ def plot_comparison(folder: Path) -> str:
                 losses.plot(
                     [at(step) for step, _ in curve],
                     [loss for _, loss in curve],
-                    color=f"C{row}",
+                    color=colours(row % colours.N),
                     linestyle=LINES[index % len(LINES)],
                     marker=".",
                     linewidth=1,
