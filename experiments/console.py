@@ -218,6 +218,13 @@ def _say_paths(
     if known:
         flops = plan.flops_per_token(config.model, config.data.sequence_length)
         _say_expected(decisions, config.micro_batches, flops.ffn_share())
+    if any(
+        d.backend == "mosaic_sm90" and d.spec.experts and not d.times for d in decisions
+    ):
+        say(
+            "  kernels of experts that nobody timed at this size on this GPU: "
+            "experiments/bench_ffn.py tells whether they are faster than dense"
+        )
     if any(map(_loops_over_chunks, decisions)):
         say(
             "  a GEMM by expert on xla is a loop of dense ones: steps with it were "

@@ -211,7 +211,9 @@ class FFNCall(ABC):
 
         The activations are packed for all GEMMs that read them token by token, and from
         that for the weight gradients, or for none of them; unasked only where what was
-        measured, packing included, is faster than those GEMMs dense.
+        measured, packing included, is faster than those GEMMs dense. GEMMs by expert
+        take their kernel wherever it can run them: without it they are no dense GEMM,
+        but loops over several.
 
         Raises:
           NotImplementedError: the named backend cannot run one of them; says why.
@@ -225,7 +227,8 @@ class FFNCall(ABC):
         reasons: dict[int, str] = {}
         for group in (by_token, over_tokens):
             slower = None
-            if backend is None and group and all(packed[i] for i in group):
+            for_all = group and all(packed[i] and not gemms[i].experts for i in group)
+            if backend is None and for_all:
                 slower = _why_slower_together([decisions[i] for i in group])
             tokenwise = all(packed[i] and i not in reasons for i in by_token)
             if slower is not None:
@@ -371,7 +374,16 @@ class FFNSpec(FFNCall):
             if packs_its_result(self.sparsity, backends, index):
                 path = f"{told[index].path}, writes {what}"
                 told[index] = replace(told[index], path=path)
+                told[index + 1] = _packed_before(told[index + 1])
         return tuple(told)
+
+
+def _packed_before(decision: Decision) -> Decision:
+    """A GEMM whose operand another one has packed for it."""
+    if decision.times is None:
+        return decision
+    us = {**decision.times.us, "packing": 0.0}
+    return replace(decision, times=replace(decision.times, us=us))
 
 
 def packs_its_result(
