@@ -222,6 +222,21 @@ def test_an_ffn_of_whole_numbers_is_exactly_the_reference(calls, name, tokens):
     assert ("backward of a product" in calls) == by_expert
 
 
+@pytest.mark.parametrize("name", ["all six", "all six, skipped"])
+def test_blocks_of_64_and_128_rows_are_one_program(calls, name):
+    """Both are filled up to the kernel's tiles, so that one speed is the other's."""
+    arguments, dy = whole_numbers(300, D, F, seed=0)
+    large = SPARSITIES[name]
+    small = replace(large, activations=replace(large.activations, v=64))
+    experts = chosen(large, 300)
+    trace = jax.make_jaxpr(step.__wrapped__, static_argnums=(0, 1))
+    one, other = (
+        str(trace(sparsity, "mosaic_sm90", arguments, dy, experts))
+        for sparsity in (large, small)
+    )
+    assert one == other
+
+
 @pytest.mark.parametrize("name", ["all six, skipped", "skipped"])
 def test_all_tokens_may_go_to_one_expert(calls, name):
     sparsity = SPARSITIES[name]
