@@ -11,7 +11,7 @@ from rich.console import Console
 import hopper
 from experiments import console, pretrain
 from pallas_kernels import tuning
-from pallas_kernels.sparse_matmul_configs import Shape, default_config
+from pallas_kernels.sparse_matmul_configs import Shape
 from sparsejax import metrics, plan
 from sparsejax.config import MeshConfig, RecipeName, TrainConfig
 from sparsejax.presets import PRESETS
@@ -113,21 +113,6 @@ def test_the_paths_of_a_mesh_are_those_of_one_device_s_gemms(capsys, monkeypatch
     assert "mesh: data 4 x fsdp 1 x tensor 2 = 8 devices" in capsys.readouterr().out
 
 
-def entry(
-    shape: Shape, sparse_us: float, dense_us: float, pack_us: float
-) -> tuning.Entry:
-    return tuning.Entry(
-        shape=shape,
-        config=default_config(shape),
-        sparse_us=sparse_us,
-        dense_us=dense_us,
-        pack_us=pack_us,
-        jax="0",
-        date="2000-01-01",
-        commit="0",
-    )
-
-
 ON_TENSOR_CORES = "mosaic_sm90: 2:4 weight on the sparse tensor cores (50%)"
 MASKED = "xla: dense GEMM over the masked weight; skips nothing (100%)"
 
@@ -142,7 +127,7 @@ def test_a_sparse_phase_that_is_no_faster_than_dense_is_told(capsys, monkeypatch
         return capsys.readouterr().out
 
     shape = Shape(m=8192, n=4096, k=2048)
-    known = entry(shape, 50.0, 100.0, 60.0)
+    known = hopper.timed(shape, 50.0, 100.0, 60.0)
     hopper.pretend(monkeypatch)
     monkeypatch.setattr(metrics, "current_device_kind", lambda: "NVIDIA H200")
     once = shown(1)
@@ -171,7 +156,7 @@ def test_the_times_behind_a_choice_are_said(sparse_us, path, capsys, monkeypatch
     shape = Shape(m=8192, n=2048, k=2048)
     known = {}
     if sparse_us is not None:
-        known[shape] = entry(shape, sparse_us, 82.1, 10.0)
+        known[shape] = hopper.timed(shape, sparse_us, 82.1, 10.0)
     monkeypatch.setattr(tuning, "entries", lambda kind: known)
     hopper.pretend(monkeypatch)
     monkeypatch.setattr(metrics, "current_device_kind", lambda: "NVIDIA H200")
@@ -200,7 +185,7 @@ def test_the_times_behind_a_choice_are_said(sparse_us, path, capsys, monkeypatch
 
 def test_an_estimate_is_said_with_what_it_comes_from(capsys, monkeypatch):
     shape = Shape(m=4096, n=2048, k=2048)
-    known = entry(shape, 20.0, 30.0, 10.0)
+    known = hopper.timed(shape, 20.0, 30.0, 10.0)
     monkeypatch.setattr(tuning, "entries", lambda kind: {shape: known})
     hopper.pretend(monkeypatch)
     monkeypatch.setattr(metrics, "current_device_kind", lambda: "NVIDIA H200")

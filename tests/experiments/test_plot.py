@@ -156,6 +156,19 @@ def test_a_comparison_shows_all_losses_by_tokens_and_by_seconds(tmp_path, monkey
     assert image[..., :3].std() > 0.05
 
 
+def test_every_run_of_a_large_comparison_has_its_own_colour(tmp_path, monkeypatch):
+    write_comparison(tmp_path)
+    file = tmp_path / "comparison.json"
+    (place, *_), *_ = json.loads(file.read_text())["runs"].values()
+    runs = {f"run {index}": [place] for index in range(12)}
+    file.write_text(json.dumps({"baseline": "run 0", "runs": runs}))
+    drawn = []
+    monkeypatch.setattr(plt, "close", drawn.append)
+    plot_comparison(tmp_path)
+    lines = drawn[0].axes[0].get_lines()
+    assert len({line.get_color() for line in lines}) == len(lines) == 12
+
+
 def test_the_command_draws_what_each_folder_holds(tmp_path):
     write_comparison(tmp_path)
     run = tmp_path / "one" / "seed-0"

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import hopper
 from pallas_kernels import grouped_matmul_sm90 as grouped
 from pallas_kernels import tuning
 from pallas_kernels.sparse_matmul_configs import (
@@ -24,16 +25,8 @@ SHAPE = Shape(m=256, n=1000, k=128)
 
 
 def entry(shape: Shape, sparse_us: float = 1.0, **config) -> Entry:
-    return Entry(
-        shape=shape,
-        config=replace(default_config(shape), **config),
-        sparse_us=sparse_us,
-        dense_us=2.0,
-        pack_us=10.0,
-        jax="0.11.2",
-        date="2026-01-01",
-        commit=None,
-    )
+    known = hopper.timed(shape, sparse_us, 2.0)
+    return replace(known, config=replace(known.config, **config))
 
 
 SHIPPED = tuple(tuning.FOLDER.glob("*.json"))

@@ -15,6 +15,7 @@ from pallas_kernels import (
     row_sums_sm90,
     sparse_matmul_configs,
     sparse_matmul_sm90,
+    tuning,
 )
 from sparsejax.formats import Compressed, compress, decompress
 from sparsejax.ops import (
@@ -26,6 +27,25 @@ from sparsejax.ops import (
 from sparsejax.packing import Packed, pack, unpack
 from sparsejax.patterns import TWO_FOUR
 from sparsejax.pruning import magnitude_mask, nm_mask, soft_threshold
+
+
+def timed(
+    shape: sparse_matmul_configs.Shape,
+    sparse_us: float,
+    dense_us: float,
+    pack_us: float = 10.0,
+) -> tuning.Entry:
+    """What a search would have kept of `shape`."""
+    return tuning.Entry(
+        shape=shape,
+        config=sparse_matmul_configs.default_config(shape),
+        sparse_us=sparse_us,
+        dense_us=dense_us,
+        pack_us=pack_us,
+        jax="0",
+        date="2000-01-01",
+        commit="0",
+    )
 
 
 def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list[str]:

@@ -11,7 +11,7 @@ from flax import nnx
 
 import hopper
 from pallas_kernels import tuning
-from pallas_kernels.sparse_matmul_configs import Shape, default_config
+from pallas_kernels.sparse_matmul_configs import Shape
 from sparsejax.formats import Compressed
 from sparsejax.layers import SparseFFN
 from sparsejax.ops import ffn_spec
@@ -98,23 +98,14 @@ def test_a_named_kernel_runs_the_sparse_gemms_alone(untuned):
     assert [d.backend for d in decisions][:2] == ["mosaic_sm90", "xla"]
 
 
-def entry(shape: Shape, sparse_us: float, dense_us: float) -> tuning.Entry:
-    return tuning.Entry(
-        shape=shape,
-        config=default_config(shape),
-        sparse_us=sparse_us,
-        dense_us=dense_us,
-        pack_us=10.0,
-        jax="0",
-        date="2000-01-01",
-        commit="0",
-    )
-
-
 @pytest.mark.parametrize("faster", [True, False])
 def test_it_is_never_chosen_where_it_lost(monkeypatch, faster):
     shape = Shape(m=8192, n=2048, k=2048)
-    known = entry(shape, 80.0, 100.0) if faster else entry(shape, 120.0, 100.0)
+    known = (
+        hopper.timed(shape, 80.0, 100.0)
+        if faster
+        else hopper.timed(shape, 120.0, 100.0)
+    )
     monkeypatch.setattr(tuning, "entries", lambda kind: {shape: known})
     decision = spec().explain()[0]
     assert decision.backend == ("mosaic_sm90" if faster else "xla")

@@ -10,7 +10,7 @@ import pytest
 
 import hopper
 from pallas_kernels import tuning
-from pallas_kernels.sparse_matmul_configs import Shape, default_config
+from pallas_kernels.sparse_matmul_configs import Shape
 from sparsejax.ops import ffn_all_neurons
 from sparsejax.ops.ffn import ffn
 from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
@@ -69,16 +69,7 @@ def test_what_was_not_measured_is_not_chosen_unasked(untuned):
 
 
 def entry(shape: Shape, *, faster: bool) -> tuning.Entry:
-    return tuning.Entry(
-        shape=shape,
-        config=default_config(shape),
-        sparse_us=100.0,
-        dense_us=150.0 if faster else 90.0,
-        pack_us=10.0,
-        jax="0",
-        date="2000-01-01",
-        commit="0",
-    )
+    return hopper.timed(shape, 100.0, 150.0 if faster else 90.0)
 
 
 TOKENWISE = Shape(m=4096, n=2048, k=8192, transpose_out=False)

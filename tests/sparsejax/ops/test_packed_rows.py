@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import hopper
 from pallas_kernels import tuning
-from pallas_kernels.sparse_matmul_configs import default_config
 from sparsejax.ops import sparse_matmul
 from sparsejax.ops.ffn import ffn
 from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
@@ -124,16 +124,7 @@ def test_experts_take_the_kernel_unasked_whatever_a_dense_gemm_takes(
         for gemm in spec(sparsity).gemms()
     }
     known = {
-        shape: tuning.Entry(
-            shape=shape,
-            config=default_config(shape),
-            sparse_us=measured,
-            dense_us=100.0,
-            pack_us=50.0,
-            jax="0",
-            date="2000-01-01",
-            commit=None,
-        )
+        shape: hopper.timed(shape, measured, 100.0, pack_us=50.0)
         for shape in shapes
         if measured is not None
     }
@@ -157,17 +148,7 @@ def test_a_dense_gemm_has_a_token_once_whatever_its_experts(monkeypatch):
     sparsity = SPARSITIES["two of four experts"]
     (gemm,) = (g for g in spec(sparsity).gemms() if g.name.startswith("2"))
     shape = sparse_matmul._shape_on_sm90(gemm)
-    entry = partial(
-        tuning.Entry,
-        shape=shape,
-        config=default_config(shape),
-        dense_us=100.0,
-        pack_us=1.0,
-        jax="0",
-        date="2000-01-01",
-        commit=None,
-    )
-    known = {shape: entry(sparse_us=49.0)}
+    known = {shape: hopper.timed(shape, 49.0, 100.0, pack_us=1.0)}
     monkeypatch.setattr(tuning, "entries", lambda kind: known)
     times = sparse_matmul.IMPLEMENTATIONS["mosaic_sm90"].times(gemm)
     assert times.us == {"mosaic_sm90": 49.0, "dense": 50.0, "packing": 1.0}
