@@ -218,9 +218,7 @@ def _say_paths(
     if known:
         flops = plan.flops_per_token(config.model, config.data.sequence_length)
         _say_expected(decisions, config.micro_batches, flops.ffn_share())
-    if any(
-        d.backend == "mosaic_sm90" and d.spec.experts and not d.times for d in decisions
-    ):
+    if any(map(_untimed_by_expert, decisions)):
         say(
             "  kernels of experts that nobody timed at this size on this GPU: "
             "experiments/bench_ffn.py tells whether they are faster than dense"
@@ -237,6 +235,12 @@ def _say_paths(
             "  this device has no sparse path for these patterns: quality is that of "
             "the sparse phase, speed a little below dense"
         )
+
+
+def _untimed_by_expert(decision: Decision) -> bool:
+    """Whether a kernel of experts runs that nobody compared with a dense GEMM."""
+    by_expert = bool(decision.spec.experts) and decision.backend == "mosaic_sm90"
+    return by_expert and decision.times is None
 
 
 def _loops_over_chunks(decision: Decision) -> bool:

@@ -227,8 +227,9 @@ class FFNCall(ABC):
         reasons: dict[int, str] = {}
         for group in (by_token, over_tokens):
             slower = None
-            for_all = group and all(packed[i] and not gemms[i].experts for i in group)
-            if backend is None and for_all:
+            by_expert = any(gemms[i].experts for i in group)
+            unasked = backend is None and group and not by_expert
+            if unasked and all(packed[i] for i in group):
                 slower = _why_slower_together([decisions[i] for i in group])
             tokenwise = all(packed[i] and i not in reasons for i in by_token)
             if slower is not None:
