@@ -238,9 +238,10 @@ def _say_paths(
 
 
 def _untimed_by_expert(decision: Decision) -> bool:
-    """Whether a kernel of experts runs that nobody compared with a dense GEMM."""
-    by_expert = bool(decision.spec.experts) and decision.backend == "mosaic_sm90"
-    return by_expert and decision.times is None
+    """Whether a 2:4 kernel of experts runs that nobody compared with a dense GEMM."""
+    by_expert = bool(decision.spec.experts and decision.spec.pattern)
+    untimed = decision.times is None
+    return by_expert and untimed and decision.backend == "mosaic_sm90"
 
 
 def _loops_over_chunks(decision: Decision) -> bool:

@@ -1,4 +1,4 @@
-"""Which tile of a sparse GEMM a block works on, and where its operands are.
+"""Which tile of a GEMM a block works on, and where its operands are.
 
 Everything here is traced in the kernel. A block has the tasks `first`, `first + step`
 and so on; `Walk.task` says what they are.
@@ -23,9 +23,9 @@ class Task(NamedTuple):
     """Of tiles along n."""
     expert: Any = None
     """None: there are no experts."""
-    first_pair: Any = 0
-    """Of the pairs of steps along k."""
-    pairs: Any = None
+    first_step: Any = 0
+    """Along k, in steps as the kernel takes them."""
+    steps: Any = None
     """How many; None: all that k has."""
 
 
@@ -130,8 +130,8 @@ class OverTokensOfExpert(Walk):
     experts: int
     ends: Any
     """Of each expert the first group tile after its own."""
-    pairs_of_tile: int
-    """Pairs of steps along k in a group tile."""
+    steps_of_tile: int
+    """Of the kernel along k, in a group tile."""
 
     @property
     def count(self) -> int:
@@ -145,8 +145,8 @@ class OverTokensOfExpert(Walk):
         return Task(
             *self.tiling.snake(index % tiles),
             expert=expert,
-            first_pair=first * self.pairs_of_tile,
-            pairs=(self.ends[expert] - first) * self.pairs_of_tile,
+            first_step=first * self.steps_of_tile,
+            steps=(self.ends[expert] - first) * self.steps_of_tile,
         )
 
 

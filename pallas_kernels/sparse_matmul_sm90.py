@@ -208,7 +208,7 @@ def _kernel(
         """A tile's; row and column of this block's part of C; pairs along k."""
         task = walk.task(first + tile * clusters)
         row = task.row * config.cluster + lax.axis_index("cluster")
-        pairs = all_pairs if task.pairs is None else task.pairs
+        pairs = all_pairs if task.steps is None else task.steps
         return task, row * config.tile_m, task.column * tile_n, pairs
 
     # Slots are taken in turn, by the number of pairs that were loaded before.
@@ -234,7 +234,7 @@ def _kernel(
             def load_pair(index, carry):
                 full, empty = a_slots
                 slot = slot_of_a(before + index)
-                pair = task.first_pair + index
+                pair = task.first_step + index
                 kept = pl.ds(pair * TILE_K, TILE_K)
                 words = pl.ds(2 * pair, 2)
                 copy = partial(plgpu.copy_gmem_to_smem, barrier=full.at[slot])
@@ -333,14 +333,15 @@ def _kernel(
                     continue
                 # A slot is free once the write `out_slots` before this has read it.
                 plgpu.wait_smem_to_gmem(config.out_slots - 1, wait_read_only=True)
-                _write_piece(
+                write_piece(
                     own,
                     piece,
                     out_gmem,
                     origin,
-                    task.expert if shape.sums_over_tokens else None,
-                    first_apart,
-                    shape.transpose_out,
+                    expert=task.expert if shape.sums_over_tokens else None,
+                    expert_axis=int(shape.transpose_out),
+                    first_apart=first_apart,
+                    transpose=shape.transpose_out,
                 )
             return before + pairs
 
@@ -463,11 +464,28 @@ def store_piece(piece, ref, *, transpose: bool) -> None:
     piece.store_tiled(ref, swizzle=LINE_BYTES)
 
 
-def _write_piece(
-    piece, smem, out_gmem, origin, expert, first_apart: int | None, transpose: bool
+def write_piece(
+    piece,
+    smem,
+    out_gmem: Sequence,
+    origin: tuple,
+    *,
+    expert=None,
+    expert_axis: int = 0,
+    first_apart: int | None = None,
+    transpose: bool = False,
 ) -> None:
     """Registers to shared memory to C, or to what is apart of it; the second half is
-    left under way."""
+    left under way.
+
+    Args:
+      piece: 64 rows of C, in the WGMMA layout.
+      smem: (lines, rows, line) with `OUT_TRANSFORMS`.
+      out_gmem: C, and what is apart where there is `first_apart`, its first row.
+      origin: row and column of C where the piece begins.
+      expert: index along `expert_axis`; None where C has no such axis.
+      transpose: write C^T.
+    """
     layout = plgpu.Layout.WGMMA_TRANSPOSED if transpose else plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(OUT_TRANSFORMS)))
@@ -484,7 +502,7 @@ def _write_piece(
         for index in range(lines):
             part = [pl.ds(first, rows), pl.ds(second + index * line, line)]
             if expert is not None:
-                part.insert(int(transpose), expert)
+                part.insert(expert_axis, expert)
             last = index == lines - 1
             plgpu.copy_smem_to_gmem(
                 smem.at[index], target.at[tuple(part)], commit_group=last

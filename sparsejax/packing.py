@@ -101,10 +101,16 @@ def unpack(p: Packed) -> Compressed:
 def _positions(p: Packed) -> UInt8[Array, "*batch rows half_k"]:
     *batch, row_blocks, k_blocks, _ = p.metadata.shape
     words = p.metadata.reshape(*batch, row_blocks, k_blocks, 4, 8, 4)
-    halves = jnp.stack([words & 0xFFFF, words >> 16], axis=-3)
+    halves = jnp.stack([words & 0xFFFF, words >> 16], axis=-3).astype(jnp.uint16)
     # (block, block, warp, half, row, quarter) to rows first
     halves = jnp.moveaxis(halves, -5, -2)
-    positions = jnp.stack([(halves >> (2 * i)) & 3 for i in range(8)], axis=-1)
-    shape = (*batch, row_blocks * BLOCK, k_blocks * BLOCK // 2)
+    # Without it XLA transposes positions, eight times as much.
+    halves = lax.optimization_barrier(
+        halves.reshape(*batch, row_blocks * BLOCK, k_blocks * 4, 1)
+    )
+    shifts = 2 * lax.broadcasted_iota(
+        jnp.uint16, (*halves.shape[:-1], 8), halves.ndim - 1
+    )
+    positions = ((halves >> shifts) & 3).astype(jnp.uint8)
     rows = p.values.shape[-2]
-    return positions.astype(jnp.uint8).reshape(shape)[..., :rows, :]
+    return positions.reshape(*batch, row_blocks * BLOCK, -1)[..., :rows, :]

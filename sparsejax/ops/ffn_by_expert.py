@@ -228,7 +228,7 @@ def _backward_packed(
     """`backward` where A and dY1 are packed: dense only for dense GEMMs 5 and 6.
     `x_read` is X as GEMM 5 reads it."""
     routed, groups = kept.routed, None
-    if "mosaic_sm90" in backends[4:]:
+    if sparsity.token_sparsity is not None and "mosaic_sm90" in backends[4:]:
         groups = row_groups(sparsity, routed.token_rows.shape[0], kept)
     dy_up, over_tokens = _packed_gradient(
         sparsity, backends, groups, w, dy, dy_rows, kept
@@ -310,13 +310,14 @@ def _weight_gradients_by_expert(
         dy_up_rows = sparsify_tokens(dy_up_rows, dense, method, key_up)
         a_rows = sparsify_tokens(a_rows, dense, method, key_down)
     tiles = (routed.tile_expert, used_tiles(routed), routed.experts)
-    # (E, d, F / E) = (E, d, rows of e) @ (E, rows of e, F / E)
-    dw_up = grouped_outer(x_rows, dy_up_rows, *tiles, backend=backends[4])
-    # (E, F / E, d) = (E, F / E, rows of e) @ (E, rows of e, d)
+    # (d, E, F / E): of each expert (d, rows of e) @ (rows of e, F / E)
+    dw_up = grouped_outer(
+        x_rows, dy_up_rows, *tiles, expert_axis=1, backend=backends[4]
+    )
+    # (E, F / E, d): of each expert (F / E, rows of e) @ (rows of e, d)
     dw_down = grouped_outer(a_rows, dy_rows, *tiles, backend=backends[5])
-    d_model = dw_up.shape[1]
-    dw_up = dw_up.swapaxes(0, 1).reshape(d_model, -1)
-    return dw_up, dw_down.reshape(-1, d_model)
+    d_model = x_rows.shape[1]
+    return dw_up.reshape(d_model, -1), dw_down.reshape(-1, d_model)
 
 
 def _dispatch(

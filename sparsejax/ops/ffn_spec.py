@@ -223,12 +223,14 @@ class FFNCall(ABC):
         packed = [decision.backend == "mosaic_sm90" for decision in decisions]
         why = "sparse tensor cores run GEMMs 2 and 4 together, and 5 and 6 after them"
         by_token = [i for i, gemm in enumerate(gemms) if gemm.reads_activations]
-        over_tokens = [i for i, gemm in enumerate(gemms) if gemm.over_tokens]
+        over_tokens = [
+            i for i, gemm in enumerate(gemms) if gemm.over_tokens and gemm.pattern
+        ]
         reasons: dict[int, str] = {}
-        for group in (by_token, over_tokens):
+        for group in filter(None, (by_token, over_tokens)):
             slower = None
             by_expert = any(gemms[i].experts for i in group)
-            unasked = backend is None and group and not by_expert
+            unasked = backend is None and not by_expert
             if unasked and all(packed[i] for i in group):
                 slower = _why_slower_together([decisions[i] for i in group])
             tokenwise = all(packed[i] and i not in reasons for i in by_token)
@@ -426,6 +428,8 @@ def _choose(gemm: GemmSpec, backend: Backend | None) -> Decision:
 def _implementations_of(gemm: GemmSpec) -> Implementations:
     """The implementations of the operation that `gemm` is a call of."""
     if gemm.experts is not None and gemm.over_tokens:
+        if gemm.pattern is not None:
+            return grouped_matmul.SPARSE_OUTER_IMPLEMENTATIONS
         return grouped_matmul.OUTER_IMPLEMENTATIONS
     if gemm.experts is not None:
         return grouped_matmul.IMPLEMENTATIONS

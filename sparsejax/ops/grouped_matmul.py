@@ -5,13 +5,15 @@ tile has one expert. Group sizes are data, shapes are not: no recompilation.
 """
 
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.device import is_hopper
 from sparsejax.ops import sparse_matmul
 from sparsejax.ops.backend import (
     Backend,
@@ -21,6 +23,7 @@ from sparsejax.ops.backend import (
     choose_backend,
     current_device_kind,
     current_platform,
+    multiprocessors,
 )
 from sparsejax.ops.dense_matmul import dense_matmul
 
@@ -60,14 +63,24 @@ def grouped_outer(
     used_tiles: Int[Array, ""],
     experts: int,
     *,
+    expert_axis: Literal[0, 1] = 0,
     backend: Backend | None = None,
-) -> Float[Array, "experts m n"]:
+) -> Float[Array, "_ _ _"]:
     """`out[e] = lhs[rows of e].T @ rhs[rows of e]` in float32: a ragged reduction.
 
     It is the weight gradient of `grouped_matmul`. Padding rows must be zero in `lhs`
-    or in `rhs` (and finite in the other). Experts without rows give zeros. Arguments
-    and errors as there.
+    or in `rhs` (and finite in the other). Experts without rows give zeros.
+
+    Args:
+      expert_axis: 0 for (experts, m, n), 1 for (m, experts, n), as the experts' columns
+        of one weight lie in memory.
+    Otherwise, and errors, as there.
     """
+    if lhs.shape[0] != rhs.shape[0]:
+        raise ValueError(
+            f"lhs has {lhs.shape[0]} rows and rhs {rhs.shape[0]}; both come from one "
+            f"dispatch and must be equal"
+        )
     spec = GemmSpec(
         name="lhs^T @ rhs",
         m=lhs.shape[1],
@@ -75,19 +88,14 @@ def grouped_outer(
         n=rhs.shape[1],
         dtype=str(lhs.dtype),
         experts=experts,
+        group_tile=_tile_rows(lhs.shape[0], tile_expert),
         over_tokens=True,
         device=current_platform(),
         device_kind=current_device_kind(),
     )
-    if lhs.shape[0] != rhs.shape[0]:
-        raise ValueError(
-            f"lhs has {lhs.shape[0]} rows and rhs {rhs.shape[0]}; both come from one "
-            f"dispatch and must be equal"
-        )
-    _tile_rows(lhs.shape[0], tile_expert)
     decision = choose_backend(spec, backend, OUTER_IMPLEMENTATIONS)
     return OUTER_IMPLEMENTATIONS[decision.backend].run(
-        lhs, rhs, tile_expert, used_tiles, experts
+        lhs, rhs, tile_expert, used_tiles, experts, expert_axis
     )
 
 
@@ -138,7 +146,7 @@ def _bwd(backend, residuals, dout):
     drows = _grouped_matmul(backend, dout, transposed, tile_expert, used_tiles)
     # (experts, k, n) = (k, rows of the expert) @ (rows of the expert, n)
     run = OUTER_IMPLEMENTATIONS[backend].run
-    dweights = run(rows, dout, tile_expert, used_tiles, weights.shape[0])
+    dweights = run(rows, dout, tile_expert, used_tiles, weights.shape[0], 0)
     return drows, dweights.astype(weights.dtype), None, None
 
 
@@ -272,9 +280,10 @@ def _matmul_xla(rows, weights, tile_expert, used_tiles):
     return run(rows, weights, tile_expert, used_tiles)
 
 
-def _outer_xla(lhs, rhs, tile_expert, used_tiles, experts):
+def _outer_xla(lhs, rhs, tile_expert, used_tiles, experts, expert_axis):
     run = _outer_by_tiles if current_platform() == "cpu" else _outer_by_chunks
-    return run(lhs, rhs, tile_expert, used_tiles, experts)
+    out = run(lhs, rhs, tile_expert, used_tiles, experts)
+    return jnp.moveaxis(out, 0, expert_axis)
 
 
 def _own(tile_expert, used_tiles, v: int, expert: int) -> jax.Array:
@@ -292,7 +301,7 @@ def _matmul_reference(rows, weights, tile_expert, used_tiles):
     return out
 
 
-def _outer_reference(lhs, rhs, tile_expert, used_tiles, experts):
+def _outer_reference(lhs, rhs, tile_expert, used_tiles, experts, expert_axis):
     v = _tile_rows(lhs.shape[0], tile_expert)
     outs = []
     for expert in range(experts):
@@ -300,7 +309,7 @@ def _outer_reference(lhs, rhs, tile_expert, used_tiles, experts):
         accumulate = jnp.promote_types(lhs.dtype, jnp.float32)
         precision = lax.Precision.HIGHEST
         outs.append(dense_matmul(own.T, rhs, precision=precision, out_dtype=accumulate))
-    return jnp.stack(outs)
+    return jnp.stack(outs, expert_axis)
 
 
 def _describe(spec: GemmSpec) -> tuple[str, float]:
@@ -320,6 +329,49 @@ def _describe_reference(spec: GemmSpec) -> tuple[str, float]:
     return f"{spec.experts} dense GEMMs, each row's own one kept", 1.0
 
 
+# Hopper.
+
+
+def _outer_on_sm90(lhs, rhs, tile_expert, used_tiles, experts, expert_axis):
+    _, ends = _tile_ranges(tile_expert, used_tiles, experts)
+    run = _outer_kernel(_tile_rows(lhs.shape[0], tile_expert), expert_axis)
+    return run(lhs, rhs, ends)
+
+
+@lru_cache
+def _outer_kernel(group_tile: int, expert_axis: int):
+    # The kernel has no batching rule.
+    @jax.custom_batching.sequential_vmap
+    def run(lhs, rhs, ends):
+        from pallas_kernels import dense_over_rows_sm90
+
+        return dense_over_rows_sm90.dense_over_rows(
+            lhs,
+            rhs,
+            ends,
+            group_tile=group_tile,
+            expert_axis=expert_axis,
+            multiprocessors=multiprocessors(),
+        )
+
+    return run
+
+
+def _why_no_outer_on_sm90(spec: GemmSpec) -> str | None:
+    if not is_hopper(spec.device_kind):
+        return f"needs a Hopper GPU, not {spec.device_kind or spec.device}"
+    from pallas_kernels import dense_over_rows_sm90
+
+    # Of an FFN's GEMM, m or n counts the neurons of all experts.
+    sizes = [spec.m, spec.n, spec.expert_features or spec.n]
+    return dense_over_rows_sm90.why_unsupported(sizes, spec.group_tile, spec.dtype)
+
+
+def _describe_outer_on_sm90(spec: GemmSpec) -> tuple[str, float]:
+    share = spec.experts_per_token / (spec.experts or 1)
+    return f"dense GEMM of each of {spec.experts} experts on the tensor cores", share
+
+
 def _multiply_dense_on_sm90(*operands) -> jax.Array:
     # Refused by `why_unsupported`: an FFN's packed rows take `ops.packed_rows`.
     raise AssertionError("the kernel multiplies 2:4 operands")
@@ -327,14 +379,14 @@ def _multiply_dense_on_sm90(*operands) -> jax.Array:
 
 # Chosen also where the dense GEMM of all neurons is faster: what runs instead is not
 # that one but the loop over chunks.
-ON_SM90 = replace(
+SPARSE_ON_SM90 = replace(
     sparse_matmul.IMPLEMENTATIONS["mosaic_sm90"],
     run=_multiply_dense_on_sm90,
     why_slower=lambda spec: None,
 )
 
 IMPLEMENTATIONS: Implementations = {
-    "mosaic_sm90": ON_SM90,
+    "mosaic_sm90": SPARSE_ON_SM90,
     "reference": Implementation(
         run=_matmul_reference,
         why_unsupported=lambda spec: None,
@@ -345,7 +397,11 @@ IMPLEMENTATIONS: Implementations = {
     ),
 }
 OUTER_IMPLEMENTATIONS: Implementations = {
-    "mosaic_sm90": ON_SM90,
+    "mosaic_sm90": Implementation(
+        run=_outer_on_sm90,
+        why_unsupported=_why_no_outer_on_sm90,
+        describe=_describe_outer_on_sm90,
+    ),
     "reference": Implementation(
         run=_outer_reference,
         why_unsupported=lambda spec: None,
@@ -355,3 +411,8 @@ OUTER_IMPLEMENTATIONS: Implementations = {
         run=_outer_xla, why_unsupported=lambda spec: None, describe=_describe
     ),
 }
+SPARSE_OUTER_IMPLEMENTATIONS: Implementations = {
+    **OUTER_IMPLEMENTATIONS,
+    "mosaic_sm90": SPARSE_ON_SM90,
+}
+"""Where one operand is 2:4 along the rows."""

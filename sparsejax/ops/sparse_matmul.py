@@ -335,19 +335,14 @@ def _why_slower_on_sm90(spec: GemmSpec) -> str | None:
             "2:4 activations of this size have not been measured on this GPU, nor any "
             "smaller to estimate it from"
         )
-    return tuning.why_slower(spec.device_kind, shape, _rows_of_token(spec))
-
-
-def _rows_of_token(spec: GemmSpec) -> int:
-    """Rows of the sparse GEMM for one of the dense one, which has each token once."""
-    return spec.experts_per_token if spec.experts is not None else 1
+    return tuning.why_slower(spec.device_kind, shape)
 
 
 def _times_on_sm90(spec: GemmSpec) -> Times | None:
     from pallas_kernels import tuning
 
     shape = _shape_on_sm90(spec)
-    known = tuning.times(spec.device_kind, shape, _rows_of_token(spec))
+    known = tuning.times(spec.device_kind, shape, spec.experts_per_token)
     if known is None:
         return None
     source = None

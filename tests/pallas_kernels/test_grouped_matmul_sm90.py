@@ -75,13 +75,13 @@ def test_every_used_tile_is_visited_once_with_its_expert(
 def test_a_weight_gradient_sums_over_each_experts_own_rows(name):
     _, _, ends = groups(name)
     tiling = Tiling(64, 64, 2, 3, width=8, columns_first=False)
-    walk = OverTokensOfExpert(tiling, ends.size, jnp.asarray(ends), pairs_of_tile=1)
+    walk = OverTokensOfExpert(tiling, ends.size, jnp.asarray(ends), steps_of_tile=1)
     of_index = jax.jit(walk.task)
     tasks = [of_index(jnp.int32(i)) for i in range(walk.count)]
     assert len({(int(t.expert), int(t.row), int(t.column)) for t in tasks}) == 18
     for task in tasks:
-        expert, first = int(task.expert), int(task.first_pair)
-        own = list(range(first, first + int(task.pairs)))
+        expert, first = int(task.expert), int(task.first_step)
+        own = list(range(first, first + int(task.steps)))
         start = 0 if expert == 0 else ends[expert - 1]
         assert own == list(range(start, ends[expert]))
 

@@ -9,6 +9,7 @@ import pytest
 from pallas_kernels import (
     activations_sm90,
     compress_sm90,
+    dense_over_rows_sm90,
     grouped_matmul_sm90,
     matmul_to_packed_sm90,
     over_tokens_sm90,
@@ -290,18 +291,30 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
     ):
         calls.append("sparse_over_rows")
         a = decompress(unpack(Packed(values, words))).astype(jnp.float32)
-        tile = jnp.repeat(jnp.arange(len(b) // group_tile), group_tile)
-        starts = jnp.pad(ends[:-1], (1, 0))
-        own = (tile[None] >= starts[:, None]) & (tile[None] < ends[:, None])
-        dense = jnp.where(own[..., None], b.astype(jnp.float32)[None], 0)
-        a = jnp.where(own[:, None], a[None], 0)
-        product = jnp.einsum("emk,ekn->emn", a, dense)
+        product = of_experts(a, b, ends, group_tile)
         parts = jnp.split(
             product, [product.shape[1] - rows_apart] if rows_apart else 1, axis=1
         )
         if transpose_out:
             parts = [part.transpose(2, 0, 1) for part in parts]
         return tuple(parts) if rows_apart else parts[0]
+
+    def dense_over_rows_on_gpu(
+        a, b, ends, *, group_tile, expert_axis=0, multiprocessors=132
+    ):
+        calls.append("dense_over_rows")
+        assert group_tile % 64 == a.shape[1] % 64 == b.shape[1] % 64 == 0
+        product = of_experts(a.T.astype(jnp.float32), b, ends, group_tile)
+        return jnp.moveaxis(product, 0, expert_axis)
+
+    def of_experts(a, b, ends, group_tile):
+        """A (m, rows) B (rows, n) over each expert's own rows."""
+        tile = jnp.repeat(jnp.arange(len(b) // group_tile), group_tile)
+        starts = jnp.pad(ends[:-1], (1, 0))
+        own = (tile[None] >= starts[:, None]) & (tile[None] < ends[:, None])
+        dense = jnp.where(own[..., None], b.astype(jnp.float32)[None], 0)
+        a = jnp.where(own[:, None], a[None], 0)
+        return jnp.einsum("emk,ekn->emn", a, dense)
 
     def sum_rows_on_gpu(x, index):
         calls.append("sum_rows")
@@ -324,6 +337,7 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
     patch.setattr(grouped_matmul_sm90, "sparse_rows", rows_on_gpu)
     patch.setattr(grouped_matmul_sm90, "sparse_weights", weights_on_gpu)
     patch.setattr(grouped_matmul_sm90, "sparse_over_rows", over_rows_on_gpu)
+    patch.setattr(dense_over_rows_sm90, "dense_over_rows", dense_over_rows_on_gpu)
     patch.setattr(row_sums_sm90, "sum_rows", sum_rows_on_gpu)
     patch.setattr(compress_sm90, "compress", compress_on_gpu)
     patch.setattr(sparse_matmul_sm90, "sparse_matmul", multiply_on_gpu)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
+import hopper
 from sparsejax.ops import grouped_matmul as module
 from sparsejax.ops.grouped_matmul import grouped_matmul, grouped_outer
 
@@ -114,6 +115,39 @@ def test_outer(path, sizes):
         got = run(rows, other, tile_expert, used, EXPERTS)
     # padding rows of `other` hold numbers; those of `rows` are zero, which is enough
     assert_close(got, expected_outer(rows, other, row_expert))
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+def test_outer_as_columns_of_one_weight(backend):
+    rows, _, tile_expert, used, _ = make([4, 1, 3], v=4)
+    run = functools.partial(
+        grouped_outer, rows, rows, tile_expert, used, EXPERTS, backend=backend
+    )
+    np.testing.assert_array_equal(run(expert_axis=1), run().swapaxes(0, 1))
+
+
+@pytest.mark.parametrize("expert_axis", [0, 1])
+def test_outer_of_whole_tiles_takes_its_kernel_unasked(monkeypatch, expert_axis):
+    calls = hopper.pretend(monkeypatch)
+    tile_expert, used, _ = layout([100, 0, 3], v=64)
+    operands = (
+        jax.random.randint(key, (len(tile_expert) * 64, size), -1, 2)
+        for key, size in zip(
+            jax.random.split(jax.random.key(0)), (64, 128), strict=True
+        )
+    )
+    lhs, rhs = (x.astype(jnp.bfloat16) for x in operands)
+    run = functools.partial(grouped_outer, expert_axis=expert_axis)
+    where = (jnp.asarray(tile_expert), used, EXPERTS)
+    got = run(lhs, rhs, *where)
+    assert calls == ["dense_over_rows"]
+    np.testing.assert_array_equal(got, run(lhs, rhs, *where, backend="reference"))
+    one, other = (jnp.stack([x, 2 * x]) for x in (lhs, rhs))
+    both = jax.vmap(lambda a, b: run(a, b, *where))(one, other)
+    np.testing.assert_array_equal(both, jnp.stack([got, 4 * got]))
+    calls.clear()
+    run(lhs.astype(jnp.float32), rhs.astype(jnp.float32), *where)
+    assert calls == []
 
 
 @functools.cache

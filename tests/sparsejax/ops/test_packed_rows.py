@@ -98,17 +98,39 @@ def on_sm90(decisions) -> list[bool]:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("activations", [False, True, False, True, False, False]),
-        ("with weights", [True, True, True, True, False, False]),
+        ("activations", [False, True, False, True, True, True]),
+        ("with weights", [True] * 6),
         ("all six", [True] * 6),
-        ("skipped", [False, True, False, True, False, False]),
+        ("skipped", [False, True, False, True, True, True]),
         ("all six, skipped", [True] * 6),
         ("gradients over all neurons", [False, True, False, True, False, False]),
     ],
 )
-def test_what_is_sparse_runs_on_it_where_it_is_named(untuned, name, expected):
+def test_what_is_by_expert_or_sparse_runs_on_it_where_it_is_named(
+    untuned, name, expected
+):
     decisions = spec(SPARSITIES[name]).explain("mosaic_sm90")
     assert on_sm90(decisions) == expected
+
+
+def test_dense_weight_gradients_of_experts_have_a_kernel(untuned):
+    """Unasked, whether the activations are packed or not."""
+    for changes in ({}, {"weights": TWO_FOUR}, {"mask_reuse": False}):
+        gradients = spec(replace(VENOM, **changes)).explain()[4:]
+        assert on_sm90(gradients) == [True, True]
+        for decision in gradients:
+            assert (
+                decision.path == "dense GEMM of each of 2 experts on the tensor cores"
+            )
+            assert decision.executed_share == 0.5
+    # 32 neurons of an expert are half of the least tile.
+    narrow = spec(replace(VENOM, activations=VNM(64, 2, 4 * 256))).explain()[4:]
+    assert on_sm90(narrow) == [False, False]
+    assert "a weight's size of 32 is not a multiple of 64" in narrow[0].reason
+    assert (
+        "needs a Hopper GPU"
+        in spec(VENOM, device_kind="NVIDIA A100").explain()[4].reason
+    )
 
 
 @pytest.mark.parametrize("measured", [None, 99.0, 101.0])
@@ -194,7 +216,10 @@ def test_an_ffn_of_whole_numbers_is_exactly_the_reference(calls, name, tokens):
     arguments, dy = whole_numbers(tokens, D, F, seed=0)
     assert_exact(sparsity, arguments, dy, chosen(sparsity, tokens))
     assert {"sparse_rows", "sum_rows"} <= set(calls)
-    assert ("sparse_over_rows" in calls) == (sparsity.token_sparsity is not None)
+    along_rows = sparsity.token_sparsity is not None
+    assert ("sparse_over_rows" in calls) == along_rows
+    by_expert = sparsity.weight_gradients == "expert_columns"
+    assert ("dense_over_rows" in calls) == (by_expert and not along_rows)
     skipped = sparsity.skip_blocks and sparsity.weights is not None
     assert ("keep_features of a product" in calls) == skipped
     # dA is of a token's experts alone, also where Y1 was of all neurons.

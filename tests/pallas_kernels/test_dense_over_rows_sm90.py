@@ -1,0 +1,149 @@
+"""Weight gradients of experts: lowered here, run where a GPU is."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.dense_over_rows_sm90 import (
+    WARPGROUPS,
+    Config,
+    default_config,
+    dense_over_rows,
+    why_unsupported,
+)
+from pallas_kernels.sparse_matmul_configs import SHARED_MEMORY_BYTES
+
+GROUPS = {
+    "even": [1, 1, 1],
+    "uneven": [3, 1, 2],
+    "an empty one between": [2, 0, 1],
+    "all of one": [0, 4, 0],
+    "none": [0, 0, 0],
+    "sixteen": [1, 0, 2, 1] * 4,
+}
+SIZES = {"whole tiles": (256, 512), "parts of tiles": (320, 576), "smallest": (64, 64)}
+CONFIGS = [
+    Config(),
+    Config(cluster=1),
+    Config(tile_n=128, cluster=1),
+    Config(row_blocks=2, tile_n=128, width=1),
+]
+UNUSED = 2
+"""Group tiles after the used ones."""
+
+
+def case(counts, m, n, *, group_tile=128, expert_axis=0, seed=0):
+    """Whole numbers: their sums are exact in any order."""
+    generator = np.random.default_rng(seed)
+    rows = (sum(counts) + UNUSED) * group_tile
+    a, b = (generator.integers(-2, 3, (rows, size)) for size in (m, n))
+    ends = np.cumsum(counts)
+    ranges = zip(group_tile * np.pad(ends[:-1], (1, 0)), group_tile * ends, strict=True)
+    expected = np.stack(
+        [a[first:end].T @ b[first:end] for first, end in ranges], expert_axis
+    )
+    a, b = (x.astype(np.float32) for x in (a, b))
+    a[group_tile * ends[-1] :] = np.nan  # not read
+    run = partial(dense_over_rows, group_tile=group_tile, expert_axis=expert_axis)
+    operands = jnp.asarray(a, jnp.bfloat16), jnp.asarray(b, jnp.bfloat16)
+    return run, (*operands, jnp.asarray(ends, jnp.int32)), expected
+
+
+@pytest.mark.newest_jax
+@pytest.mark.parametrize("expert_axis", [0, 1])
+@pytest.mark.parametrize("config", [None, *CONFIGS])
+def test_lowers_for_hopper(config, expert_axis):
+    run, operands, expected = case([3, 1, 2], 320, 576, expert_axis=expert_axis)
+    traced = jax.jit(partial(run, config=config)).trace(*operands)
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert traced.out_info.shape == expected.shape
+
+
+@pytest.mark.parametrize(
+    ("sizes", "experts", "tile_n"),
+    [
+        ((4096, 4096), 4, 256),
+        ((2048, 512), 16, 256),
+        # Half of the multiprocessors would have no larger tile,
+        ((512, 512), 4, 128),
+        # and here all have one where the smaller ones take a second round.
+        ((768, 768), 4, 256),
+    ],
+)
+def test_smaller_tiles_where_they_need_no_more_rounds(sizes, experts, tile_n):
+    config = default_config(*sizes, experts, 132)
+    assert config.tile_n == tile_n
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_tile_has_rows_for_every_warpgroup(config):
+    assert config.tile_m == 64 * config.row_blocks * WARPGROUPS
+    assert config.shared_memory_bytes <= SHARED_MEMORY_BYTES
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((64,), 128, "float32"), "multiplies bfloat16 and float16, not float32"),
+        (((64,), 96, "bfloat16"), "group_tile=96 is not a multiple of 64"),
+        (((64, 100), 64, "float16"), "a weight's size of 100 is not a multiple of 64"),
+        (((64, 128), 64, "float16"), "None"),
+    ],
+)
+def test_why_unsupported(arguments, message):
+    assert message in str(why_unsupported(*arguments))
+
+
+def test_operands_that_do_not_fit_are_refused():
+    run, (a, b, ends), _ = case([1, 1], 64, 64)
+    with pytest.raises(ValueError, match="must have equally many rows and one dtype"):
+        run(a[1:], b, ends)
+    with pytest.raises(ValueError, match="must have equally many rows and one dtype"):
+        run(a, b.astype(jnp.float16), ends)
+    with pytest.raises(ValueError, match="size of 63 is not a multiple of 64"):
+        run(a[:, 1:], b, ends)
+    with pytest.raises(ValueError, match="needs .* bytes of shared memory of 232448"):
+        run(a, b, ends, config=Config(stages=5))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("expert_axis", [0, 1])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", GROUPS)
+def test_each_expert_sums_over_its_rows_on_a_gpu(name, sizes, expert_axis):
+    run, operands, expected = case(GROUPS[name], *SIZES[sizes], expert_axis=expert_axis)
+    got, again = (jax.jit(run)(*operands) for _ in range(2))
+    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(got, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_config_gives_the_same_bits_on_a_gpu(config):
+    run, (a, b, ends), _ = case([3, 1, 2], 320, 576, group_tile=64)
+    random = [
+        jax.random.normal(jax.random.key(i), x.shape, x.dtype)
+        for i, x in enumerate((a, b))
+    ]
+    got = jax.jit(partial(run, config=config))(*random, ends)
+    np.testing.assert_array_equal(got, jax.jit(run)(*random, ends))
+
+
+@pytest.mark.gpu
+def test_random_groups_on_a_gpu():
+    generator = np.random.default_rng(0)
+    for seed in range(20):
+        counts = generator.integers(0, 6, int(generator.integers(1, 9)))
+        m, n = 64 * generator.integers(1, 12, 2)
+        run, operands, expected = case(
+            list(counts),
+            int(m),
+            int(n),
+            group_tile=64 * int(generator.integers(1, 4)),
+            expert_axis=seed % 2,
+            seed=seed,
+        )
+        np.testing.assert_array_equal(jax.jit(run)(*operands), expected)
