@@ -11,7 +11,7 @@ KINDS = {
     "2:4 GEMM": ("sparse_matmul",),
     "2:4 packing": ("pack_weight", "activations_"),
     "attention": ("cudnn", "sdpa", "fmha", "flash"),
-    "dense GEMM": ("gemm", "nvjet", "cublas", "cutlass", "xmma"),
+    "dense GEMM": ("gemm", "nvjet", "cublas", "cutlass", "xmma", "dense_over_rows"),
     "copy": ("memcpy", "memset"),
 }
 """Kinds of GPU kernels, by what stands in their names; the first that fits."""

@@ -16,7 +16,12 @@ from sparsejax.ops.backend import Backend
 from sparsejax.ops.expert_rows import combine_rows, gather_rows
 from sparsejax.ops.ffn_all_neurons import keep_once
 from sparsejax.ops.ffn_layout import FFNLayout, gather_experts, own_experts
-from sparsejax.ops.ffn_spec import FFNSparsity, filled_up_to, packs_its_result
+from sparsejax.ops.ffn_spec import (
+    FFNSparsity,
+    filled_up_to,
+    packs_its_result,
+    packs_over_tokens,
+)
 from sparsejax.ops.ffn_weights import FFNWeights, as_packed, multiply_by_weight
 from sparsejax.ops.grouped_matmul import grouped_matmul, grouped_outer
 from sparsejax.ops.packed_activations import OverTokens
@@ -228,7 +233,7 @@ def _backward_packed(
     """`backward` where A and dY1 are packed: dense only for dense GEMMs 5 and 6.
     `x_read` is X as GEMM 5 reads it."""
     routed, groups = kept.routed, None
-    if sparsity.token_sparsity is not None and "mosaic_sm90" in backends[4:]:
+    if packs_over_tokens(sparsity, backends):
         groups = row_groups(sparsity, routed.token_rows.shape[0], kept)
     dy_up, over_tokens = _packed_gradient(
         sparsity, backends, groups, w, dy, dy_rows, kept

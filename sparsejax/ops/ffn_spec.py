@@ -224,7 +224,7 @@ class FFNCall(ABC):
         why = "sparse tensor cores run GEMMs 2 and 4 together, and 5 and 6 after them"
         by_token = [i for i, gemm in enumerate(gemms) if gemm.reads_activations]
         over_tokens = [
-            i for i, gemm in enumerate(gemms) if gemm.over_tokens and gemm.pattern
+            i for i, gemm in enumerate(gemms) if _is_two_four_over_tokens(gemm)
         ]
         reasons: dict[int, str] = {}
         for group in filter(None, (by_token, over_tokens)):
@@ -400,6 +400,13 @@ def packs_its_result(
     return sparsity.weights is not None and same_rows and both
 
 
+def packs_over_tokens(sparsity: FFNSparsity, backends: Sequence[Backend]) -> bool:
+    """Whether GEMMs 5 and 6 of packed activations read them 2:4 along the tokens."""
+    asked = sparsity.token_sparsity is not None
+    packed = asked and why_not_packed_over_tokens(sparsity) is None
+    return packed and "mosaic_sm90" in backends[4:]
+
+
 def why_not_packed_anew(sparsity: FFNSparsity) -> str | None:
     """Why nothing packs what GEMM 4 reads, or None."""
     return None if sparsity.mask_reuse else "mask_reuse=False selects anew in dY1"
@@ -425,10 +432,17 @@ def _choose(gemm: GemmSpec, backend: Backend | None) -> Decision:
     return choose_backend(gemm, backend, implementations)
 
 
+def _is_two_four_over_tokens(gemm: GemmSpec) -> bool:
+    """Whether it is a weight gradient that sparse tensor cores could run: where nothing
+    packs its 2:4 operand, it is a dense one of that operand masked."""
+    two_four = gemm.pattern is not None and gemm.why_not_packed is None
+    return gemm.over_tokens and two_four
+
+
 def _implementations_of(gemm: GemmSpec) -> Implementations:
     """The implementations of the operation that `gemm` is a call of."""
     if gemm.experts is not None and gemm.over_tokens:
-        if gemm.pattern is not None:
+        if _is_two_four_over_tokens(gemm):
             return grouped_matmul.SPARSE_OUTER_IMPLEMENTATIONS
         return grouped_matmul.OUTER_IMPLEMENTATIONS
     if gemm.experts is not None:

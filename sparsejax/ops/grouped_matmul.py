@@ -369,7 +369,8 @@ def _why_no_outer_on_sm90(spec: GemmSpec) -> str | None:
 
 def _describe_outer_on_sm90(spec: GemmSpec) -> tuple[str, float]:
     share = spec.experts_per_token / (spec.experts or 1)
-    return f"dense GEMM of each of {spec.experts} experts on the tensor cores", share
+    what = "dense GEMM" + " over the masked activation" * (spec.pattern is not None)
+    return f"{what} of each of {spec.experts} experts on the tensor cores", share
 
 
 def _multiply_dense_on_sm90(*operands) -> jax.Array:

@@ -120,6 +120,7 @@ def test_outer(path, sizes):
 @pytest.mark.parametrize("backend", ["xla", "reference"])
 def test_outer_as_columns_of_one_weight(backend):
     rows, _, tile_expert, used, _ = make([4, 1, 3], v=4)
+    rows = rows.astype(np.float32)
     run = functools.partial(
         grouped_outer, rows, rows, tile_expert, used, EXPERTS, backend=backend
     )

@@ -196,8 +196,11 @@ def test_the_share_is_that_of_an_experts_half(untuned):
     [
         ({"activations": VNM(64, 2, 4 * 256)}, "32 features are not a multiple of 64"),
         ({"mask_reuse": False}, "selects anew"),
-        ({"token_sparsity": "mvue"}, "draws random numbers"),
         ({"weight_gradients": "dense"}, "sums over the tokens of all experts"),
+        (
+            {"weight_gradients": "dense", "token_sparsity": "mvue"},
+            "sums over the tokens of all experts",
+        ),
     ],
 )
 def test_what_nothing_packs_is_refused_by_name(untuned, changes, message):
@@ -205,7 +208,42 @@ def test_what_nothing_packs_is_refused_by_name(untuned, changes, message):
         spec(replace(ALONG_ROWS, **changes)).explain("mosaic_sm90")
 
 
+DRAWN = replace(ALONG_ROWS, token_sparsity="mvue")
+
+
+@pytest.mark.parametrize("backend", [None, "mosaic_sm90"])
+def test_what_is_drawn_along_the_tokens_is_multiplied_dense_by_expert(untuned, backend):
+    decisions = spec(DRAWN).explain(backend)
+    assert on_sm90(decisions)[1:] == [True] * 5
+    path = "dense GEMM over the masked activation of each of 2 experts on the tensor"
+    for decision in decisions[4:]:
+        assert decision.path.startswith(path) and decision.executed_share == 0.5
+
+
 # Values.
+
+
+def test_drawn_rows_are_those_of_the_library(calls):
+    arguments, dy = whole_numbers(300, D, F, seed=0)
+
+    def run(backend):
+        of = partial(
+            ffn,
+            sparsity=DRAWN,
+            backend=backend,
+            scales=jnp.ones(2),
+            key=jax.random.key(0),
+        )
+        return jax.jit(lambda *a: jax.vjp(of, *a)[1](dy))(*arguments)
+
+    got = run("mosaic_sm90")
+    assert {"sparse_rows", "dense_over_rows"} <= set(calls)
+    assert "sparse_over_rows" not in calls
+    for ours, theirs in zip(got, run("xla"), strict=True):
+        # The same draws; float32 sums in another order.
+        np.testing.assert_allclose(
+            ours.astype(jnp.float32), theirs.astype(jnp.float32), rtol=1e-5, atol=1e-3
+        )
 
 
 @pytest.mark.parametrize(
