@@ -8,7 +8,11 @@ from jax import lax
 
 from sparsejax.formats import decompress
 from sparsejax.ops import packed_activations
-from sparsejax.ops.ffn_spec import FFNSparsity, packs_its_result
+from sparsejax.ops.ffn_spec import (
+    FFNSparsity,
+    packs_its_result,
+    packs_over_tokens,
+)
 from sparsejax.ops.ffn_weights import (
     FFNWeights,
     as_packed,
@@ -105,7 +109,7 @@ def _backward_packed(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`backward` where A and dY1 are packed: dense only for dense GEMMs 5 and 6."""
     groups = None
-    if "mosaic_sm90" in backends[4:]:
+    if packs_over_tokens(sparsity, backends):
         groups = token_groups(sparsity, x.shape[0], kept.nonzeros)
     dy_up, over_tokens = _packed_gradient(sparsity, backends, groups, w, dy, kept.a)
     if groups is not None and over_tokens is not None:

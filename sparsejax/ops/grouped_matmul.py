@@ -378,8 +378,8 @@ def _multiply_dense_on_sm90(*operands) -> jax.Array:
     raise AssertionError("the kernel multiplies 2:4 operands")
 
 
-# Chosen also where the dense GEMM of all neurons is faster: what runs instead is not
-# that one but the loop over chunks.
+# Chosen also where the dense GEMM of all neurons is faster: without it that one does
+# not run, but the loop over chunks.
 SPARSE_ON_SM90 = replace(
     sparse_matmul.IMPLEMENTATIONS["mosaic_sm90"],
     run=_multiply_dense_on_sm90,

@@ -50,6 +50,7 @@ def one_sparse_step(config):
         ("default", {"token_sparsity": "magnitude"}),
         ("paper", {"router": "true_mass", "experts_per_token": 2}),
         ("paper", {"router": "true_mass", "token_sparsity": "magnitude"}),
+        ("paper", {"token_sparsity": "mvue"}),
         ("paper", {"skip_blocks": True, "token_sparsity": "magnitude"}),
     ],
 )
