@@ -20,9 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gemm_tasks import OverTokensOfExpert, Tiling
+from pallas_kernels.gemm_tasks import OverTokensOfExpert, OwnTasks, Tiling
+from pallas_kernels.result_pieces_sm90 import OUT_TRANSFORMS, write_piece
 from pallas_kernels.sparse_matmul_configs import LINE_BYTES, ROWS, SHARED_MEMORY_BYTES
-from pallas_kernels.sparse_matmul_sm90 import OUT_TRANSFORMS, write_piece
 
 STEP = 64
 """Rows of A and B per step."""
@@ -187,15 +187,9 @@ def _kernel(
     stages, tile_n = config.stages, config.tile_n
     own_rows = ROWS * config.row_blocks
     warpgroup = lax.axis_index("warpgroup")
-    first = lax.axis_index("grid")
-    own_tiles = (walk.count - first + clusters - 1) // clusters
+    own_tasks = OwnTasks.of(walk, clusters, config.cluster)
+    own_tiles = own_tasks.count
     collective = "cluster" if config.cluster > 1 else None
-
-    def task_of(tile):
-        """A tile's; row and column of this block's part of C."""
-        task = walk.task(first + tile * clusters)
-        row = task.row * config.cluster + lax.axis_index("cluster")
-        return task, row * config.tile_m, task.column * tile_n
 
     # Slots are taken in turn, by the number of steps that were loaded before.
     def slot_of(before):
@@ -206,7 +200,7 @@ def _kernel(
         plgpu.set_max_registers(40, action="decrease")
 
         def load_tile(tile, before):
-            task, row, column = task_of(tile)
+            task, row, column = own_tasks.task(tile)
 
             def load_step(index, carry):
                 slot = slot_of(before + index)
@@ -244,14 +238,14 @@ def _kernel(
             plgpu.barrier_arrive(empty.at[slot])
 
         def multiply_tile(tile, before):
-            task, row, column = task_of(tile)
-            own = pl.ds(warpgroup * own_rows, own_rows)
+            task, row, column = own_tasks.task(tile)
+            of_warpgroup = pl.ds(warpgroup * own_rows, own_rows)
 
             def multiply_all(sums_ref):
                 def multiply_step(index, carry):
                     slot = slot_of(before + index)
                     plgpu.barrier_wait(full.at[slot])
-                    a = a_smem.at[slot, :, own]
+                    a = a_smem.at[slot, :, of_warpgroup]
                     plgpu.wgmma(sums_ref, a.transpose((1, 0)), b_smem.at[slot])
                     # The one before has read its slot.
                     plgpu.wgmma_wait(1)

@@ -1,7 +1,7 @@
 """Which tile of a GEMM a block works on, and where its operands are.
 
-Everything here is traced in the kernel. A block has the tasks `first`, `first + step`
-and so on; `Walk.task` says what they are.
+Everything here is traced in the kernel. A `Walk` has all tasks in their order, a
+block's own ones are every so many of them (`OwnTasks`).
 """
 
 from abc import ABC, abstractmethod
@@ -50,8 +50,12 @@ class Tiling:
         )
 
 
+@dataclass(frozen=True)
 class Walk(ABC):
     """The order of the tasks."""
+
+    tiling: Tiling
+    """Of C."""
 
     @property
     @abstractmethod
@@ -67,8 +71,6 @@ class Walk(ABC):
 class EveryTile(Walk):
     """Of one GEMM."""
 
-    tiling: Tiling
-
     @property
     def count(self) -> int:
         return self.tiling.rows * self.tiling.columns
@@ -82,7 +84,6 @@ class ByExpert(Walk):
     """Rows or columns of C are tokens sorted by expert, in group tiles of one expert
     each; of these only the first so many are used."""
 
-    tiling: Tiling
     tile_expert: Any
     """Of each group tile."""
     used_tiles: Any
@@ -126,7 +127,6 @@ class ByExpert(Walk):
 class OverTokensOfExpert(Walk):
     """One C for each expert, summed over its tokens: a range of k."""
 
-    tiling: Tiling
     experts: int
     ends: Any
     """Of each expert the first group tile after its own."""
@@ -148,6 +148,36 @@ class OverTokensOfExpert(Walk):
             first_step=first * self.steps_of_tile,
             steps=(self.ends[expert] - first) * self.steps_of_tile,
         )
+
+
+@dataclass(frozen=True)
+class OwnTasks:
+    """Those of a block: its cluster has every `clusters`th, itself its rows of them."""
+
+    walk: Walk
+    clusters: int
+    """Of the grid."""
+    blocks: int
+    """Of a cluster, side by side along m."""
+    first: Any
+    """The cluster's first task."""
+
+    @classmethod
+    def of(cls, walk: Walk, clusters: int, blocks: int) -> "OwnTasks":
+        """Of the block that runs this, in a grid ("grid", "cluster")."""
+        return cls(walk, clusters, blocks, lax.axis_index("grid"))
+
+    @property
+    def count(self) -> Any:
+        return (self.walk.count - self.first + self.clusters - 1) // self.clusters
+
+    def task(self, index) -> tuple[Task, Any, Any]:
+        """One of them; row and column where the block's part of C begins."""
+        task = self.walk.task(self.first + index * self.clusters)
+        tiling = self.walk.tiling
+        row = task.row * self.blocks + lax.axis_index("cluster")
+        tile_m = tiling.tile_m // self.blocks
+        return task, row * tile_m, task.column * tiling.tile_n
 
 
 def tiling_of(shape, config) -> Tiling:

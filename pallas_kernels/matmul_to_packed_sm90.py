@@ -25,6 +25,7 @@ from pallas_kernels import activation_gradients as gradients
 from pallas_kernels import activation_threads as threads
 from pallas_kernels import group_of_four as four
 from pallas_kernels.group_of_four import TILE, constant
+from pallas_kernels.result_pieces_sm90 import OUT_TRANSFORMS, store_piece
 from pallas_kernels.sparse_matmul_configs import (
     LINE_BYTES,
     Config,
@@ -32,13 +33,7 @@ from pallas_kernels.sparse_matmul_configs import (
     default_config,
     why_invalid,
 )
-from pallas_kernels.sparse_matmul_sm90 import (
-    OUT_TRANSFORMS,
-    Epilogue,
-    check_operands,
-    launch,
-    store_piece,
-)
+from pallas_kernels.sparse_matmul_sm90 import Epilogue, check_operands, launch
 
 
 class Experts(NamedTuple):

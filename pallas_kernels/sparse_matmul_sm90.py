@@ -23,9 +23,11 @@ from pallas_kernels.gemm_tasks import (
     ByExpert,
     EveryTile,
     OverTokensOfExpert,
+    OwnTasks,
     Walk,
     tiling_of,
 )
+from pallas_kernels.result_pieces_sm90 import OUT_TRANSFORMS, write_piece
 from pallas_kernels.sparse_matmul_configs import (
     LINE_BYTES,
     ROWS,
@@ -200,16 +202,14 @@ def _kernel(
     tile_n, stages = config.tile_n, config.stages
     warpgroup = lax.axis_index("warpgroup")
     own_rows = ROWS * config.row_blocks
-    first = lax.axis_index("grid")
-    own_tiles = (walk.count - first + clusters - 1) // clusters
+    own_tasks = OwnTasks.of(walk, clusters, config.cluster)
+    own_tiles = own_tasks.count
     collective = "cluster" if config.cluster > 1 else None
 
     def task_of(tile):
         """A tile's; row and column of this block's part of C; pairs along k."""
-        task = walk.task(first + tile * clusters)
-        row = task.row * config.cluster + lax.axis_index("cluster")
-        pairs = all_pairs if task.steps is None else task.steps
-        return task, row * config.tile_m, task.column * tile_n, pairs
+        task, row, column = own_tasks.task(tile)
+        return task, row, column, all_pairs if task.steps is None else task.steps
 
     # Slots are taken in turn, by the number of pairs that were loaded before.
     def slot_of_a(before):
@@ -409,12 +409,8 @@ def _walk(shape: Shape, config: Config, refs: Sequence) -> tuple[Walk, Sequence]
     return walk, out
 
 
-# What is 128 bytes wide in shared memory is not tiled: its rows may be any number, and
-# of a matrix one tile wide Pallas would drop the tile's index, so that tiles beyond the
-# matrix would wrap around into it. The bytes are in the same places either way, and
-# `_by_eight` gives them the shape that wgmma knows.
+# As `OUT_TRANSFORMS`; `_by_eight` gives the bytes the shape that wgmma knows.
 _VALUES_TRANSFORMS = (plgpu.SwizzleTransform(SWIZZLE_A),)
-OUT_TRANSFORMS = (plgpu.SwizzleTransform(LINE_BYTES),)
 _WORDS_LAYOUT = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 
 
@@ -451,68 +447,3 @@ def _multiply_add(shape: Shape, config: Config, half: int):
         )
 
     return run
-
-
-def store_piece(piece, ref, *, transpose: bool) -> None:
-    """Of a warpgroup into its shared memory, in lines of 128 bytes with that swizzle;
-    in the body of an `inline_mgpu` function."""
-    # (lines, rows, line) as (rows / 8, lines, 8, line)
-    ref = utils.memref_unfold(ref, 1, (None, 8))
-    ref = utils.memref_transpose(ref, (1, 0, 2, 3))
-    if transpose:
-        ref = utils.memref_transpose(ref, (1, 0, 3, 2))
-    piece.store_tiled(ref, swizzle=LINE_BYTES)
-
-
-def write_piece(
-    piece,
-    smem,
-    out_gmem: Sequence,
-    origin: tuple,
-    *,
-    expert=None,
-    expert_axis: int = 0,
-    first_apart: int | None = None,
-    transpose: bool = False,
-) -> None:
-    """Registers to shared memory to C, or to what is apart of it; the second half is
-    left under way.
-
-    Args:
-      piece: 64 rows of C, in the WGMMA layout.
-      smem: (lines, rows, line) with `OUT_TRANSFORMS`.
-      out_gmem: C, and what is apart where there is `first_apart`, its first row.
-      origin: row and column of C where the piece begins.
-      expert: index along `expert_axis`; None where C has no such axis.
-      transpose: write C^T.
-    """
-    layout = plgpu.Layout.WGMMA_TRANSPOSED if transpose else plgpu.Layout.WGMMA
-
-    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(OUT_TRANSFORMS)))
-    def store(_, piece, ref):
-        store_piece(piece, ref, transpose=transpose)
-
-    store(plgpu.layout_cast(piece, layout), smem)
-    plgpu.commit_smem()
-    row, column = origin
-    lines, rows, line = smem.shape
-
-    def copy(target, row) -> None:
-        first, second = (column, row) if transpose else (row, column)
-        for index in range(lines):
-            part = [pl.ds(first, rows), pl.ds(second + index * line, line)]
-            if expert is not None:
-                part.insert(expert_axis, expert)
-            last = index == lines - 1
-            plgpu.copy_smem_to_gmem(
-                smem.at[index], target.at[tuple(part)], commit_group=last
-            )
-
-    if len(out_gmem) == 1:
-        copy(out_gmem[0], row)
-        return
-    lax.cond(
-        row < first_apart,
-        lambda: copy(out_gmem[0], row),
-        lambda: copy(out_gmem[1], row - first_apart),
-    )
