@@ -29,6 +29,11 @@ def test_kernels_are_grouped_by_what_they_compute():
     ]
 
 
+def test_the_dense_kernel_of_experts_is_a_dense_gemm():
+    ms = {"dense_over_rows_64x64x128_mosaic_gpu_kernel": 1.0}
+    assert by_kind(ms) == {"dense GEMM": 1.0}
+
+
 def test_without_kernels_there_is_nothing_to_group():
     assert by_kind({}) == {}
 

@@ -8,22 +8,16 @@ import numpy as np
 import pytest
 
 from pallas_kernels.dense_over_rows_sm90 import (
-    WARPGROUPS,
     Config,
     default_config,
     dense_over_rows,
     why_unsupported,
 )
 from pallas_kernels.sparse_matmul_configs import SHARED_MEMORY_BYTES
+from tests.pallas_kernels.expert_groups import GROUP_TILE, UNUSED
+from tests.pallas_kernels.expert_groups import GROUPS as THREE
 
-GROUPS = {
-    "even": [1, 1, 1],
-    "uneven": [3, 1, 2],
-    "an empty one between": [2, 0, 1],
-    "all of one": [0, 4, 0],
-    "none": [0, 0, 0],
-    "sixteen": [1, 0, 2, 1] * 4,
-}
+GROUPS = {**THREE, "sixteen": [1, 0, 2, 1] * 4}
 SIZES = {"whole tiles": (256, 512), "parts of tiles": (320, 576), "smallest": (64, 64)}
 CONFIGS = [
     Config(),
@@ -31,11 +25,9 @@ CONFIGS = [
     Config(tile_n=128, cluster=1),
     Config(row_blocks=2, tile_n=128, width=1),
 ]
-UNUSED = 2
-"""Group tiles after the used ones."""
 
 
-def case(counts, m, n, *, group_tile=128, expert_axis=0, seed=0):
+def case(counts, m, n, *, group_tile=GROUP_TILE, expert_axis=0, seed=0):
     """Whole numbers: their sums are exact in any order."""
     generator = np.random.default_rng(seed)
     rows = (sum(counts) + UNUSED) * group_tile
@@ -62,6 +54,19 @@ def test_lowers_for_hopper(config, expert_axis):
     assert traced.out_info.shape == expected.shape
 
 
+@pytest.mark.newest_jax
+def test_every_config_and_grid_is_a_kernel_of_its_own():
+    """So that those which give the same bits on a GPU are not one."""
+    options = [{"config": config} for config in CONFIGS]
+    options += [{"group_tile": 64}, {"multiprocessors": 4}]
+    run, operands, _ = case([3, 1, 2], 320, 576)
+    texts = set()
+    for chosen in options:
+        traced = jax.jit(partial(run, **chosen)).trace(*operands)
+        texts.add(traced.lower(lowering_platforms=("cuda",)).as_text())
+    assert len(texts) == len(options)
+
+
 @pytest.mark.parametrize(
     ("sizes", "experts", "tile_n"),
     [
@@ -79,8 +84,7 @@ def test_smaller_tiles_where_they_need_no_more_rounds(sizes, experts, tile_n):
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_a_tile_has_rows_for_every_warpgroup(config):
-    assert config.tile_m == 64 * config.row_blocks * WARPGROUPS
+def test_every_config_of_these_tests_fits(config):
     assert config.shared_memory_bytes <= SHARED_MEMORY_BYTES
 
 

@@ -19,17 +19,7 @@ from pallas_kernels.tuning import candidates
 from sparsejax.formats import compress, decompress
 from sparsejax.packing import pack, unpack
 from sparsejax.pruning import magnitude_mask
-
-GROUP_TILE = 128
-GROUPS = {
-    "even": [1, 1, 1],
-    "uneven": [3, 1, 2],
-    "an empty one between": [2, 0, 1],
-    "all of one": [0, 4, 0],
-    "none": [0, 0, 0],
-}
-UNUSED = 2
-"""Group tiles after the used ones."""
+from tests.pallas_kernels.expert_groups import GROUP_TILE, GROUPS, UNUSED
 
 
 def groups(name: str):

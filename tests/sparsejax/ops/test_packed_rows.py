@@ -246,6 +246,19 @@ def test_drawn_rows_are_those_of_the_library(calls):
         )
 
 
+@pytest.mark.parametrize("weights", [None, TWO_FOUR])
+def test_rows_that_nothing_packs_reach_the_dense_kernel(calls, weights):
+    sparsity = replace(VENOM, weights=weights, mask_reuse=False)
+    arguments, dy = whole_numbers(300, D, F, seed=0)
+    got, expected = (
+        step(sparsity, backend, arguments, dy, scales=(1.0, 1.0))
+        for backend in (None, "reference")
+    )
+    assert "dense_over_rows" in calls and "sparse_rows" not in calls
+    for ours, theirs in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 @pytest.mark.parametrize(
     ("name", "tokens"), [*((name, 300) for name in SPARSITIES), ("all six", 100)]
 )
