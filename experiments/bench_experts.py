@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
+from experiments.expert_shares import expert_shares
 from experiments.provenance import commit
 from experiments.timing import time_queued
 from pallas_kernels import grouped_matmul_sm90 as grouped
@@ -292,15 +293,9 @@ def make_problem(config: Config, gemm: Gemm, experts: int) -> Problem:
 
 def _routed(config: Config, experts: int) -> Dispatch:
     """Tokens of each expert as `share_of_first` says, in random order."""
-    share = config.share_of_first
     shares = np.full(experts, 1 / experts)
-    if share is not None:
-        if not 0 < share < 1 or experts == 1:
-            raise ValueError(
-                f"share_of_first={share} of {experts} experts: give a share between 0 "
-                f"and 1, and two experts or more"
-            )
-        shares = np.array([share] + [(1 - share) / (experts - 1)] * (experts - 1))
+    if config.share_of_first is not None:
+        shares = expert_shares(experts, config.share_of_first)
     ends = np.round(np.cumsum(shares) * config.tokens)
     expert = np.searchsorted(ends, np.arange(config.tokens), side="right")
     expert = np.random.default_rng(0).permutation(expert).astype(np.int32)

@@ -1,6 +1,7 @@
 """Times the grouped GEMMs over experts against the dense ones they stand for.
 
     uv run --extra cuda experiments/bench_grouped.py
+    uv run --extra cuda experiments/bench_grouped.py --share-of-first 0.9
 
 Unequal groups, random bfloat16 operands. For GEMM 2's form (rows @ weights of the
 row's expert) and for GEMM 5's (the ragged reduction over rows): the dense GEMM over all
@@ -24,6 +25,7 @@ import numpy as np
 import tyro
 from jax import lax
 
+from experiments.expert_shares import expert_shares
 from experiments.timing import time_interleaved
 from pallas_kernels.device import is_hopper
 from sparsejax.ops import grouped_matmul
@@ -49,6 +51,8 @@ class Config:
     """(T, d, F, E) of each comparison."""
     v: int = 128
     """Rows of a V:N:M block."""
+    share_of_first: float | None = None
+    """Of the tokens, in the first expert; None: shares are drawn."""
     chunk_rows: int = grouped_matmul.CHUNK_ROWS
     """Rows per GEMM of the `xla` backend's loop on GPU."""
     rounds: int = 15
@@ -79,6 +83,7 @@ def main(config: Config) -> list[dict]:
                 row = {
                     "form": form,
                     "shape": dict(zip("TdFE", shape, strict=True)),
+                    "share_of_first": config.share_of_first,
                     "chunk_rows": config.chunk_rows,
                     "calls_per_time": config.repeats,
                     **asdict(timing),
@@ -106,7 +111,10 @@ def _calls(
 ) -> dict[str, dict[str, Callable[[], jax.Array]]]:
     """By form and name, all compiled, on one set of operands."""
     rng = np.random.default_rng(0)
-    chosen = rng.choice(experts, tokens, p=rng.dirichlet([4] * experts))
+    shares = rng.dirichlet([4] * experts)
+    if config.share_of_first is not None:
+        shares = expert_shares(experts, config.share_of_first)
+    chosen = rng.choice(experts, tokens, p=shares)
     routed = dispatch(jnp.asarray(chosen[:, None], jnp.int32), experts, config.v)
     used = jnp.sum(-(-routed.group_sizes // config.v))
     own = d_hidden // experts

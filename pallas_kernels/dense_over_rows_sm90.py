@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.gemm_tasks import OverTokensOfExpert, OwnTasks, Tiling
 from pallas_kernels.result_pieces_sm90 import OUT_TRANSFORMS, write_piece
+from pallas_kernels.row_parts import Turns, cut_rows, part_size
 from pallas_kernels.sparse_matmul_configs import LINE_BYTES, ROWS, SHARED_MEMORY_BYTES
 
 STEP = 64
@@ -127,7 +128,9 @@ def dense_over_rows(
         )
     if reason := why_unsupported((m, n), group_tile, str(a.dtype)):
         raise ValueError(f"no C (m, n) = {(m, n)} of each expert: {reason}")
-    experts = ends.shape[0]
+    experts, tiles = ends.shape[0], rows // group_tile
+    size = part_size(m, n, tiles, group_tile, experts, multiprocessors)
+    parts = cut_rows(ends.astype(jnp.int32), tiles, size)
     if config is None:
         config = default_config(m, n, experts, multiprocessors)
     if config.shared_memory_bytes > SHARED_MEMORY_BYTES:
@@ -144,19 +147,20 @@ def dense_over_rows(
         width=config.width,
         columns_first=False,
     )
-    tiles = experts * tile_rows * tile_columns
-    clusters = min(multiprocessors // config.cluster, tiles)
-    size = (m, experts, n) if expert_axis else (experts, m, n)
+    tasks = parts.table.shape[1] * tile_rows * tile_columns
+    clusters = min(multiprocessors // config.cluster, tasks)
+    out = (m, experts, n) if expert_axis else (experts, m, n)
     return plgpu.kernel(
         partial(
             _kernel,
             tiling=tiling,
             config=config,
             clusters=clusters,
+            experts=experts,
             group_tile=group_tile,
             expert_axis=expert_axis,
         ),
-        out_type=jax.ShapeDtypeStruct(size, jnp.float32),
+        out_type=jax.ShapeDtypeStruct(out, jnp.float32),
         grid=(clusters,),
         grid_names=("grid",),
         cluster=(config.cluster,),
@@ -167,23 +171,31 @@ def dense_over_rows(
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
-    )(a, b, ends.astype(jnp.int32))
+    )(a, b, *parts)
 
 
 def _kernel(
     a_gmem,
     b_gmem,
-    ends_gmem,
+    table_gmem,
+    used_gmem,
     out_gmem,
     *,
     tiling: Tiling,
     config: Config,
     clusters: int,
+    experts: int,
     group_tile: int,
     expert_axis: int,
 ) -> None:
-    experts = ends_gmem.shape[0]
-    walk = OverTokensOfExpert(tiling, experts, ends_gmem, group_tile // STEP)
+    walk = OverTokensOfExpert(tiling, table_gmem, used_gmem, group_tile // STEP)
+    turns = Turns.of(
+        table_gmem.shape[1],
+        experts,
+        tiling.rows * tiling.columns,
+        config.cluster,
+        WARPGROUPS,
+    )
     stages, tile_n = config.stages, config.tile_n
     own_rows = ROWS * config.row_blocks
     warpgroup = lax.axis_index("warpgroup")
@@ -265,6 +277,7 @@ def _kernel(
             def _():
                 plgpu.barrier_arrive(empty.at[slot_of(before + task.steps - 1)])
 
+            turns.wait(task)
             line = LINE_BYTES // 4
             for index in range(config.row_blocks * tile_n // line):
                 block, part = divmod(index, tile_n // line)
@@ -280,7 +293,9 @@ def _kernel(
                     (row + warpgroup * own_rows + block * ROWS, column + part * line),
                     expert=task.expert,
                     expert_axis=expert_axis,
+                    add=turns.adds(task),
                 )
+            turns.done(task)
             return before + task.steps
 
         lax.fori_loop(0, own_tiles, multiply_tile, 0)

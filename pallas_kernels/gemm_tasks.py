@@ -27,6 +27,12 @@ class Task(NamedTuple):
     """Along k, in steps as the kernel takes them."""
     steps: Any = None
     """How many; None: all that k has."""
+    index: Any = None
+    """Its own, where other tasks have the same tile: one for each part of k."""
+    part: Any = None
+    """Which of them it has."""
+    parts_after: Any = None
+    """How many follow."""
 
 
 @dataclass(frozen=True)
@@ -125,28 +131,31 @@ class ByExpert(Walk):
 
 @dataclass(frozen=True)
 class OverTokensOfExpert(Walk):
-    """One C for each expert, summed over its tokens: a range of k."""
+    """One C for each expert, summed over its tokens: ranges of k, see `row_parts`."""
 
-    experts: int
-    ends: Any
-    """Of each expert the first group tile after its own."""
+    table: Any
+    """Of `Parts`, as `used`."""
+    used: Any
     steps_of_tile: int
     """Of the kernel along k, in a group tile."""
 
     @property
-    def count(self) -> int:
-        return self.experts * self.tiling.rows * self.tiling.columns
+    def count(self) -> Any:
+        return self.used[0] * self.tiling.rows * self.tiling.columns
 
     def task(self, index) -> Task:
         tiles = self.tiling.rows * self.tiling.columns
-        expert = index // tiles
-        before = self.ends[jnp.maximum(expert - 1, 0)]
-        first = jnp.where(expert > 0, before, 0)
+        expert, first, length, part, after = (
+            self.table[row, index // tiles] for row in range(5)
+        )
         return Task(
             *self.tiling.snake(index % tiles),
             expert=expert,
             first_step=first * self.steps_of_tile,
-            steps=(self.ends[expert] - first) * self.steps_of_tile,
+            steps=length * self.steps_of_tile,
+            index=index,
+            part=part,
+            parts_after=after,
         )
 
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
+from pallas_kernels.row_parts import cut_rows, part_size
 from pallas_kernels.sparse_matmul_configs import (
     Config,
     Shape,
@@ -174,8 +175,11 @@ def sparse_over_rows(
             f"rows_apart={rows_apart} of {shape.m} rows of A: both must be multiples "
             f"of 64, and some rows left"
         )
-    parts = [shape.m - rows_apart] + [rows_apart] * bool(rows_apart)
-    sizes = [(n, experts, m) if transpose_out else (experts, m, n) for m in parts]
+    results = [shape.m - rows_apart] + [rows_apart] * bool(rows_apart)
+    sizes = [(n, experts, m) if transpose_out else (experts, m, n) for m in results]
+    tiles = rows // group_tile
+    size = part_size(shape.m, n, tiles, group_tile, experts, multiprocessors)
+    parts = cut_rows(ends.astype(jnp.int32), tiles, size)
     out = launch(
         shape,
         _config(config_for, shape),
@@ -183,7 +187,8 @@ def sparse_over_rows(
         values,
         metadata,
         b,
-        ends.astype(jnp.int32),
+        *parts,
+        parts=parts.table.shape[1],
         multiprocessors=multiprocessors,
         first_apart=shape.m - rows_apart,
     )

@@ -41,6 +41,7 @@ def write_piece(
     expert_axis: int = 0,
     first_apart: int | None = None,
     transpose: bool = False,
+    add=None,
 ) -> None:
     """Registers to shared memory to C, or to what is apart of it; the second half is
     left under way.
@@ -52,6 +53,7 @@ def write_piece(
       origin: row and column of C where the piece begins.
       expert: index along `expert_axis`; None where C has no such axis.
       transpose: write C^T.
+      add: whether the piece is added to what C has there; None: it is not.
     """
     layout = plgpu.Layout.WGMMA_TRANSPOSED if transpose else plgpu.Layout.WGMMA
 
@@ -64,7 +66,7 @@ def write_piece(
     row, column = origin
     lines, rows, line = smem.shape
 
-    def copy(target, row) -> None:
+    def copy(target, row, reduction) -> None:
         first, second = (column, row) if transpose else (row, column)
         for index in range(lines):
             part = [pl.ds(first, rows), pl.ds(second + index * line, line)]
@@ -72,14 +74,23 @@ def write_piece(
                 part.insert(expert_axis, expert)
             last = index == lines - 1
             plgpu.copy_smem_to_gmem(
-                smem.at[index], target.at[tuple(part)], commit_group=last
+                smem.at[index],
+                target.at[tuple(part)],
+                commit_group=last,
+                reduction_op=reduction,
             )
 
+    def copy_or_add(target, row) -> None:
+        if add is None:
+            copy(target, row, None)
+            return
+        lax.cond(add, lambda: copy(target, row, "add"), lambda: copy(target, row, None))
+
     if len(out_gmem) == 1:
-        copy(out_gmem[0], row)
+        copy_or_add(out_gmem[0], row)
         return
     lax.cond(
         row < first_apart,
-        lambda: copy(out_gmem[0], row),
-        lambda: copy(out_gmem[1], row - first_apart),
+        lambda: copy_or_add(out_gmem[0], row),
+        lambda: copy_or_add(out_gmem[1], row - first_apart),
     )

@@ -28,6 +28,7 @@ from pallas_kernels.gemm_tasks import (
     tiling_of,
 )
 from pallas_kernels.result_pieces_sm90 import OUT_TRANSFORMS, write_piece
+from pallas_kernels.row_parts import Turns
 from pallas_kernels.sparse_matmul_configs import (
     LINE_BYTES,
     ROWS,
@@ -117,12 +118,14 @@ def launch(
     first_apart: int | None = None,
     epilogue: Epilogue | None = None,
     inputs: int = 0,
+    parts: int = 1,
 ) -> Sequence[jax.Array]:
     """The kernel, on operands that fit: A's values and metadata, B, as many `inputs` of
-    the epilogue, and what the walk of a grouped GEMM looks up."""
+    the epilogue, and what the walk of a grouped GEMM looks up. Each tile of C is a task
+    for each of at most `parts`."""
     tiling = tiling_of(shape, config)
-    tiles = shape.products * tiling.rows * tiling.columns
-    clusters = min(multiprocessors // config.cluster, tiles)
+    tasks = parts * tiling.rows * tiling.columns
+    clusters = min(multiprocessors // config.cluster, tasks)
     return plgpu.kernel(
         partial(
             _kernel,
@@ -195,7 +198,7 @@ def _kernel(
     inputs: int,
 ) -> None:
     inputs_gmem, refs = refs[:inputs], refs[inputs:]
-    walk, out_gmem = _walk(shape, config, refs)
+    walk, turns, out_gmem = _walk(shape, config, refs)
     in_segments = not shape.group_tile and len(b_gmem.shape) == 3
     # Where half a pair is beyond k, both operands are filled with zeros.
     all_pairs = pl.cdiv(shape.k, 2 * TILE_K)
@@ -319,6 +322,7 @@ def _kernel(
             if activation is not None:
                 sums = activation(sums)
             sums = sums.astype(out_gmem[0].dtype)
+            turns.wait(task)
             for index in range(pieces):
                 block, part = divmod(index, tile_n // config.out_columns)
                 rows = block * ROWS
@@ -342,7 +346,9 @@ def _kernel(
                     expert_axis=int(shape.transpose_out),
                     first_apart=first_apart,
                     transpose=shape.transpose_out,
+                    add=turns.adds(task),
                 )
+            turns.done(task)
             return before + pairs
 
         lax.fori_loop(0, own_tiles, multiply_tile, 0)
@@ -393,20 +399,27 @@ def _kernel(
     )
 
 
-def _walk(shape: Shape, config: Config, refs: Sequence) -> tuple[Walk, Sequence]:
+def _walk(shape: Shape, config: Config, refs: Sequence) -> tuple[Walk, Turns, Sequence]:
     """The order of the tiles; and the results, which follow what it looks up."""
     tiling = tiling_of(shape, config)
     if not shape.group_tile:
-        return EveryTile(tiling), refs
+        return EveryTile(tiling), Turns(), refs
     if shape.sums_over_tokens:
-        ends, *out = refs
+        table, used, *out = refs
+        turns = Turns.of(
+            table.shape[1],
+            shape.experts,
+            tiling.rows * tiling.columns,
+            config.cluster,
+            config.warpgroups,
+        )
         pairs = shape.group_tile // (2 * TILE_K)
-        return OverTokensOfExpert(tiling, shape.experts, ends, pairs), out
+        return OverTokensOfExpert(tiling, table, used, pairs), turns, out
     tile_expert, used_tiles, *out = refs
     walk = ByExpert(
         tiling, tile_expert, used_tiles, shape.group_tile, not shape.transpose_out
     )
-    return walk, out
+    return walk, Turns(), out
 
 
 # As `OUT_TRANSFORMS`; `_by_eight` gives the bytes the shape that wgmma knows.

@@ -1,6 +1,7 @@
 """The grouped benchmark times what it has checked."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -29,6 +30,13 @@ def test_rows(config):
     assert len(set(names)) == 6
     assert all(row["ratio"] == 1.0 for row in rows if row["name"] == "dense")
     assert all(row["time_ms"] > 0 for row in rows)
+
+
+def test_one_expert_may_have_nearly_all_tokens(config):
+    rows = bench_grouped.main(replace(config, share_of_first=0.9))
+    assert [row["share_of_first"] for row in rows] == [0.9] * 6
+    with pytest.raises(ValueError, match=r"share_of_first=1\.5 of 4 experts"):
+        bench_grouped.main(replace(config, share_of_first=1.5))
 
 
 def test_a_wrong_product_stops_the_benchmark(config, monkeypatch):

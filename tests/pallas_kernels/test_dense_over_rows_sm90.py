@@ -151,3 +151,20 @@ def test_random_groups_on_a_gpu():
             seed=seed,
         )
         np.testing.assert_array_equal(jax.jit(run)(*operands), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_parts_of_an_experts_rows_are_added_in_their_order_on_a_gpu(config):
+    """More tasks than blocks, and each time the blocks come in another order."""
+    counts = [1, 61, 0, 2]
+    run, (a, b, ends), expected = case(counts, 640, 832, group_tile=64)
+    run = jax.jit(partial(run, config=config))
+    np.testing.assert_array_equal(run(a, b, ends), expected)
+    a, b = (
+        jax.random.normal(jax.random.key(i), x.shape, x.dtype)
+        for i, x in enumerate((a, b))
+    )
+    once = run(a, b, ends)
+    for _ in range(20):
+        np.testing.assert_array_equal(run(a, b, ends), once)

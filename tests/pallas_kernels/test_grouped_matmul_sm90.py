@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels import grouped_matmul_sm90 as grouped
 from pallas_kernels.gemm_tasks import ByExpert, OverTokensOfExpert, Tiling, tiling_of
+from pallas_kernels.row_parts import cut_rows
 from pallas_kernels.sparse_matmul_configs import (
     Config,
     Shape,
@@ -61,19 +62,31 @@ def test_every_used_tile_is_visited_once_with_its_expert(
 
 
 @pytest.mark.newest_jax
+@pytest.mark.parametrize("size", [1, 2, 100])
 @pytest.mark.parametrize("name", GROUPS)
-def test_a_weight_gradient_sums_over_each_experts_own_rows(name):
-    _, _, ends = groups(name)
+def test_a_weight_gradient_sums_over_each_experts_own_rows(name, size):
+    expert, _, ends = groups(name)
     tiling = Tiling(64, 64, 2, 3, width=8, columns_first=False)
-    walk = OverTokensOfExpert(tiling, ends.size, jnp.asarray(ends), steps_of_tile=1)
+    parts = cut_rows(jnp.asarray(ends), expert.size, size)
+    walk = OverTokensOfExpert(tiling, *parts, steps_of_tile=1)
     of_index = jax.jit(walk.task)
-    tasks = [of_index(jnp.int32(i)) for i in range(walk.count)]
-    assert len({(int(t.expert), int(t.row), int(t.column)) for t in tasks}) == 18
-    for task in tasks:
-        expert, first = int(task.expert), int(task.first_step)
-        own = list(range(first, first + int(task.steps)))
-        start = 0 if expert == 0 else ends[expert - 1]
-        assert own == list(range(start, ends[expert]))
+    tasks = [of_index(jnp.int32(i)) for i in range(int(walk.count))]
+    steps = {}
+    for index, task in enumerate(tasks):
+        assert int(task.index) == index
+        own = steps.setdefault((int(task.expert), int(task.row), int(task.column)), [])
+        # A task may wait for the one that has the part before its own.
+        before = tasks[index - 6]
+        if int(task.part):
+            assert (before.row, before.column) == (task.row, task.column)
+            assert int(before.part) == int(task.part) - 1
+            assert int(before.parts_after) == int(task.parts_after) + 1
+        first = int(task.first_step)
+        own.extend(range(first, first + int(task.steps)))
+    assert len(steps) == 18
+    starts = np.pad(ends[:-1], (1, 0))
+    for (expert, _, _), own in steps.items():
+        assert own == list(range(starts[expert], ends[expert]))
 
 
 # What can run.
@@ -287,6 +300,27 @@ def test_random_groups_on_a_gpu(case, monkeypatch):
         got = jax.jit(run)(*operands)
         got = got if "over" in case else got[: len(expected)]
         np.testing.assert_array_equal(np.asarray(got, np.float32), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [case for case in CASES if "over" in case])
+def test_the_parts_of_an_experts_rows_are_added_in_their_order_on_a_gpu(
+    case, monkeypatch
+):
+    """More tasks than blocks, and each time the blocks come in another order."""
+    monkeypatch.setitem(GROUPS, "most of one", [1, 29, 0, 2])
+    run, (values, metadata, b, ends), expected = CASES[case](
+        "most of one", m=640, n=832
+    )
+    run = jax.jit(run)
+    np.testing.assert_array_equal(run(values, metadata, b, ends), expected)
+    values, b = (
+        jax.random.normal(jax.random.key(i), x.shape, x.dtype)
+        for i, x in enumerate((values, b))
+    )
+    once = run(values, metadata, b, ends)
+    for _ in range(20):
+        np.testing.assert_array_equal(run(values, metadata, b, ends), once)
 
 
 def test_the_cases_are_what_they_say():

@@ -223,23 +223,24 @@ def test_what_is_drawn_along_the_tokens_is_multiplied_dense_by_expert(untuned, b
 # Values.
 
 
+def drawn_gradients(backend, tokens, d, f) -> tuple[jax.Array, ...]:
+    """Of whole numbers, so that every backend draws from the same ones."""
+    arguments, dy = whole_numbers(tokens, d, f, seed=0)
+    of = partial(
+        ffn,
+        sparsity=DRAWN,
+        backend=backend,
+        scales=jnp.ones(2),
+        key=jax.random.key(0),
+    )
+    return jax.jit(lambda *a: jax.vjp(of, *a)[1](dy))(*arguments)
+
+
 def test_drawn_rows_are_those_of_the_library(calls):
-    arguments, dy = whole_numbers(300, D, F, seed=0)
-
-    def run(backend):
-        of = partial(
-            ffn,
-            sparsity=DRAWN,
-            backend=backend,
-            scales=jnp.ones(2),
-            key=jax.random.key(0),
-        )
-        return jax.jit(lambda *a: jax.vjp(of, *a)[1](dy))(*arguments)
-
-    got = run("mosaic_sm90")
+    got = drawn_gradients("mosaic_sm90", 300, D, F)
     assert {"sparse_rows", "dense_over_rows"} <= set(calls)
     assert "sparse_over_rows" not in calls
-    for ours, theirs in zip(got, run("xla"), strict=True):
+    for ours, theirs in zip(got, drawn_gradients("xla", 300, D, F), strict=True):
         # The same draws; float32 sums in another order.
         np.testing.assert_allclose(
             ours.astype(jnp.float32), theirs.astype(jnp.float32), rtol=1e-5, atol=1e-3
@@ -374,6 +375,16 @@ def test_random_ffns_on_a_gpu_are_those_of_the_reference(name, seed):
         routing = "all to one" if generator.integers(3) == 0 else "any"
         experts = chosen(sparsity, tokens, routing)
         assert_exact(sparsity, arguments, dy, experts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [300, 2500])
+def test_drawn_rows_on_a_gpu_are_those_of_the_library(tokens):
+    got, expected = (
+        drawn_gradients(backend, tokens, 640, 1280)
+        for backend in ("mosaic_sm90", "xla")
+    )
+    assert_close(got, expected)
 
 
 @pytest.mark.gpu
