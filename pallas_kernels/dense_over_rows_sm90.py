@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.gemm_tasks import OverTokensOfExpert, OwnTasks, Tiling
-from pallas_kernels.result_pieces_sm90 import OUT_TRANSFORMS, write_piece
+from pallas_kernels.result_pieces_sm90 import copy_piece
 from pallas_kernels.row_parts import Turns, cut_rows, part_size
 from pallas_kernels.sparse_matmul_configs import LINE_BYTES, ROWS, SHARED_MEMORY_BYTES
 
@@ -286,9 +286,11 @@ def _kernel(
                 ]
                 # A slot is free once the write before the last has read it.
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                write_piece(
-                    piece,
-                    out_smem.at[warpgroup, index % 2],
+                slot = out_smem.at[warpgroup, index % 2]
+                slot[0] = piece
+                plgpu.commit_smem()
+                copy_piece(
+                    slot,
                     [out_gmem],
                     (row + warpgroup * own_rows + block * ROWS, column + part * line),
                     expert=task.expert,
@@ -323,7 +325,10 @@ def _kernel(
         plgpu.SMEM(
             (WARPGROUPS, 2, 1, ROWS, LINE_BYTES // 4),
             jnp.float32,
-            transforms=OUT_TRANSFORMS,
+            transforms=(
+                plgpu.TilingTransform((8, LINE_BYTES // 4)),
+                plgpu.SwizzleTransform(LINE_BYTES),
+            ),
         ),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         barrier(num_arrivals=WARPGROUPS, num_barriers=stages),

@@ -37,11 +37,8 @@ def write_piece(
     out_gmem: Sequence,
     origin: tuple,
     *,
-    expert=None,
-    expert_axis: int = 0,
-    first_apart: int | None = None,
     transpose: bool = False,
-    add=None,
+    **where,
 ) -> None:
     """Registers to shared memory to C, or to what is apart of it; the second half is
     left under way.
@@ -49,11 +46,8 @@ def write_piece(
     Args:
       piece: 64 rows of C, in the WGMMA layout.
       smem: (lines, rows, line) with `OUT_TRANSFORMS`.
-      out_gmem: C, and what is apart where there is `first_apart`, its first row.
-      origin: row and column of C where the piece begins.
-      expert: index along `expert_axis`; None where C has no such axis.
       transpose: write C^T.
-      add: whether the piece is added to what C has there; None: it is not.
+    Otherwise as `copy_piece`.
     """
     layout = plgpu.Layout.WGMMA_TRANSPOSED if transpose else plgpu.Layout.WGMMA
 
@@ -63,6 +57,30 @@ def write_piece(
 
     store(plgpu.layout_cast(piece, layout), smem)
     plgpu.commit_smem()
+    copy_piece(smem, out_gmem, origin, transpose=transpose, **where)
+
+
+def copy_piece(
+    smem,
+    out_gmem: Sequence,
+    origin: tuple,
+    *,
+    expert=None,
+    expert_axis: int = 0,
+    first_apart: int | None = None,
+    transpose: bool = False,
+    add=None,
+) -> None:
+    """Shared memory to C, left under way.
+
+    Args:
+      smem: the piece, (lines, rows, line).
+      out_gmem: C, and what is apart where there is `first_apart`, its first row.
+      origin: row and column of C where the piece begins.
+      expert: index along `expert_axis`; None where C has no such axis.
+      transpose: the piece is of C^T.
+      add: whether the piece is added to what C has there; None: it is not.
+    """
     row, column = origin
     lines, rows, line = smem.shape
 

@@ -1,4 +1,4 @@
-"""Weight gradients of experts: lowered here, run where a GPU is."""
+"""Weight gradients of experts: lowered and interpreted here, run where a GPU is."""
 
 from functools import partial
 
@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import dense_over_rows_sm90
 from pallas_kernels.dense_over_rows_sm90 import (
     Config,
     default_config,
@@ -111,6 +113,34 @@ def test_operands_that_do_not_fit_are_refused():
         run(a[:, 1:], b, ends)
     with pytest.raises(ValueError, match="needs .* bytes of shared memory of 232448"):
         run(a, b, ends, config=Config(stages=5))
+
+
+# Interpreted, without what the interpreter does not know: clusters, and the flags and
+# sums of parts.
+
+
+@pytest.mark.newest_jax
+@pytest.mark.parametrize(
+    ("counts", "sizes", "expert_axis", "config"),
+    [
+        ([3, 0, 2], "parts of tiles", 0, Config(cluster=1, stages=2)),
+        ([0, 4, 1], "whole tiles", 1, Config(tile_n=128, cluster=1, width=1)),
+        ([2, 1, 0], "smallest", 1, Config(row_blocks=2, tile_n=64, cluster=1)),
+    ],
+)
+def test_each_expert_sums_over_its_rows_and_no_block_races(
+    monkeypatch, counts, sizes, expert_axis, config
+):
+    monkeypatch.setattr(
+        dense_over_rows_sm90, "part_size", lambda m, n, tiles, *_: tiles
+    )
+    run, operands, expected = case(
+        counts, *SIZES[sizes], group_tile=64, expert_axis=expert_axis
+    )
+    run = partial(run, config=config, multiprocessors=3)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        got = jax.jit(run)(*operands)
+    np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.gpu
