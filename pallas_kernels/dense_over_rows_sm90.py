@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.gemm_tasks import OverTokensOfExpert, OwnTasks, Tiling
 from pallas_kernels.result_pieces_sm90 import copy_piece
-from pallas_kernels.row_parts import Turns, cut_rows, part_size
+from pallas_kernels.row_parts import RowParts, Turns
 from pallas_kernels.sparse_matmul_configs import LINE_BYTES, ROWS, SHARED_MEMORY_BYTES
 
 STEP = 64
@@ -129,8 +129,7 @@ def dense_over_rows(
     if reason := why_unsupported((m, n), group_tile, str(a.dtype)):
         raise ValueError(f"no C (m, n) = {(m, n)} of each expert: {reason}")
     experts, tiles = ends.shape[0], rows // group_tile
-    size = part_size(m, n, tiles, group_tile, experts, multiprocessors)
-    parts = cut_rows(ends.astype(jnp.int32), tiles, size)
+    parts = RowParts.of(m, n, tiles, experts, multiprocessors)
     if config is None:
         config = default_config(m, n, experts, multiprocessors)
     if config.shared_memory_bytes > SHARED_MEMORY_BYTES:
@@ -147,7 +146,7 @@ def dense_over_rows(
         width=config.width,
         columns_first=False,
     )
-    tasks = parts.table.shape[1] * tile_rows * tile_columns
+    tasks = parts.most * tile_rows * tile_columns
     clusters = min(multiprocessors // config.cluster, tasks)
     out = (m, experts, n) if expert_axis else (experts, m, n)
     return plgpu.kernel(
@@ -156,7 +155,7 @@ def dense_over_rows(
             tiling=tiling,
             config=config,
             clusters=clusters,
-            experts=experts,
+            parts=parts,
             group_tile=group_tile,
             expert_axis=expert_axis,
         ),
@@ -171,31 +170,24 @@ def dense_over_rows(
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
-    )(a, b, *parts)
+    )(a, b, ends.astype(jnp.int32))
 
 
 def _kernel(
     a_gmem,
     b_gmem,
-    table_gmem,
-    used_gmem,
+    ends_gmem,
     out_gmem,
     *,
     tiling: Tiling,
     config: Config,
     clusters: int,
-    experts: int,
+    parts: RowParts,
     group_tile: int,
     expert_axis: int,
 ) -> None:
-    walk = OverTokensOfExpert(tiling, table_gmem, used_gmem, group_tile // STEP)
-    turns = Turns.of(
-        table_gmem.shape[1],
-        experts,
-        tiling.rows * tiling.columns,
-        config.cluster,
-        WARPGROUPS,
-    )
+    walk = OverTokensOfExpert(tiling, parts, ends_gmem, group_tile // STEP)
+    turns = Turns.of(parts, tiling.rows * tiling.columns, config.cluster, WARPGROUPS)
     stages, tile_n = config.stages, config.tile_n
     own_rows = ROWS * config.row_blocks
     warpgroup = lax.axis_index("warpgroup")

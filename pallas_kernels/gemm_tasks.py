@@ -13,6 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.row_parts import RowParts
+
 
 class Task(NamedTuple):
     """One tile of C, of a whole cluster."""
@@ -133,29 +135,27 @@ class ByExpert(Walk):
 class OverTokensOfExpert(Walk):
     """One C for each expert, summed over its tokens: ranges of k, see `row_parts`."""
 
-    table: Any
-    """Of `Parts`, as `used`."""
-    used: Any
+    parts: RowParts
+    ends: Any
+    """Of each expert the first group tile after its own."""
     steps_of_tile: int
     """Of the kernel along k, in a group tile."""
 
     @property
     def count(self) -> Any:
-        return self.used[0] * self.tiling.rows * self.tiling.columns
+        return self.parts.count(self.ends) * self.tiling.rows * self.tiling.columns
 
     def task(self, index) -> Task:
         tiles = self.tiling.rows * self.tiling.columns
-        expert, first, length, part, after = (
-            self.table[row, index // tiles] for row in range(5)
-        )
+        part = self.parts.part(self.ends, index // tiles)
         return Task(
             *self.tiling.snake(index % tiles),
-            expert=expert,
-            first_step=first * self.steps_of_tile,
-            steps=length * self.steps_of_tile,
+            expert=part.expert,
+            first_step=part.first * self.steps_of_tile,
+            steps=part.length * self.steps_of_tile,
             index=index,
-            part=part,
-            parts_after=after,
+            part=part.number,
+            parts_after=part.after,
         )
 
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from pallas_kernels.row_parts import cut_rows, part_size
+from pallas_kernels.row_parts import RowParts
 from pallas_kernels.sparse_matmul_configs import (
     Config,
     Shape,
@@ -178,8 +178,6 @@ def sparse_over_rows(
     results = [shape.m - rows_apart] + [rows_apart] * bool(rows_apart)
     sizes = [(n, experts, m) if transpose_out else (experts, m, n) for m in results]
     tiles = rows // group_tile
-    size = part_size(shape.m, n, tiles, group_tile, experts, multiprocessors)
-    parts = cut_rows(ends.astype(jnp.int32), tiles, size)
     out = launch(
         shape,
         _config(config_for, shape),
@@ -187,8 +185,8 @@ def sparse_over_rows(
         values,
         metadata,
         b,
-        *parts,
-        parts=parts.table.shape[1],
+        ends.astype(jnp.int32),
+        parts=RowParts.of(shape.m, n, tiles, experts, multiprocessors),
         multiprocessors=multiprocessors,
         first_apart=shape.m - rows_apart,
     )

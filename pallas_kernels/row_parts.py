@@ -14,75 +14,112 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Int
 
 TILE = 256
 """Rows and columns of C that two multiprocessors have at a time, near enough: bits must
 not depend on how a config cuts C up."""
 
-WRITE_ROWS = 700
-"""In the time that it takes to write a tile, about so many rows are multiplied: 7 us on
-an H200."""
-
 MOST_PARTS = 8
-"""Of an expert that has all rows: each waits for the one before it."""
+"""Of all rows: each waits for the one before it."""
 
 
-class Parts(NamedTuple):
-    """Of all experts, in the order of the rows."""
+class Part(NamedTuple):
+    """Rows of one expert."""
 
-    table: Int[Array, "5 parts"]
-    """Of each: the expert, first group tile, group tiles, number among those of the
-    expert, how many of these follow."""
-    used: Int[Array, "1"]
-    """How many there are, at least one of each expert."""
+    expert: Any
+    first: Any
+    """Group tile."""
+    length: Any
+    """In group tiles."""
+    number: Any
+    """Of the expert's parts."""
+    after: Any
+    """How many of these follow."""
 
 
-def part_size(
-    m: int, n: int, tiles: int, group_tile: int, experts: int, multiprocessors: int
-) -> int:
-    """How long a part is, in group tiles, where C is (m, n) and `tiles` group tiles are
-    distributed over the experts.
+@dataclass(frozen=True)
+class RowParts:
+    """Of all experts, in the order of the rows. Those of one expert are of about one
+    length, `size`; each has one at least.
 
-    An equal share, or longer where C alone has tiles for all multiprocessors: then what
-    takes the fewest rounds if one expert has all rows, or half of them.
+    Where `ends` is asked for, it has of each expert the first group tile after its own.
     """
-    tiles_of_c = pl.cdiv(m, TILE) * pl.cdiv(n, TILE)
-    at_once = max(1, multiprocessors // 2)
 
-    def time(parts: int, rows: float) -> float:
-        rounds = pl.cdiv(parts * tiles_of_c, at_once)
-        return rounds * (rows / parts + WRITE_ROWS)
+    experts: int
+    tiles: int
+    """Group tiles of all rows."""
+    size: int
+    """In group tiles."""
 
-    def cost(parts: int) -> float:
-        rows = tiles * group_tile
-        return time(parts, rows) + 2 * time(pl.cdiv(parts, 2), rows / 2)
+    @classmethod
+    def of(
+        cls, m: int, n: int, tiles: int, experts: int, multiprocessors: int
+    ) -> "RowParts":
+        """Where C is (m, n): all rows together are one part, unless C has tiles for
+        half of the multiprocessors or fewer.
 
-    parts = min(range(1, MOST_PARTS + 1), key=cost)
-    return pl.cdiv(tiles, min(parts, experts))
+        Then twice as many as fill them, so that half of the rows do so too, but none
+        shorter than an equal share. Where C had tiles for more than half, adding took
+        what the others gained (H200).
+        """
+        tiles_of_c = pl.cdiv(m, TILE) * pl.cdiv(n, TILE)
+        at_once = multiprocessors // 2
+        parts = 1
+        if 2 * tiles_of_c <= at_once:
+            parts = min(2 * at_once // tiles_of_c, MOST_PARTS, experts)
+        return cls(experts, tiles, pl.cdiv(tiles, parts))
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether an expert may have two."""
+        return self._of_expert(self.tiles) > 1
+
+    @property
+    def most(self) -> int:
+        """How many there may be."""
+        return self.experts + self.may_cut * (self.tiles // self.size)
+
+    def count(self, ends) -> Any:
+        """How many there are."""
+        if not self.may_cut:
+            return self.experts
+
+        def add(expert, count):
+            _, own = _rows(ends, expert)
+            return count + jnp.maximum(1, self._of_expert(own))
+
+        return lax.fori_loop(0, self.experts, add, jnp.int32(0))
+
+    def part(self, ends, index) -> Part:
+        """One of them."""
+        if not self.may_cut:
+            return Part(index, *_rows(ends, index), jnp.int32(0), jnp.int32(0))
+
+        def look(expert, found):
+            before, *_ = found
+            _, own = _rows(ends, expert)
+            count = jnp.maximum(1, self._of_expert(own))
+            here = (before <= index) & (index < before + count)
+            new = expert, index - before, count
+            kept = (jnp.where(here, x, y) for x, y in zip(new, found[1:], strict=True))
+            return before + count, *kept
+
+        start = (jnp.int32(0),) * 4
+        _, expert, number, count = lax.fori_loop(0, self.experts, look, start)
+        first, own = _rows(ends, expert)
+        # Not //: on a mesh it guards against zero by what no kernel can do.
+        begin, end = (lax.div(own * (number + i), count) for i in range(2))
+        return Part(expert, first + begin, end - begin, number, count - 1 - number)
+
+    def _of_expert(self, own):
+        """Parts of an expert with so many group tiles, to the nearest number."""
+        return (2 * own + self.size) // (2 * self.size)
 
 
-def cut_rows(ends: Int[Array, " experts"], tiles: int, size: int) -> Parts:
-    """An expert's rows as equal parts of about `size` group tiles.
-
-    Args:
-      ends: of each expert the first group tile after its own.
-      tiles: no expert ends after so many.
-    """
-    experts = ends.shape[0]
-    first = jnp.pad(ends[:-1], (1, 0))
-    own = ends - first
-    counts = jnp.maximum(1, (2 * own + size) // (2 * size))
-    last = jnp.cumsum(counts, dtype=jnp.int32)
-    splits = (2 * tiles + size) // (2 * size) > 1
-    index = jnp.arange(experts + splits * (tiles // size), dtype=jnp.int32)
-    expert = jnp.sum(index[:, None] >= last[None], axis=1, dtype=jnp.int32)
-    expert = jnp.minimum(expert, experts - 1)
-    first, own, counts, last = (x[expert] for x in (first, own, counts, last))
-    number = index - (last - counts)
-    begin, end = (own * (number + i) // counts for i in range(2))
-    table = [expert, first + begin, end - begin, number, counts - 1 - number]
-    return Parts(jnp.stack(table).astype(jnp.int32), last[-1:])
+def _rows(ends, expert) -> tuple[Any, Any]:
+    """An expert's first group tile, and how many it has."""
+    first = jnp.where(expert > 0, ends[jnp.maximum(expert - 1, 0)], 0)
+    return first, ends[expert] - first
 
 
 @dataclass(frozen=True)
@@ -99,12 +136,12 @@ class Turns:
 
     @classmethod
     def of(
-        cls, parts: int, experts: int, tiles_of_c: int, blocks: int, warpgroups: int
+        cls, parts: RowParts, tiles_of_c: int, blocks: int, warpgroups: int
     ) -> "Turns":
         """Of a grid in which every warpgroup writes rows of C of its own."""
-        if parts == experts:
+        if not parts.may_cut:
             return cls()
-        shape = (parts * tiles_of_c, blocks, warpgroups)
+        shape = (parts.most * tiles_of_c, blocks, warpgroups)
         return cls(pl.get_global(plgpu.SemaphoreType.REGULAR(shape)), tiles_of_c)
 
     def adds(self, task) -> Any:

@@ -28,7 +28,7 @@ from pallas_kernels.gemm_tasks import (
     tiling_of,
 )
 from pallas_kernels.result_pieces_sm90 import OUT_TRANSFORMS, write_piece
-from pallas_kernels.row_parts import Turns
+from pallas_kernels.row_parts import RowParts, Turns
 from pallas_kernels.sparse_matmul_configs import (
     LINE_BYTES,
     ROWS,
@@ -118,13 +118,13 @@ def launch(
     first_apart: int | None = None,
     epilogue: Epilogue | None = None,
     inputs: int = 0,
-    parts: int = 1,
+    parts: RowParts | None = None,
 ) -> Sequence[jax.Array]:
     """The kernel, on operands that fit: A's values and metadata, B, as many `inputs` of
-    the epilogue, and what the walk of a grouped GEMM looks up. Each tile of C is a task
-    for each of at most `parts`."""
+    the epilogue, and what the walk of a grouped GEMM looks up; `parts` of the rows
+    where it sums over those of experts."""
     tiling = tiling_of(shape, config)
-    tasks = parts * tiling.rows * tiling.columns
+    tasks = tiling.rows * tiling.columns * (parts.most if parts else 1)
     clusters = min(multiprocessors // config.cluster, tasks)
     return plgpu.kernel(
         partial(
@@ -136,6 +136,7 @@ def launch(
             first_apart=first_apart,
             epilogue=epilogue,
             inputs=inputs,
+            parts=parts,
         ),
         out_type=out_type,
         grid=(clusters,),
@@ -196,9 +197,10 @@ def _kernel(
     first_apart: int | None,
     epilogue: Epilogue | None,
     inputs: int,
+    parts: RowParts | None,
 ) -> None:
     inputs_gmem, refs = refs[:inputs], refs[inputs:]
-    walk, turns, out_gmem = _walk(shape, config, refs)
+    walk, turns, out_gmem = _walk(shape, config, parts, refs)
     in_segments = not shape.group_tile and len(b_gmem.shape) == 3
     # Where half a pair is beyond k, both operands are filled with zeros.
     all_pairs = pl.cdiv(shape.k, 2 * TILE_K)
@@ -399,22 +401,19 @@ def _kernel(
     )
 
 
-def _walk(shape: Shape, config: Config, refs: Sequence) -> tuple[Walk, Turns, Sequence]:
+def _walk(
+    shape: Shape, config: Config, parts: RowParts | None, refs: Sequence
+) -> tuple[Walk, Turns, Sequence]:
     """The order of the tiles; and the results, which follow what it looks up."""
     tiling = tiling_of(shape, config)
     if not shape.group_tile:
         return EveryTile(tiling), Turns(), refs
-    if shape.sums_over_tokens:
-        table, used, *out = refs
-        turns = Turns.of(
-            table.shape[1],
-            shape.experts,
-            tiling.rows * tiling.columns,
-            config.cluster,
-            config.warpgroups,
-        )
+    if parts is not None:
+        ends, *out = refs
+        tiles = tiling.rows * tiling.columns
+        turns = Turns.of(parts, tiles, config.cluster, config.warpgroups)
         pairs = shape.group_tile // (2 * TILE_K)
-        return OverTokensOfExpert(tiling, table, used, pairs), turns, out
+        return OverTokensOfExpert(tiling, parts, ends, pairs), turns, out
     tile_expert, used_tiles, *out = refs
     walk = ByExpert(
         tiling, tile_expert, used_tiles, shape.group_tile, not shape.transpose_out

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dense_over_rows_sm90
 from pallas_kernels.dense_over_rows_sm90 import (
     Config,
     default_config,
     dense_over_rows,
     why_unsupported,
 )
+from pallas_kernels.row_parts import RowParts
 from pallas_kernels.sparse_matmul_configs import SHARED_MEMORY_BYTES
 from tests.pallas_kernels.expert_groups import GROUP_TILE, UNUSED
 from tests.pallas_kernels.expert_groups import GROUPS as THREE
@@ -131,9 +131,7 @@ def test_operands_that_do_not_fit_are_refused():
 def test_each_expert_sums_over_its_rows_and_no_block_races(
     monkeypatch, counts, sizes, expert_axis, config
 ):
-    monkeypatch.setattr(
-        dense_over_rows_sm90, "part_size", lambda m, n, tiles, *_: tiles
-    )
+    monkeypatch.setattr(RowParts, "may_cut", False)
     run, operands, expected = case(
         counts, *SIZES[sizes], group_tile=64, expert_axis=expert_axis
     )

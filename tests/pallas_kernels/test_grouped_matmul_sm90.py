@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import grouped_matmul_sm90 as grouped
 from pallas_kernels.gemm_tasks import ByExpert, OverTokensOfExpert, Tiling, tiling_of
-from pallas_kernels.row_parts import cut_rows
+from pallas_kernels.row_parts import RowParts
 from pallas_kernels.sparse_matmul_configs import (
     Config,
     Shape,
@@ -67,8 +67,8 @@ def test_every_used_tile_is_visited_once_with_its_expert(
 def test_a_weight_gradient_sums_over_each_experts_own_rows(name, size):
     expert, _, ends = groups(name)
     tiling = Tiling(64, 64, 2, 3, width=8, columns_first=False)
-    parts = cut_rows(jnp.asarray(ends), expert.size, size)
-    walk = OverTokensOfExpert(tiling, *parts, steps_of_tile=1)
+    parts = RowParts(ends.size, expert.size, size)
+    walk = OverTokensOfExpert(tiling, parts, jnp.asarray(ends), steps_of_tile=1)
     of_index = jax.jit(walk.task)
     tasks = [of_index(jnp.int32(i)) for i in range(int(walk.count))]
     steps = {}

@@ -1,14 +1,22 @@
 """Rows of experts in parts."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.row_parts import cut_rows, part_size
+from pallas_kernels.row_parts import RowParts
 
 MULTIPROCESSORS, GROUP_TILE = 132, 128
-cut = jax.jit(cut_rows, static_argnums=(1, 2))
+
+
+@partial(jax.jit, static_argnums=0)
+def cut(parts: RowParts, ends):
+    """All columns of a table, of which so many are used."""
+    of = partial(parts.part, ends)
+    return jax.vmap(of)(jnp.arange(parts.most)), parts.count(ends)
 
 
 @pytest.mark.parametrize("size", [1, 3, 9, 1000])
@@ -16,14 +24,13 @@ cut = jax.jit(cut_rows, static_argnums=(1, 2))
 def test_parts_of_an_expert_are_about_as_long_and_have_its_rows_in_order(size, experts):
     generator = np.random.default_rng(size + experts)
     most = 40
+    parts = RowParts(experts, most * experts, size)
     for _ in range(10):
         own = generator.integers(0, most, experts, endpoint=True)
         own[generator.random(experts) < 0.3] = 0
-        ends = jnp.asarray(np.cumsum(own), jnp.int32)
-        table, used = cut(ends, most * experts, size)
-        parts = np.asarray(table).T[: int(used[0])]
-        assert experts <= len(parts) <= table.shape[1]
-        of_expert, first, length, number, after = parts.T
+        table, count = cut(parts, jnp.asarray(np.cumsum(own), jnp.int32))
+        assert experts <= count <= parts.most
+        of_expert, first, length, number, after = (np.array(x)[:count] for x in table)
         # One after the other, without a gap.
         assert first[0] == 0 and (first[1:] == (first + length)[:-1]).all()
         for expert in range(experts):
@@ -39,21 +46,21 @@ def test_parts_of_an_expert_are_about_as_long_and_have_its_rows_in_order(size, e
 
 def parts_of(own, m: int, n: int) -> list[int]:
     """Of each expert with so many group tiles."""
-    tiles = sum(own)
-    size = part_size(m, n, tiles, GROUP_TILE, len(own), MULTIPROCESSORS)
-    table, used = cut(jnp.asarray(np.cumsum(own), jnp.int32), tiles, size)
-    return list(np.bincount(np.asarray(table)[0, : int(used[0])]))
+    parts = RowParts.of(m, n, sum(own), len(own), MULTIPROCESSORS)
+    table, count = cut(parts, jnp.asarray(np.cumsum(own), jnp.int32))
+    return list(np.bincount(np.asarray(table.expert)[:count]))
 
 
 @pytest.mark.parametrize(
     ("m", "n", "experts", "parts"),
     [
-        # Tiles of 256 x 256 for a quarter of 66 pairs of multiprocessors, for half,
+        # Tiles of 256 x 256 for a quarter of 66 pairs of multiprocessors, and for half,
         (2048, 512, 16, 7),
         (2048, 1024, 8, 4),
-        # for all, and for all and some.
+        # and for more.
+        (2048, 1088, 8, 1),
         (2048, 2048, 4, 1),
-        (2176, 2048, 4, 4),
+        (2176, 2048, 4, 1),
         (4096, 4096, 4, 1),
     ],
 )
@@ -76,4 +83,4 @@ def test_about_equal_shares_are_not_cut_up(width, experts):
 
 def test_no_part_is_shorter_than_a_group_tile():
     for tiles in (1, 2, 7):
-        assert part_size(64, 64, tiles, GROUP_TILE, 3, MULTIPROCESSORS) >= 1
+        assert RowParts.of(64, 64, tiles, 3, MULTIPROCESSORS).size >= 1
