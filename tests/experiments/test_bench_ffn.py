@@ -16,6 +16,7 @@ from sparsejax.config import RecipeConfig
 from sparsejax.loop import train
 from sparsejax.patterns import NM
 from tests.micro_run import micro_config
+from tests.whole_runs import quick_runs
 
 TINY = Config(tokens=40, d_model=8, d_hidden=64, v=8, rounds=2, results=None)
 
@@ -89,7 +90,8 @@ def finished(text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     phases = RecipeConfig(warmup_share=0.25, sparse_share=0.75)
     config = micro_config(text, recipe="activations", phases=phases, steps=4)
-    train(config, folder)
+    with quick_runs():
+        train(config, folder)
     return folder
 
 
