@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sparsejax.checkpoint import Checkpoints
+from tests.conftest import QUICK_COMPILATION
 from tests.faults.runs import Process, assert_ended_alike, finish, has_trained
 from tests.micro_run import (
     arguments_of,
@@ -16,7 +17,9 @@ from tests.micro_run import (
     write_text,
 )
 
-TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+TWO_DEVICES = {
+    "XLA_FLAGS": f"{QUICK_COMPILATION} --xla_force_host_platform_device_count=2"
+}
 """For one process that has as many devices as two."""
 
 
@@ -49,7 +52,7 @@ def start_pair(arguments: list[str], files: Path) -> list[Process]:
                 "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
                 "JAX_NUM_PROCESSES": "2",
                 "JAX_PROCESS_ID": str(process),
-                "XLA_FLAGS": "",
+                "XLA_FLAGS": QUICK_COMPILATION,
             },
         )
         for process in (0, 1)
