@@ -108,6 +108,7 @@ def _run(
 ) -> None:
     # What the server imported is no garbage; looking for some would copy all of it.
     gc.freeze()
+    gc.set_threshold(50_000, 10, 10)
     for descriptor, path in enumerate(outputs, start=1):
         with path.open("wb") as file:
             os.dup2(file.fileno(), descriptor)
