@@ -32,9 +32,18 @@ def test_rows(config):
     assert all(row["time_ms"] > 0 for row in rows)
 
 
-def test_one_expert_may_have_nearly_all_tokens(config):
+def test_one_expert_may_have_nearly_all_tokens(config, monkeypatch):
+    routed = []
+    dispatch = bench_grouped.dispatch
+
+    def noted(*args):
+        routed.append(dispatch(*args))
+        return routed[-1]
+
+    monkeypatch.setattr(bench_grouped, "dispatch", noted)
     rows = bench_grouped.main(replace(config, share_of_first=0.9))
     assert [row["share_of_first"] for row in rows] == [0.9] * 6
+    assert routed[0].group_sizes[0] > 0.7 * 40
     with pytest.raises(ValueError, match=r"share_of_first=1\.5 of 4 experts"):
         bench_grouped.main(replace(config, share_of_first=1.5))
 

@@ -7,7 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.row_parts import RowParts
+from pallas_kernels import row_parts
+from pallas_kernels.dense_over_rows_sm90 import dense_over_rows
+from pallas_kernels.gemm_tasks import OverTokensOfExpert, Tiling
+from pallas_kernels.grouped_matmul_sm90 import sparse_over_rows
+from pallas_kernels.row_parts import RowParts, Turns
 
 MULTIPROCESSORS, GROUP_TILE = 132, 128
 
@@ -84,3 +88,94 @@ def test_about_equal_shares_are_not_cut_up(width, experts):
 def test_no_part_is_shorter_than_a_group_tile():
     for tiles in (1, 2, 7):
         assert RowParts.of(64, 64, tiles, 3, MULTIPROCESSORS).size >= 1
+
+
+class Blocked(Exception):
+    """A block has to wait."""
+
+
+class Flags:
+    """Semaphores of one block and warpgroup of each cluster, by task."""
+
+    def __init__(self) -> None:
+        self.signals: dict[int, int] = {}
+
+    @property
+    def at(self):
+        return self
+
+    def __getitem__(self, place):
+        task, block, warpgroup = place
+        assert (block, warpgroup) == (0, 0)
+        return task
+
+    def wait(self, task) -> None:
+        if not self.signals.get(task):
+            raise Blocked
+        self.signals[task] -= 1
+
+    def signal(self, task) -> None:
+        self.signals[task] = self.signals.get(task, 0) + 1
+
+
+@pytest.mark.parametrize("blocks", [1, 4, 7])
+def test_parts_are_added_in_their_order_whichever_block_goes_on(monkeypatch, blocks):
+    """And some block always can."""
+    generator = np.random.default_rng(blocks)
+    tiling = Tiling(64, 64, 2, 3, width=8, columns_first=False)
+    ends = jnp.asarray(np.cumsum([1, 9, 0, 4]), jnp.int32)
+    walk = OverTokensOfExpert(tiling, RowParts(4, 16, 2), ends, steps_of_tile=1)
+    of = jax.vmap(walk.task)(jnp.arange(int(walk.count)))
+    columns = [np.asarray(column).tolist() for column in of]
+    tasks = [type(of)(*column) for column in zip(*columns, strict=True)]
+    flags, waited_for_writes = Flags(), []
+    monkeypatch.setattr(row_parts.pl, "semaphore_wait", flags.wait)
+    monkeypatch.setattr(row_parts.pl, "semaphore_signal", flags.signal)
+    monkeypatch.setattr(row_parts.plgpu, "wait_smem_to_gmem", waited_for_writes.append)
+    monkeypatch.setattr(row_parts.lax, "axis_index", lambda name: 0)
+    turns = Turns(flags, tiles_of_c=6)
+    written: dict[tuple, list] = {}
+    left = [tasks[block::blocks] for block in range(blocks)]
+    while any(left):
+        went_on = 0
+        for block in generator.permutation(blocks):
+            if not left[block]:
+                continue
+            task = left[block][0]
+            try:
+                turns.wait(task)
+            except Blocked:
+                continue
+            place = task.expert, task.row, task.column
+            assert turns.adds(task) == (place in written)
+            written.setdefault(place, []).append(task.part)
+            turns.done(task)
+            left[block].pop(0)
+            went_on += 1
+        assert went_on
+    lengths = {expert: [] for expert in range(4)}
+    for (expert, _, _), parts in written.items():
+        assert parts == list(range(len(parts)))
+        lengths[expert].append(len(parts))
+    assert lengths == {0: [1] * 6, 1: [5] * 6, 2: [1] * 6, 3: [2] * 6}
+    # Each flag is used up, and set when the writes are done, not only read.
+    assert not any(flags.signals.values())
+    assert waited_for_writes == [0] * (4 + 1) * 6
+
+
+@pytest.mark.parametrize(("m", "n", "cut_up"), [(512, 2048, True), (4096, 4096, False)])
+def test_the_kernels_wait_and_add_where_experts_may_be_cut_up(m, n, cut_up):
+    rows = 20 * GROUP_TILE
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    b, ends = array(rows, n), array(16, dtype=jnp.int32)
+    words = array(m // 64, rows // 64, 128, dtype=jnp.uint32)
+    packed = array(m, rows // 2), words
+    dense = partial(dense_over_rows, group_tile=GROUP_TILE)
+    sparse = partial(sparse_over_rows, group_tile=GROUP_TILE, transpose_out=False)
+    for run, a in ((dense, (array(rows, m),)), (sparse, packed)):
+        traced = str(jax.make_jaxpr(run)(*a, b, ends))
+        for operation in ("semaphore_wait", "semaphore_signal", "reduction_op=add"):
+            assert (operation in traced) == cut_up

@@ -1,0 +1,16 @@
+"""How a benchmark's tokens lie over the experts."""
+
+import numpy as np
+import pytest
+
+from experiments.expert_shares import expert_shares
+
+
+def test_the_others_share_equally_what_the_first_does_not_have():
+    np.testing.assert_allclose(expert_shares(4, 0.7), [0.7, 0.1, 0.1, 0.1])
+
+
+@pytest.mark.parametrize(("experts", "share"), [(4, 0.0), (4, 1.0), (1, 0.5)])
+def test_what_is_no_share_is_refused(experts, share):
+    with pytest.raises(ValueError, match=f"share_of_first={share} of {experts} exp"):
+        expert_shares(experts, share)
