@@ -44,7 +44,7 @@ from experiments.sparse_modes import choose, sparse_modes
 from experiments.timing import Timing, over_alone, time_interleaved
 from sparsejax import metrics
 from sparsejax.config import MeshConfig, PresetName, TrainConfig
-from sparsejax.layers import set_sparsity
+from sparsejax.layers import sparse_ffns
 from sparsejax.model import Transformer
 from sparsejax.ops.backend import Backend
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
@@ -149,7 +149,8 @@ class Steps:
 def _buffers_of(model: Transformer, sparsity: FFNSparsity) -> nnx.State:
     """Those of the dense model under another sparsity: its centres are the mean
     directions of its clusters, or of their halves."""
-    set_sparsity(model, sparsity)
+    for ffn in sparse_ffns(model):
+        ffn.compute_as(sparsity)
     # Copies: a step donates its own.
     return jax.tree.map(jnp.copy, nnx.split(model, nnx.Param, ...)[2])
 

@@ -10,7 +10,7 @@ from sparsejax.formats import decompress as decompress
 from sparsejax.layers import Attention as Attention
 from sparsejax.layers import RMSNorm as RMSNorm
 from sparsejax.layers import SparseFFN as SparseFFN
-from sparsejax.layers import set_sparsity as set_sparsity
+from sparsejax.micro_batches import loss_and_gradient as loss_and_gradient
 from sparsejax.model import Transformer as Transformer
 from sparsejax.model import cross_entropy as cross_entropy
 from sparsejax.ops.backend import Decision as Decision
@@ -27,6 +27,7 @@ from sparsejax.packing import unpack as unpack
 from sparsejax.patterns import NM as NM
 from sparsejax.patterns import VNM as VNM
 from sparsejax.recipe import Phase as Phase
-from sparsejax.recipe import switch as switch
+from sparsejax.switching import set_sparsity as set_sparsity
+from sparsejax.switching import switch as switch
 
 __version__ = version("sparsejax")

@@ -43,7 +43,7 @@ class RouterCentres(nnx.Variable[jax.Array]):
 
 
 class PackedWeights(nnx.Variable[PackedFFN]):
-    """Compressed weights made from the masters: a cache, never part of a checkpoint."""
+    """Compressed weights made from the masters: see `micro_batches`."""
 
 
 def fan_in_normal(
@@ -203,9 +203,11 @@ class SparseFFN(nnx.Module):
     reglu2: (relu(X Wg)^2 * X Wu) Wd, both may be, without a router.
 
     State that is not trained: `scales`, beta per sparse weight in the order (gate,) up,
-    down; `centres` (experts, d_model), where the activation pattern is V:N:M; `packed`,
-    between `pack` and `unpack`. Expert e owns the neurons
-    [e d_hidden / experts, (e + 1) d_hidden / experts).
+    down; `centres` (experts, d_model), where the activation pattern is V:N:M. Expert e
+    owns the neurons [e d_hidden / experts, (e + 1) d_hidden / experts). Both belong to
+    the weights: restore them together with these, or make them anew (`refresh_scales`,
+    `cluster`). Every call compresses 2:4 weights anew; `micro_batches` has what does so
+    once for several calls.
 
     Sources: arXiv 2602.06183 (weights, router), 2503.16672 (activations),
     2002.05202 (SwiGLU).
@@ -244,9 +246,10 @@ class SparseFFN(nnx.Module):
         )
         self.scales = SoftThresholdScale(self._scales())
         self.centres: RouterCentres | None = nnx.data(None)
+        # Only in the copies of a model that `micro_batches` makes and drops.
         self.packed: PackedWeights | None = nnx.data(None)
         self.sparsity = DENSE
-        self.set_sparsity(sparsity)
+        self.compute_as(sparsity)
 
     def __call__(
         self,
@@ -258,8 +261,7 @@ class SparseFFN(nnx.Module):
         """The FFN of every token, in `dtype`.
 
         `token_ids` is read by router "token_hash", `key` by the random estimators of
-        `sparsity.token_sparsity`. Weights are read from `packed` where it is there,
-        whatever has happened to the masters since: see `pack`.
+        `sparsity.token_sparsity`.
         """
         if self.w_up[...].ndim != 2:
             raise ValueError(
@@ -329,39 +331,38 @@ class SparseFFN(nnx.Module):
             jax.lax.stop_gradient(x), self.centres[...], experts_per_token=choices
         )
 
-    def set_sparsity(self, sparsity: FFNSparsity) -> None:
-        """Sets what the next call computes; betas stay as they are (`refresh_scales`).
-
-        Centres appear with a V:N:M pattern, as the mean directions of contiguous blocks
-        of neurons (a valid router, if a poor one, before any `cluster`); they are kept
-        while the number of experts stays and dropped without such a pattern. Packed
-        weights are dropped. To look at a model under another sparsity without losing
-        its centres, set it on `nnx.clone(model)`.
-
-        Raises:
-          ValueError: groups or experts do not divide the widths, or a gated FFN cannot
-            have these activations.
-        """
+    def check(self, sparsity: FFNSparsity) -> None:
+        """Raises ValueError where groups or experts do not divide the widths, or where
+        a gated FFN cannot have these activations."""
         if self.activation != "relu2":
             check_gated(self.activation, sparsity)
         check_divisible(self.d_model, self.d_hidden, sparsity)
+
+    def compute_as(self, sparsity: FFNSparsity) -> None:
+        """Sets what the next call computes, and changes no weight and no beta.
+
+        This is the part of `switching.switch` that is about one FFN's calls; a training
+        loop calls that function, which also sees to betas and clusters.
+
+        Centres appear with a V:N:M pattern, as the mean directions of contiguous blocks
+        of neurons (a valid router, if a poor one, before any `cluster`); they are kept
+        while the number of experts stays and dropped without such a pattern.
+
+        Raises:
+          ValueError: see `check`; nothing has been changed then.
+        """
+        self.check(sparsity)
         experts = sparsity.experts
         if experts is None:
             self.centres = None
         elif self.centres is None or self.sparsity.experts != experts:
             self.centres = RouterCentres(_block_centres(self.w_up[...], experts))
         self.sparsity = sparsity
-        self.unpack()
 
-    def pack(self) -> None:
-        """Compresses the weights, once for all calls until `unpack`.
-
-        Call it after every optimiser step and not per micro-batch. Calls read the
-        packed weights and do not see later changes of the masters, so pack again (or
-        unpack) whenever w_up, w_down, w_gate or `scales` change. Gradients still reach
-        the masters. With dense weights there is nothing to pack.
-        """
-        packed = pack_ffn(
+    def packed_weights(self) -> PackedFFN | None:
+        """The 2:4 weights beta S(W), compressed from the present masters and betas;
+        None where the weights are dense. See `ops.ffn_weights.pack_ffn`."""
+        return pack_ffn(
             self.w_up[...],
             self.w_down[...],
             w_gate=None if self.w_gate is None else self.w_gate[...],
@@ -371,20 +372,14 @@ class SparseFFN(nnx.Module):
             layout=self.layout,
             backend=self.backend,
         )
-        self.packed = None if packed is None else PackedWeights(packed)
-
-    def unpack(self) -> None:
-        """Drops the packed weights: calls compress the masters again, each time."""
-        self.packed = None
 
     def refresh_scales(self) -> None:
         """Sets every beta to <W, S(W)> / <S(W), S(W)> of the present weight.
 
         To be called when the sparse phase begins; beta is frozen from then on, because
-        recomputing it makes the masks unstable (arXiv 2409.09099). Drops `packed`.
+        recomputing it makes the masks unstable (arXiv 2409.09099).
         """
         self.scales[...] = self._scales()
-        self.unpack()
 
     def cluster(
         self, *, warm_start: bool = False
@@ -393,7 +388,7 @@ class SparseFFN(nnx.Module):
 
         Neuron i becomes the former neuron order[i] in W1's columns and W2's rows, which
         leaves the dense function as it was. The optimiser's moments of both must be
-        permuted alike, with the returned order. Drops `packed`.
+        permuted alike, with the returned order.
 
         Args:
           warm_start: begin at the present grouping and not at a spread-out one.
@@ -406,7 +401,7 @@ class SparseFFN(nnx.Module):
         if experts is None or self.centres is None:
             raise ValueError(
                 f"activations={self.sparsity.activations} has no experts to cluster "
-                f"for; set_sparsity with activations=VNM(v, 2, m) first"
+                f"for; switch to a sparsity with activations=VNM(v, 2, m) first"
             )
         present = jnp.repeat(
             jnp.arange(experts, dtype=jnp.int32), self.d_hidden // experts
@@ -429,7 +424,6 @@ class SparseFFN(nnx.Module):
         order, centres, w_up, w_down = by_layer(weights)
         self.w_up[...], self.w_down[...] = w_up, w_down
         self.centres[...] = centres
-        self.unpack()
         return order
 
     @property
@@ -452,12 +446,6 @@ class SparseFFN(nnx.Module):
 def sparse_ffns(module: nnx.Module) -> list[SparseFFN]:
     """Every `SparseFFN` in the module, the module itself included."""
     return [part for _, part in nnx.iter_modules(module) if isinstance(part, SparseFFN)]
-
-
-def set_sparsity(module: nnx.Module, sparsity: FFNSparsity) -> None:
-    """Calls `SparseFFN.set_sparsity` on every `SparseFFN` in the module."""
-    for part in sparse_ffns(module):
-        part.set_sparsity(sparsity)
 
 
 def _block_centres(w_up: jax.Array, experts: int) -> jax.Array:

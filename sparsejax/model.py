@@ -116,7 +116,7 @@ class Transformer(nnx.Module):
 
     @property
     def sparsity(self) -> FFNSparsity:
-        """Of the FFNs; `layers.set_sparsity` changes it."""
+        """What is sparse in the FFNs; `switching.switch` changes it."""
         return self.blocks.ffn.sparsity
 
     def __call__(

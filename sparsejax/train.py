@@ -21,10 +21,10 @@ from sparsejax import metrics
 from sparsejax.batches import train_batches, validation_batches
 from sparsejax.config import OptimizerConfig, TrainConfig
 from sparsejax.corpus import load_corpus
-from sparsejax.layers import sparse_ffns
+from sparsejax.micro_batches import loss_and_gradient
 from sparsejax.model import Transformer, cross_entropy
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
-from sparsejax.recipe import phases, relabel_neurons, switch
+from sparsejax.recipe import phases
 from sparsejax.sharding import (
     batch_parts,
     check_shardable,
@@ -35,6 +35,7 @@ from sparsejax.sharding import (
     sharding_of,
     state_shardings,
 )
+from sparsejax.switching import relabel_neurons, set_sparsity, switch
 
 
 @jax.tree_util.register_dataclass
@@ -102,29 +103,14 @@ def train_step(
     accumulated in float32.
     """
     model = nnx.merge(graph, state.params, state.buffers)
-    for ffn in sparse_ffns(model):
-        ffn.pack()
-    packed_graph, params, rest = nnx.split(model, nnx.Param, ...)
     key = jax.random.fold_in(state.key, state.step)
-
-    def loss_of(params: nnx.State, tokens: jax.Array, key: jax.Array) -> jax.Array:
-        return cross_entropy(nnx.merge(packed_graph, params, rest), tokens, key)
-
-    def accumulate(total, micro):
-        index, tokens = micro
-        loss, gradient = jax.value_and_grad(loss_of)(
-            params, tokens, jax.random.fold_in(key, index)
-        )
-        # Scattered at once: a sum over all micro-batches is never whole on a device.
-        gradient = constrain_state(gradient, model.mesh)
-        return jax.tree.map(jnp.add, total, (loss, gradient)), None
-
-    count = tokens.shape[0]
-    zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-    (loss, gradient), _ = jax.lax.scan(
-        accumulate, zeros, (jnp.arange(count), tokens), unroll=count == 1
+    keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(tokens.shape[0]))
+    # Scattered at once: a sum over all micro-batches is never whole on a device.
+    scatter = partial(constrain_state, mesh=model.mesh)
+    loss, gradient = loss_and_gradient(
+        cross_entropy, model, tokens, keys, place=scatter
     )
-    loss, gradient = jax.tree.map(lambda x: x / count, (loss, gradient))
+    params = state.params
     updates, moments = optimizer.update(gradient, state.moments, params)
     params = jax.tree.map(jnp.add, params, updates)
     report = {"loss": loss, "gradient_norm": optax.tree.norm(gradient)}
@@ -305,17 +291,11 @@ def _with_model(
 
 def _unmasked(model: Transformer) -> Transformer:
     model = nnx.clone(model)
-    for ffn in sparse_ffns(model):
-        ffn.set_sparsity(DENSE)
+    set_sparsity(model, DENSE)
     return model
 
 
 @nnx.jit
 def _validation_loss(model: Transformer, tokens: jax.Array) -> jax.Array:
-    for ffn in sparse_ffns(model):
-        ffn.pack()
     # only a backward draws from the key
-    loss = cross_entropy(model, tokens, jax.random.key(0))
-    for ffn in sparse_ffns(model):
-        ffn.unpack()
-    return loss
+    return cross_entropy(model, tokens, jax.random.key(0))

@@ -155,10 +155,8 @@ def test_packing_needs_no_communication(text):
 
     @jax.jit
     def pack(state):
-        model = run.model(state, sparsity)
-        for ffn in sparse_ffns(model):
-            ffn.pack()
-        return [ffn.packed.get_value() for ffn in sparse_ffns(model)]
+        ffns = sparse_ffns(run.model(state, sparsity))
+        return [ffn.packed_weights() for ffn in ffns]
 
     program = pack.lower(run.template(sparsity)).compile().as_text()
     assert not re.search(

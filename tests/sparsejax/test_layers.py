@@ -10,14 +10,13 @@ import optax
 import pytest
 from flax import nnx
 
+from sparsejax.formats import decompress
 from sparsejax.layers import (
     Attention,
-    PackedWeights,
     RMSNorm,
     SparseFFN,
     attention_implementation,
     rotary_embedding,
-    set_sparsity,
     sparse_ffns,
 )
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
@@ -233,7 +232,7 @@ def test_widths_without_groups_of_four_stay_usable_when_dense():
     np.testing.assert_array_equal(layer.scales[...], [1, 1])
     assert layer(normal(3, 6)).shape == (3, 6)
     with pytest.raises(ValueError, match="d_model=6"):
-        layer.set_sparsity(WEIGHTS)
+        layer.compute_as(WEIGHTS)
 
 
 def test_shapes_and_settings_that_do_not_fit_are_refused():
@@ -262,87 +261,41 @@ def test_hash_router_needs_token_ids():
     assert layer(x, token_ids=ids).shape == x.shape
 
 
-def test_set_sparsity_adds_keeps_and_drops_centres():
-    holder = nnx.List([SparseFFN(D, F, rngs=nnx.Rngs(i)) for i in range(2)])
-    assert [ffn.centres for ffn in sparse_ffns(holder)] == [None, None]
-    set_sparsity(holder, VENOM)
-    first = sparse_ffns(holder)[0]
+def test_centres_appear_stay_and_go_with_the_experts():
+    layers = [SparseFFN(D, F, rngs=nnx.Rngs(i)) for i in range(2)]
+    assert [ffn.centres for ffn in sparse_ffns(nnx.List(layers))] == [None, None]
+    first = layers[0]
+    first.compute_as(VENOM)
     assert first.centres[...].shape == (4, D)
     np.testing.assert_allclose(
         np.linalg.norm(first.centres[...], axis=-1), np.ones(4), rtol=1e-5
     )
     first.cluster()
     clustered = first.centres[...]
-    set_sparsity(holder, FFNSparsity(activations=VNM(8, 2, 16), experts_per_token=2))
+    first.compute_as(FFNSparsity(activations=VNM(8, 2, 16), experts_per_token=2))
     np.testing.assert_array_equal(first.centres[...], clustered)
-    set_sparsity(holder, FFNSparsity(activations=VNM(4, 2, 8)))
+    first.compute_as(FFNSparsity(activations=VNM(4, 2, 8)))
     assert first.centres[...].shape == (2, D)
-    set_sparsity(holder, TWO_FOUR)
+    first.compute_as(TWO_FOUR)
     assert first.centres is None
 
 
-@pytest.mark.parametrize("sparsity", [WEIGHTS, TWO_FOUR, VENOM])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_packing_changes_no_bit(sparsity, dtype):
-    layer = SparseFFN(D, F, sparsity=sparsity, dtype=dtype, rngs=nnx.Rngs(0))
-    x = jnp.asarray(normal(9, D), dtype)
-
-    @nnx.jit
-    def value_and_grads(layer, x):
-        def loss(layer, x):
-            return jnp.sum(layer(x).astype(jnp.float32) ** 2)
-
-        return nnx.value_and_grad(loss, argnums=(0, 1))(layer, x)
-
-    unpacked = value_and_grads(layer, x)
-    layer.pack()
-    assert isinstance(layer.packed, PackedWeights)
-    chex.assert_trees_all_equal(
-        jax.tree.leaves(value_and_grads(layer, x)), jax.tree.leaves(unpacked)
-    )
-
-
-def test_packed_weights_are_a_snapshot_until_packed_again():
+def test_packed_weights_are_those_of_the_present_masters():
     layer = SparseFFN(D, F, sparsity=WEIGHTS, rngs=nnx.Rngs(0))
-    x = normal(3, D)
-    layer.pack()
-    before = layer(x)
-    # GEMM 1 reads the snapshot of w_up; w_down is read densely in the forward
+    before = decompress(layer.packed_weights().up)
+    expected = soft_thresholded(np.asarray(layer.w_up[...]))
+    np.testing.assert_allclose(before, expected, rtol=1e-5, atol=1e-6)
     layer.w_up[...] = -layer.w_up[...]
-    np.testing.assert_array_equal(layer(x), before)
-    layer.pack()
-    after = layer(x)
-    assert np.abs(after - before).max() > 0.1
-    layer.unpack()
-    np.testing.assert_array_equal(layer(x), after)
-
-
-def test_packing_dense_weights_leaves_nothing():
-    layer = SparseFFN(
-        D, F, sparsity=FFNSparsity(activations=NM(2, 4)), rngs=nnx.Rngs(0)
-    )
-    layer.pack()
-    assert layer.packed is None
-
-
-def test_whatever_changes_the_read_weights_drops_the_packed_ones():
-    layer = SparseFFN(D, F, sparsity=VENOM, rngs=nnx.Rngs(0))
-    for change in (
-        layer.refresh_scales,
-        layer.cluster,
-        lambda: layer.set_sparsity(WEIGHTS),
-    ):
-        layer.pack()
-        assert layer.packed is not None
-        change()
-        assert layer.packed is None
+    np.testing.assert_array_equal(decompress(layer.packed_weights().up), -before)
+    layer.compute_as(FFNSparsity(activations=NM(2, 4)))
+    assert layer.packed_weights() is None
 
 
 def test_clustering_preserves_the_function_and_returns_the_permutation():
     layer = SparseFFN(D, F, sparsity=VENOM, rngs=nnx.Rngs(0))
     x = normal(9, D)
     dense = nnx.clone(layer)
-    dense.set_sparsity(DENSE)
+    dense.compute_as(DENSE)
     before = dense(x)
     w_up, w_down = layer.w_up[...], layer.w_down[...]
     sparse_before = layer(x)
@@ -351,7 +304,7 @@ def test_clustering_preserves_the_function_and_returns_the_permutation():
     np.testing.assert_array_equal(layer.w_up[...], w_up[:, order])
     np.testing.assert_array_equal(layer.w_down[...], w_down[order])
     dense = nnx.clone(layer)
-    dense.set_sparsity(DENSE)
+    dense.compute_as(DENSE)
     np.testing.assert_allclose(dense(x), before, rtol=1e-4, atol=1e-5)
     # ... whereas the sparse function, which sees the experts, is another one
     assert np.abs(layer(x) - sparse_before).max() > 1e-2
@@ -395,16 +348,20 @@ def test_stacked_layers_pack_rescale_and_cluster_like_single_ones():
     cluster = nnx.jit(SparseFFN.cluster)
     orders = [cluster(layer) for layer in singles]
     np.testing.assert_array_equal(cluster(stacked), np.stack(orders))
-    for layer in (stacked, *singles):
-        layer.pack()
+    packed = stacked.packed_weights()
     for i, single in enumerate(singles):
+        chex.assert_trees_all_close(
+            jax.tree.map(lambda leaf, i=i: leaf[i], packed),
+            single.packed_weights(),
+            rtol=1e-5,
+        )
         chex.assert_trees_all_close(
             jax.tree.leaves(nnx.state(layer_of(i))),
             jax.tree.leaves(nnx.state(single)),
             rtol=1e-5,
         )
         np.testing.assert_allclose(layer_of(i)(x), single(x), rtol=1e-4, atol=1e-5)
-    set_sparsity(stacked, FFNSparsity(activations=VNM(4, 2, 8)))
+    stacked.compute_as(FFNSparsity(activations=VNM(4, 2, 8)))
     assert stacked.centres[...].shape == (2, 2, D)
 
 

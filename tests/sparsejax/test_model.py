@@ -11,10 +11,11 @@ import pytest
 from flax import nnx
 
 from sparsejax.config import ModelConfig
-from sparsejax.layers import SparseFFN, set_sparsity, sparse_ffns
+from sparsejax.layers import PackedWeights, SparseFFN, sparse_ffns
 from sparsejax.model import Transformer, cross_entropy, greedy_sample
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
 from sparsejax.patterns import NM, VNM
+from sparsejax.switching import set_sparsity
 
 TINY = ModelConfig(
     vocab_size=61, d_model=16, layers=2, heads=2, kv_heads=1, d_hidden=64
@@ -85,7 +86,7 @@ def test_the_scan_is_a_loop_over_the_blocks(name, packed):
     model = transformer(sparsity=SPARSITIES[name])
     if packed:
         for ffn in sparse_ffns(model):
-            ffn.pack()
+            ffn.packed = PackedWeights(ffn.packed_weights())
     tokens = some_tokens(2, 7)
     logits, captured = model(tokens, capture_ffn_inputs=True)
     graph, stacked = nnx.split(model.blocks)

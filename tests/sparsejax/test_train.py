@@ -225,8 +225,8 @@ def test_weights_are_packed_once_per_step(run_of, monkeypatch):
     state, _ = run.step(sparsity)(state, tokens)
     jax.effects_barrier()
     assert len(packings) == 2
-    # The count can see what it is to exclude: without `pack`, each call packs.
-    monkeypatch.setattr(layers.SparseFFN, "pack", lambda ffn: None)
+    # The count can see what it is to exclude: without it, each call packs.
+    monkeypatch.setattr(layers.SparseFFN, "packed_weights", lambda ffn: None)
     unpacked = Run(run.config)
     unpacked.step(sparsity)(state, tokens)
     jax.effects_barrier()
