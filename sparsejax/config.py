@@ -234,7 +234,7 @@ class MeshConfig:
 RecipeName = Literal["default", "paper", "activations", "weights", "dense"]
 SPARSE_ACTIVATIONS = ("default", "paper", "activations")
 """Recipes whose sparse phase has sparse activations."""
-PresetName = Literal["tiny", "gpt-124m", "llama-1b", "llama-7b"]
+PresetName = Literal["tiny", "wide-200m", "gpt-124m", "llama-1b", "llama-7b"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,6 +336,10 @@ class TrainConfig:
     keep_every: CountOrZero = 0
     """Checkpoints of a step that is a multiple of this are kept for good as well; a
     multiple of checkpoint_every. 0: none."""
+    keep_slower: bool = False
+    """A sparse phase whose steps are timed slower than dense ones is trained sparse all
+    the same, as an experiment about its loss needs. Otherwise it is trained dense.
+    Steps are timed by experiments/pretrain.py, on GPUs."""
     new_process_minutes: NotNegative = 20.0
     """A dense phase that will take as long or longer is trained in a new process if the
     one before ran on sparse tensor cores: its steps are about 4 % faster there

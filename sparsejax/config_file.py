@@ -26,7 +26,17 @@ def from_json(settings: Any) -> TrainConfig:
       ValueError: names the dotted setting that this version does not know, or whose
         type or value is wrong.
     """
-    return _typed(TrainConfig, settings, "")
+    return from_plain(TrainConfig, settings)
+
+
+def from_plain[T](kind: type[T], values: Any) -> T:
+    """A dataclass from nested plain values, as JSON has them.
+
+    Raises:
+      ValueError: names the dotted field that it does not know, or whose type or value
+        is wrong.
+    """
+    return _typed(kind, values, "")
 
 
 def read_config(path: Path) -> TrainConfig:
@@ -47,6 +57,11 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
     """`value`, read from JSON, as the type `hint` of the setting `name`."""
     if is_dataclass(hint):
         return _typed_fields(hint, value, name)
+    if get_origin(hint) is tuple:
+        kind, _ = get_args(hint)
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"setting {name}={value!r} must be a list")
+        return tuple(_typed(kind, each, f"{name}[{i}]") for i, each in enumerate(value))
     is_union = get_origin(hint) in (Union, UnionType)
     kinds = get_args(hint) if is_union else (hint,)
     for kind in kinds:

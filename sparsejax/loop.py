@@ -10,9 +10,9 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from sparsejax.processes import (
 )
 from sparsejax.recipe import Phase
 from sparsejax.records import Record, append_record, records_until, write_whole
+from sparsejax.step_times import StepTimes, phases_run_dense, with_dense
 from sparsejax.train import Run, TrainState, learning_rate
 
 JUMP = 0.1
@@ -70,6 +71,8 @@ def train(
     *,
     observe: Callable[[Record], None] = lambda record: None,
     stop_after_sparse: bool = False,
+    corpus: Corpus | None = None,
+    step_times: StepTimes | None = None,
 ) -> Outcome:
     """Trains `config` in `folder`, or continues the run that `folder` holds.
 
@@ -81,6 +84,11 @@ def train(
     caller can resume in a new process: in the old one the driver keeps the clock of a
     Hopper GPU lower, and a dense step takes about 4 % longer (experiments/LOG.md,
     2026-11-22).
+
+    `corpus` holds the tokens of `config.data`, where the caller has them; None: they
+    are loaded. With `step_times`, from `step_times.time_steps`, a new run trains the
+    phases dense that lose time, unless `config.keep_slower`; the checkpoints say which
+    these are, so that a run that goes on does the same, whatever it is given.
 
     A run of several processes (`jax.distributed`) calls it in all of them, with one
     folder that all of them see; process 0 writes the records.
@@ -96,7 +104,7 @@ def train(
     saved = folder / "config.json"
     if saved.exists():
         check_resumable(read_config(saved), config, folder)
-    run = Run(config)
+    run = Run(config, corpus=corpus)
     with (
         alone_in(folder, timeout_seconds=TIMEOUT_SECONDS),
         Checkpoints(
@@ -106,7 +114,7 @@ def train(
         ) as checkpoints,
         until_sigterm(run.mesh) as terminated,
     ):
-        loop = _Loop(run, folder, checkpoints, observe, stop_after_sparse)
+        loop = _Loop(run, folder, checkpoints, observe, stop_after_sparse, step_times)
         if jax.process_index() == 0:
             with loop.writing(saved):
                 write_whole(saved, json.dumps(to_json(config), indent=2) + "\n")
@@ -123,8 +131,11 @@ class _Loop:
         checkpoints: Checkpoints,
         observe: Callable[[Record], None],
         stop_after_sparse: bool,
+        step_times: StepTimes | None,
     ) -> None:
         self.run = run
+        self.phases = run.phases
+        self.run_dense: tuple[int, ...] = ()
         self.stop_after_sparse = stop_after_sparse
         self.config = run.config
         self.checkpoints = checkpoints
@@ -145,11 +156,17 @@ class _Loop:
             )
         if checkpoints.latest_step() is None:
             self.step = self.phase_index = 0
+            if step_times is not None:
+                self.leave_out_slower_phases(step_times)
             self.state = run.initial_state()
             if jax.process_index() == 0:
                 with self.writing(self.metrics_file):
                     self.metrics_file.write_text("")
             self.record("start", unigram_loss=unigram_loss(run.corpus))
+            if step_times is not None:
+                self.record(
+                    "step_times", run_dense=self.run_dense, **asdict(step_times)
+                )
         else:
             self.restore()
             self.observe_only("resume", checkpoint=str(checkpoints.path()))
@@ -160,7 +177,21 @@ class _Loop:
 
     @property
     def phase(self) -> Phase:
-        return self.run.phases[self.phase_index]
+        return self.phases[self.phase_index]
+
+    def leave_out_slower_phases(self, times: StepTimes) -> None:
+        """Trains dense what would lose time sparse, by what was timed."""
+        if self.config.keep_slower:
+            return
+        minutes = self.config.new_process_minutes if self.stop_after_sparse else None
+        self.train_dense(
+            phases_run_dense(times, self.phases, new_process_minutes=minutes)
+        )
+
+    def train_dense(self, phases: Sequence[int]) -> None:
+        """Makes the phases with these numbers dense."""
+        self.run_dense = tuple(phases)
+        self.phases = with_dense(self.phases, phases)
 
     def finish(self, terminated: Callable[[], bool]) -> Outcome:
         """Runs to the last step, or to the step in which SIGTERM arrives."""
@@ -257,7 +288,7 @@ class _Loop:
         at_the_end = self.step == self.config.steps
         if at_the_end or self.phase_index == 0 or not self.phase.sparsity.is_dense:
             return False
-        before = self.run.phases[self.phase_index - 1].sparsity
+        before = self.phases[self.phase_index - 1].sparsity
         backends = [decision.backend for decision in self.pace.decisions(before)]
         return "mosaic_sm90" in backends
 
@@ -325,7 +356,7 @@ class _Loop:
         before = self.phase.sparsity
         if not validated:
             self.validate()
-        last = self.phase_index + 1 == len(self.run.phases)
+        last = self.phase_index + 1 == len(self.phases)
         if last:
             self.save(permanent=True, blocking=True)
             return
@@ -333,7 +364,7 @@ class _Loop:
             "before": self.run.validate(self.state, before),
             "before_unmasked": self.run.validate(self.state, before, masks=False),
         }
-        following = self.run.phases[self.phase_index + 1]
+        following = self.phases[self.phase_index + 1]
         after = following.sparsity
         self.state = self.run.switch(self.state, before, after)
         losses |= {
@@ -347,7 +378,7 @@ class _Loop:
         self.save(permanent=True, blocking=True)
 
     def recluster_is_due(self) -> bool:
-        start = sum(phase.steps for phase in self.run.phases[: self.phase_index])
+        start = sum(phase.steps for phase in self.phases[: self.phase_index])
         every = self.config.phases.recluster_every
         has_clusters = self.phase.sparsity.experts is not None
         return has_clusters and self._is_due(every, self.step - start)
@@ -373,6 +404,7 @@ class _Loop:
                 "kind": self.phase.kind,
                 "config": to_json(self.config),
                 "corpus": self.run.corpus.fingerprint,
+                "run_dense": self.run_dense,
             },
             permanent=permanent,
             blocking=blocking,
@@ -403,12 +435,14 @@ class _Loop:
         assert step is not None
         self.check_phase(step, metadata["phase"], metadata["kind"], before.steps)
         self.phase_index = metadata["phase"]
+        # Checkpoints of before there was any are of runs that left no phase out.
+        self.train_dense(metadata.get("run_dense", ()))
         template = self.run.template(self.phase.sparsity)
         restored = self.checkpoints.restore(template=template)
         self.state, self.step = restored.state, restored.step
         self.batches.set_state(restored.data_state)
         if jax.process_index() == 0:
-            kinds = [phase.kind for phase in self.run.phases]
+            kinds = [phase.kind for phase in self.phases]
             kept = records_until(self.metrics_file, restored.step, kinds)
             with self.writing(self.metrics_file):
                 write_whole(self.metrics_file, kept)
@@ -416,7 +450,7 @@ class _Loop:
     def check_phase(self, step: int, index: int, kind: str, steps_before: int) -> None:
         """Raises ValueError where another `steps` moves `step` into another phase."""
         ends = self.run.phase_ends()
-        phases = self.run.phases
+        phases = self.phases
         start = ends[index - 1] if 0 < index < len(ends) else 0
         if index < len(ends) and phases[index].kind == kind:
             last = index + 1 == len(ends)

@@ -17,6 +17,37 @@ def tiny() -> TrainConfig:
     return TrainConfig()
 
 
+def wide_200m() -> TrainConfig:
+    """Three minutes on a Hopper GPU, with the two steps timed first: 0.2 B parameters,
+    bytes, four layers of the width from which on sparse tensor cores pay. Two of eight
+    experts by true mass, the fastest recipe whose loss stayed near dense's in our runs;
+    the learning rate is the best for the dense run of this width and length."""
+    return TrainConfig(
+        preset="wide-200m",
+        recipe="paper",
+        model=ModelConfig(
+            d_model=2048,
+            layers=4,
+            heads=16,
+            kv_heads=16,
+            d_hidden=8192,
+            dtype="bfloat16",
+            scan_layers=False,
+        ),
+        data=DataConfig(sequence_length=1024),
+        optimizer=OptimizerConfig(peak_learning_rate=3e-4, warmup_share=0.05),
+        phases=RecipeConfig(
+            warmup_share=0.1,
+            sparse_share=0.7,
+            router="true_mass",
+            experts=8,
+            experts_per_token=2,
+        ),
+        steps=600,
+        checkpoint_every=0,
+    )
+
+
 def gpt_124m() -> TrainConfig:
     """GPT-2's smallest size with squared ReLU. Steps, batch and warm-up of arXiv
     2404.01847; the learning rate is ours, four times theirs, and not tuned."""
@@ -112,6 +143,7 @@ def llama_7b() -> TrainConfig:
 
 PRESETS: dict[PresetName, Callable[[], TrainConfig]] = {
     "tiny": tiny,
+    "wide-200m": wide_200m,
     "gpt-124m": gpt_124m,
     "llama-1b": llama_1b,
     "llama-7b": llama_7b,

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, Key
 from sparsejax import metrics
 from sparsejax.batches import train_batches, validation_batches
 from sparsejax.config import OptimizerConfig, TrainConfig
-from sparsejax.corpus import load_corpus
+from sparsejax.corpus import Corpus, load_corpus
 from sparsejax.micro_batches import loss_and_gradient
 from sparsejax.model import Transformer, cross_entropy
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
@@ -122,12 +122,17 @@ class Run:
     """A configuration with everything built from it, once: phases, corpus, compiled
     functions. One step and one validation are compiled per sparsity.
 
-    `devices` are those of the mesh; None: all of all processes.
     """
 
     def __init__(
-        self, config: TrainConfig, *, devices: Sequence[jax.Device] | None = None
+        self,
+        config: TrainConfig,
+        *,
+        devices: Sequence[jax.Device] | None = None,
+        corpus: Corpus | None = None,
     ) -> None:
+        """`devices` are those of the mesh (None: all of all processes); `corpus` holds
+        the tokens of `config.data` (None: they are loaded)."""
         self.config = config
         self.phases = phases(config)
         self.mesh = make_mesh(config.mesh, devices)
@@ -137,7 +142,9 @@ class Run:
             config.mesh.resolve(self.mesh.size),
             micro_batch=self._micro_batch,
         )
-        self.corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
+        if corpus is None:
+            corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
+        self.corpus = corpus
         self.optimizer = make_optimizer(config.optimizer, config.steps)
         held_out = validation_batches(
             self.corpus,

@@ -12,6 +12,7 @@ import pytest
 from sparsejax import metrics
 from sparsejax.config import TrainConfig
 from sparsejax.config_file import MAY_CHANGE
+from sparsejax.corpus import Corpus
 from sparsejax.loop import Outcome, train
 from sparsejax.metrics import DensePeak
 from sparsejax.train import Run
@@ -59,13 +60,14 @@ def _compiled_run(config: TrainConfig) -> Run:
     return Run(config)
 
 
-def shared_run(config: TrainConfig) -> Run:
+def shared_run(config: TrainConfig, *, corpus: Corpus | None = None) -> Run:
     """A `Run` that shares its compiled functions with every other that trains alike."""
     # `steps` may change too, but phases and learning rates are built from it.
     written = MAY_CHANGE - {"steps"}
     alike = {f.name: f.default for f in fields(TrainConfig) if f.name in written}
     run = copy.copy(_compiled_run(replace(config, **alike)))
     run.config = config
+    run.corpus = corpus or run.corpus
     return run
 
 
