@@ -252,7 +252,7 @@ def _row(config: Config, steps: Steps, timing: Timing, alone: Timing) -> dict:
     decisions = metrics.ffn_decisions(
         train.model,
         sparsity,
-        train.batch_size // train.micro_batches * sequence,
+        config.batch_size // config.micro_batches * sequence,
         None if sparsity.is_dense else train.backend,
     )
     memory = steps.compiled[timing.name].memory_analysis()
@@ -266,7 +266,7 @@ def _row(config: Config, steps: Steps, timing: Timing, alone: Timing) -> dict:
         "d_model": model.d_model,
         "d_hidden": model.d_hidden,
         "tokens_per_micro_batch": decisions[0].spec.m,
-        "micro_batches": train.micro_batches,
+        "micro_batches": config.micro_batches,
         "remat": model.remat,
         "scan_layers": model.scan_layers,
         "experts": sparsity.experts,

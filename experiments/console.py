@@ -79,7 +79,8 @@ def announce(config: TrainConfig, *, predicted: bool = False) -> None:
     planned = phases(config)
     sparsities = tuple(dict.fromkeys(phase.sparsity for phase in planned))
     mesh = _mesh_of(config, predicted=predicted)
-    micro_batch = config.batch_size // config.micro_batches
+    micro_batches = config.micro_batches_on(mesh)
+    micro_batch = config.batch_size // micro_batches
     check_shardable(model, sparsities, mesh, micro_batch=micro_batch)
     tokens = micro_batch * config.data.sequence_length
     tokens_per_device = tokens // mesh.token_shards
@@ -89,6 +90,11 @@ def announce(config: TrainConfig, *, predicted: bool = False) -> None:
     }
 
     _say_devices(config, mesh)
+    how = "as named" if config.micro_batches else "chosen for this mesh"
+    say(
+        f"micro-batches: {micro_batches} of {micro_batch} sequences, "
+        f"{micro_batch // mesh.token_shards} on a device ({how})"
+    )
     count = plan.parameter_count(model)
     say(
         f"parameters: {count.total:,} (embedding {count.embedding:,}, attention "
@@ -98,11 +104,13 @@ def announce(config: TrainConfig, *, predicted: bool = False) -> None:
     STDOUT.print(_flops_table(config))
     STDOUT.print(_phase_table(config, planned))
     for sparsity in sparsities:
-        _say_paths(config, sparsity, decisions[sparsity])
+        _say_paths(config, sparsity, decisions[sparsity], micro_batches)
     if predicted:
         STDOUT.print(_memory_table(config, mesh, tokens_per_device, sparsities))
         if mesh.devices > 1:
-            _say_communication(config, mesh, tokens_per_device, sparsities)
+            _say_communication(
+                config, mesh, tokens_per_device, sparsities, micro_batches
+            )
         _predict(config, planned)
 
 
@@ -201,7 +209,10 @@ def _describe_gradients(sparsity: FFNSparsity) -> str:
 
 
 def _say_paths(
-    config: TrainConfig, sparsity: FFNSparsity, decisions: tuple[Decision, ...]
+    config: TrainConfig,
+    sparsity: FFNSparsity,
+    decisions: tuple[Decision, ...],
+    micro_batches: int,
 ) -> None:
     executed = statistics.fmean(decision.executed_share for decision in decisions)
     say(f"FFN, {_kind(sparsity)} phase: {executed:.0%} of the dense FLOPs executed")
@@ -217,7 +228,7 @@ def _say_paths(
         say("  estimated: in proportion to a GEMM that is nowhere larger (m x n x k)")
     if known:
         flops = plan.flops_per_token(config.model, config.data.sequence_length)
-        _say_expected(decisions, config.micro_batches, flops.ffn_share())
+        _say_expected(decisions, micro_batches, flops.ffn_share())
     if any(map(_untimed_by_expert, decisions)):
         say(
             "  kernels of experts that nobody timed at this size on this GPU: "
@@ -332,11 +343,12 @@ def _say_communication(
     mesh: MeshConfig,
     tokens_per_device: int,
     sparsities: tuple[FFNSparsity, ...],
+    micro_batches: int,
 ) -> None:
     say("communication, GiB that a device receives per step:")
     for sparsity in sparsities:
         sent = plan.communication_bytes(
-            config.model, mesh, sparsity, config.micro_batches, tokens_per_device
+            config.model, mesh, sparsity, micro_batches, tokens_per_device
         )
         parts = (
             f"{field.name.replace('_', ' ')} {getattr(sent, field.name) / 2**30:,.2f}"

@@ -187,8 +187,9 @@ def run(arguments: list[str]) -> int:
             raise
         return console.fail(
             error,
-            f"{reason}; --dry-run says what the run needs, and more micro-batches, "
-            f"--model.remat full or a mesh of more devices need less",
+            f"{reason}; --dry-run says what the run needs, and fewer "
+            f"--sequences-per-device (or more --micro-batches), --model.remat full or "
+            f"a mesh of more devices need less",
         )
     return 0
 

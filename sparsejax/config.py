@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cache
+from math import isqrt
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from sparsejax.ops.backend import Backend
@@ -40,6 +41,7 @@ class Interval:
 
 INT32_MAX = 2**31 - 1
 Count = Annotated[int, Interval(least=1, most=INT32_MAX)]
+CountOrNone = Annotated[int | None, Interval(least=1, most=INT32_MAX)]
 CountOrZero = Annotated[int, Interval(least=0, most=INT32_MAX)]
 Seed = Annotated[int, Interval(least=0, most=2**32 - 1)]
 Share = Annotated[float, Interval(least=0, most=1)]
@@ -49,7 +51,8 @@ Decay = Annotated[float, Interval(least=0, below=1)]
 
 
 def check_intervals(settings: Any, section: str = "") -> None:
-    """Raises ValueError where a field annotated with an `Interval` lies outside it.
+    """Raises ValueError where a field annotated with an `Interval` lies outside it; a
+    field that is None has no number.
 
     Args:
       settings: a dataclass.
@@ -57,8 +60,15 @@ def check_intervals(settings: Any, section: str = "") -> None:
     """
     for name, interval in _intervals(type(settings)).items():
         value = getattr(settings, name)
-        if value not in interval:
+        if value is not None and value not in interval:
             raise ValueError(f"{section}{name}={value} must be {interval}")
+
+
+def largest_divisor(number: int, *, most: int) -> int:
+    """The largest divisor of a positive `number` that is at most `most`, a positive
+    integer too."""
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return max(d for each in small for d in (each, number // each) if d <= most)
 
 
 @cache
@@ -313,8 +323,12 @@ class TrainConfig:
     """Optimiser steps."""
     batch_size: Count = 32
     """Sequences per optimiser step."""
-    micro_batches: Count = 1
-    """Parts of a step whose gradients are accumulated; weights are packed once."""
+    micro_batches: CountOrNone = None
+    """Parts of a step whose gradients are accumulated; weights are packed once. None:
+    as few as sequences_per_device allows on the mesh."""
+    sequences_per_device: Count = 32
+    """Sequences that a device has of a micro-batch, at most. Not read where
+    micro_batches is a number."""
     backend: Backend | None = None
     """None: the best supported for each GEMM. A name runs everywhere or is refused."""
     seed: Seed = 0
@@ -327,7 +341,8 @@ class TrainConfig:
     eval_every: CountOrZero = 100
     """Steps between validations and statistics of the FFNs; 0: at the switches only."""
     eval_batches: Count = 8
-    """Batches of batch_size / micro_batches held-out sequences per validation."""
+    """Batches of held-out sequences per validation, each as large as a micro-batch on
+    one device; on any mesh the sequences are the same."""
     checkpoint_every: CountOrZero = 200
     """Steps between checkpoints; each switch and the end write one in any case. 0: only
     those."""
@@ -372,7 +387,7 @@ class TrainConfig:
                 f"keep_every={self.keep_every} is not a multiple of checkpoint_every="
                 f"{self.checkpoint_every}: only what is written can be kept"
             )
-        if self.batch_size % self.micro_batches:
+        if self.batch_size % (self.micro_batches or 1):
             raise ValueError(
                 f"batch_size={self.batch_size} is not a multiple of micro_batches="
                 f"{self.micro_batches}; change one of them"
@@ -408,3 +423,34 @@ class TrainConfig:
     @property
     def tokens_per_step(self) -> int:
         return self.batch_size * self.data.sequence_length
+
+    def micro_batches_on(self, mesh: MeshConfig) -> int:
+        """The micro-batches of a step on a mesh whose `data` is set: as many as are
+        named, else the fewest that leave each device `sequences_per_device` or less.
+
+        Raises:
+          ValueError: the mesh cannot share the sequences of a step equally, or those of
+            each of the micro-batches that are named; says which number fits.
+        """
+        shards = mesh.token_shards
+        axes = f"mesh.data x mesh.fsdp = {mesh.data} x {mesh.fsdp}"
+        if self.batch_size % shards:
+            raise ValueError(
+                f"batch_size={self.batch_size} is not a multiple of {axes}, whose "
+                f"devices share the sequences of a step equally; set --batch-size "
+                f"{-(-self.batch_size // shards) * shards}, or change the mesh"
+            )
+        on_each = self.batch_size // shards
+        most = self.sequences_per_device
+        chosen = on_each // largest_divisor(on_each, most=most)
+        if self.micro_batches is None:
+            return chosen
+        if on_each % self.micro_batches:
+            fits = largest_divisor(on_each, most=self.micro_batches)
+            raise ValueError(
+                f"micro_batches={self.micro_batches} of batch_size={self.batch_size} "
+                f"are of {self.batch_size // self.micro_batches} sequences, not a "
+                f"multiple of {axes}; set --micro-batches {fits}, leave it out (then "
+                f"it is {chosen}), or change the mesh"
+            )
+        return self.micro_batches

@@ -162,7 +162,11 @@ class _Loop:
             if jax.process_index() == 0:
                 with self.writing(self.metrics_file):
                     self.metrics_file.write_text("")
-            self.record("start", unigram_loss=unigram_loss(run.corpus))
+            self.record(
+                "start",
+                unigram_loss=unigram_loss(run.corpus),
+                micro_batches=run.micro_batches,
+            )
             if step_times is not None:
                 self.record(
                     "step_times", run_dense=self.run_dense, **asdict(step_times)

@@ -17,6 +17,7 @@ class Pace:
     def __init__(self, run: Run) -> None:
         self.config = run.config
         self.devices = run.mesh.size
+        self.tokens_per_micro_batch = run.config.tokens_per_step // run.micro_batches
         self.mesh = run.config.mesh.resolve(self.devices)
         self.peak = metrics.dense_peak(self.config.model.dtype)
         self.router_seconds: dict[FFNSparsity, float] = {}
@@ -51,9 +52,12 @@ class Pace:
     def decisions(self, sparsity: FFNSparsity) -> tuple[Decision, ...]:
         """What runs the FFNs' GEMMs on a device, for a micro-batch."""
         config = self.config
-        tokens = config.tokens_per_step // config.micro_batches
         return metrics.ffn_decisions(
-            config.model, sparsity, tokens, config.backend, mesh=self.mesh
+            config.model,
+            sparsity,
+            self.tokens_per_micro_batch,
+            config.backend,
+            mesh=self.mesh,
         )
 
     def _router_seconds_per_token(
@@ -62,7 +66,7 @@ class Pace:
         """Of all layers; timed once."""
         model = self.config.model
         if sparsity not in self.router_seconds:
-            tokens = self.config.tokens_per_step // self.config.micro_batches
+            tokens = self.tokens_per_micro_batch
             own = tokens // self.mesh.token_shards
             seconds = metrics.router_seconds(model, sparsity, own, decisions)
             self.router_seconds[sparsity] = model.layers * seconds / tokens

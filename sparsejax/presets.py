@@ -69,7 +69,7 @@ def gpt_124m() -> TrainConfig:
         ),
         steps=300_000,
         batch_size=512,
-        micro_batches=16,
+        sequences_per_device=32,
         eval_every=1000,
         checkpoint_every=1000,
     )
@@ -104,7 +104,7 @@ def llama_1b() -> TrainConfig:
         phases=RecipeConfig(warmup_share=1000 / 60_000),
         steps=60_000,
         batch_size=256,
-        micro_batches=64,
+        sequences_per_device=4,
         eval_every=1000,
         checkpoint_every=1000,
     )
@@ -135,7 +135,7 @@ def llama_7b() -> TrainConfig:
         phases=RecipeConfig(warmup_share=1000 / 100_000),
         steps=100_000,
         batch_size=512,
-        micro_batches=256,
+        sequences_per_device=2,
         eval_every=1000,
         checkpoint_every=1000,
     )

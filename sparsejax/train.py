@@ -8,6 +8,7 @@ same bits.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from math import lcm
 from typing import Any
 
 import jax
@@ -19,7 +20,12 @@ from jaxtyping import Array, Float, Int, Key
 
 from sparsejax import metrics
 from sparsejax.batches import train_batches, validation_batches
-from sparsejax.config import OptimizerConfig, TrainConfig
+from sparsejax.config import (
+    MeshConfig,
+    OptimizerConfig,
+    TrainConfig,
+    largest_divisor,
+)
 from sparsejax.corpus import Corpus, load_corpus
 from sparsejax.micro_batches import loss_and_gradient
 from sparsejax.model import Transformer, cross_entropy
@@ -136,25 +142,21 @@ class Run:
         self.config = config
         self.phases = phases(config)
         self.mesh = make_mesh(config.mesh, devices)
+        resolved = config.mesh.resolve(self.mesh.size)
+        self.micro_batches = config.micro_batches_on(resolved)
         check_shardable(
             config.model,
             [phase.sparsity for phase in self.phases],
-            config.mesh.resolve(self.mesh.size),
+            resolved,
             micro_batch=self._micro_batch,
         )
         if corpus is None:
             corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
         self.corpus = corpus
         self.optimizer = make_optimizer(config.optimizer, config.steps)
-        held_out = validation_batches(
-            self.corpus,
-            config.data,
-            batch_size=self._micro_batch,
-            batches=config.eval_batches,
-        )
         self.validation = [
             place_rows(tokens, self.mesh, axis=0, size=len(tokens))
-            for tokens in held_out
+            for tokens in self._held_out()
         ]
         self.graph = lru_cache(maxsize=None)(self._graph)
         self.step = lru_cache(maxsize=None)(self._step)
@@ -177,7 +179,7 @@ class Run:
             self.corpus,
             self.config.data,
             batch_size=self.config.batch_size,
-            micro_batches=self.config.micro_batches,
+            micro_batches=self.micro_batches,
             rows=local_rows(self.mesh, self._micro_batch),
         )
 
@@ -197,7 +199,25 @@ class Run:
 
     @property
     def _micro_batch(self) -> int:
-        return self.config.batch_size // self.config.micro_batches
+        return self.config.batch_size // self.micro_batches
+
+    def _held_out(self) -> list[Int[np.ndarray, "batch sequence_plus_one"]]:
+        """The batches of a validation. Their sequences are those that one device would
+        read, so that losses compare whatever the mesh; where it cannot share them
+        equally all are repeated, which leaves their mean as it is."""
+        config, parts = self.config, batch_parts(self.mesh)
+        on_one = config.micro_batches_on(MeshConfig(data=1))
+        batches = validation_batches(
+            self.corpus,
+            config.data,
+            batch_size=config.batch_size // on_one,
+            batches=config.eval_batches,
+        )
+        sequences = np.concatenate(batches)
+        whole = lcm(len(sequences), parts)
+        sequences = np.tile(sequences, (whole // len(sequences), 1))
+        on_each = largest_divisor(whole // parts, most=self._micro_batch // parts)
+        return list(sequences.reshape(-1, parts * on_each, sequences.shape[1]))
 
     def build(self, sparsity: FFNSparsity) -> Transformer:
         """A freshly initialised model."""

@@ -71,6 +71,7 @@ def test_a_dry_run_plans_for_devices_that_are_not_here(capsys):
     assert pretrain.run([*arguments, *ON_64]) == 0
     shown = capsys.readouterr().out
     assert "mesh: data 4 x fsdp 8 x tensor 2 = 64 devices, planned as if" in shown
+    assert "micro-batches: 8 of 64 sequences, 2 on a device (as named)" in shown
     assert f"cpu, {jax.device_count()} here; compute bfloat16" in shown
     config = PRESETS["llama-1b"]()
     mesh = MeshConfig(data=4, fsdp=8, tensor=2)
@@ -236,7 +237,9 @@ def share_of_ffn(preset: str) -> float:
 
 def test_a_mesh_left_open_is_planned_on_at_least_one_replica(capsys):
     assert pretrain.run("--dry-run --mesh.fsdp 32 --batch-size 64".split()) == 0
-    assert "mesh: data 1 x fsdp 32 x tensor 1 = 32 dev" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "mesh: data 1 x fsdp 32 x tensor 1 = 32 dev" in shown
+    assert "micro-batches: 1 of 64 sequences, 2 on a device (chosen for this" in shown
 
 
 def test_the_devices_that_train_are_said_with_their_processes(capsys):

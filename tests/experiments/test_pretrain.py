@@ -172,7 +172,11 @@ def test_a_resume_with_other_settings_is_refused(
             ["--dry-run", "--mesh.tensor", "3"],
             "heads=2 is not a multiple of mesh.tensor",
         ),
-        (["--dry-run", "--mesh.data", "5"], "a micro-batch of 32 sequences"),
+        (["--dry-run", "--mesh.data", "5"], "x 1, whose devices share the sequences"),
+        (
+            "--dry-run --preset llama-1b --mesh.fsdp 8 --micro-batches 64".split(),
+            "set --micro-batches 32, leave it out (then it is 8), or change the mesh",
+        ),
     ],
 )
 def test_an_error_is_one_line_and_status_one(

@@ -110,7 +110,8 @@ def check_plan(generator: Generator, config: TrainConfig) -> None:
     devices = (1, 8, *3 * (config.mesh.devices or 1,))
     mesh = config.mesh.resolve(one_of(generator, devices))
     sparsities = [phase.sparsity for phase in planned]
-    micro_batch = config.batch_size // config.micro_batches
+    micro_batches = config.micro_batches_on(mesh)
+    micro_batch = config.batch_size // micro_batches
     check_shardable(config.model, sparsities, mesh, micro_batch=micro_batch)
     length = config.data.sequence_length
     tokens = micro_batch * length // mesh.token_shards
@@ -121,7 +122,7 @@ def check_plan(generator: Generator, config: TrainConfig) -> None:
             config.model, tokens_per_device=tokens, mesh=mesh, sparsity=sparsity
         )
         sent = plan.communication_bytes(
-            config.model, mesh, sparsity, config.micro_batches, tokens
+            config.model, mesh, sparsity, micro_batches, tokens
         )
         factors = plan.gemm_speedups(config.model, sparsity)
         step = plan.predicted_speedup(flops.ffn_share(), factors)

@@ -40,6 +40,9 @@ def stopped(tmp_path_factory) -> tuple[TrainConfig, Path, Path, Outcome]:
     config = micro_config(
         text, steps=6, batch_size=16, eval_every=0, checkpoint_every=1, mesh=BEFORE
     )
+    # One micro-batch where the tokens are split into eight or four, else four; and four
+    # held-out sequences, which eight devices cannot share.
+    config = replace(config, sequences_per_device=4)
     config = with_phases(config, warmup_share=0.34, sparse_share=0.34)
     model = replace(config.model, d_model=32, heads=8, kv_heads=8, d_hidden=128)
     config = replace(config, model=model, eval_batches=1)
@@ -81,6 +84,7 @@ def test_on_another_mesh_the_losses_are_the_same_within_rounding(
     on_these = partial(Run, devices=jax.devices()[: mesh.devices])
     monkeypatch.setattr(loop, "Run", on_these)
     resume(stopped, tmp_path, mesh)
+    assert read_records(stopped[2])[0]["micro_batches"] == 1
 
     def losses(folder: Path) -> dict[tuple, float]:
         return {

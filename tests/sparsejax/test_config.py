@@ -5,6 +5,8 @@ from dataclasses import replace
 from typing import get_type_hints
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sparsejax.config import (
     Interval,
@@ -13,6 +15,7 @@ from sparsejax.config import (
     OptimizerConfig,
     RecipeConfig,
     TrainConfig,
+    largest_divisor,
 )
 from sparsejax.recipe import phases
 
@@ -151,6 +154,7 @@ OUT_OF_RANGE = {
         "steps": COUNT,
         "batch_size": COUNT,
         "micro_batches": COUNT,
+        "sequences_per_device": COUNT,
         "seed": (-1, 2**32),
         "log_every": COUNT,
         "eval_every": NATURAL,
@@ -189,7 +193,8 @@ def test_a_number_out_of_range_is_refused_by_its_dotted_name(kind, name, value):
 @pytest.mark.parametrize("kind", OUT_OF_RANGE)
 def test_every_number_has_a_range(kind):
     hints = get_type_hints(kind).items()
-    numbers = {name for name, hint in hints if hint in (int, float)}
+    kinds = (int, float, int | None)
+    numbers = {name for name, hint in hints if hint in kinds}
     assert numbers == OUT_OF_RANGE[kind].keys()
 
 
@@ -291,3 +296,68 @@ def test_a_gated_network_may_have_sparse_weights():
 
 def test_shares_may_fill_the_run_exactly():
     assert RecipeConfig(warmup_share=0.25, sparse_share=0.75).sparse_share == 0.75
+
+
+# Micro-batches.
+
+
+@given(number=st.integers(1, 2000), most=st.integers(1, 3000))
+def test_the_largest_divisor_is_the_first_that_divides_from_above(number, most):
+    expected = next(d for d in range(most, 0, -1) if number % d == 0)
+    assert largest_divisor(number, most=most) == expected
+
+
+@given(
+    on_each=st.integers(1, 500),
+    most=st.integers(1, 600),
+    data=st.integers(1, 9),
+    fsdp=st.integers(1, 9),
+    tensor=st.integers(1, 4),
+)
+def test_micro_batches_are_the_fewest_that_a_device_has_room_for(
+    on_each, most, data, fsdp, tensor
+):
+    batch_size = on_each * data * fsdp
+    config = TrainConfig(batch_size=batch_size, sequences_per_device=most)
+    mesh = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
+    count = config.micro_batches_on(mesh)
+    assert on_each % count == 0 and on_each // count <= most
+    fewer = [n for n in range(1, count) if on_each % n == 0]
+    assert all(on_each // n > most for n in fewer)
+    # Named, that number or one that divides it fits as well.
+    assert replace(config, micro_batches=count).micro_batches_on(mesh) == count
+
+
+@pytest.mark.parametrize(
+    ("settings", "data", "fsdp", "message"),
+    [
+        (
+            {"batch_size": 256, "micro_batches": 64, "sequences_per_device": 4},
+            1,
+            8,
+            "micro_batches=64 of batch_size=256 are of 4 sequences, not a multiple of "
+            "mesh.data x mesh.fsdp = 1 x 8; set --micro-batches 32, leave it out (then "
+            "it is 8), or change the mesh",
+        ),
+        (
+            {"batch_size": 30},
+            4,
+            2,
+            "batch_size=30 is not a multiple of mesh.data x mesh.fsdp = 4 x 2, whose "
+            "devices share the sequences of a step equally; set --batch-size 32, or "
+            "change the mesh",
+        ),
+    ],
+    ids=["micro-batches", "batch"],
+)
+def test_what_a_mesh_cannot_share_is_refused_with_a_number_that_fits(
+    settings, data, fsdp, message
+):
+    mesh = MeshConfig(data=data, fsdp=fsdp)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        TrainConfig(**settings).micro_batches_on(mesh)
+    suggested = re.search(r"set --(\S+) (\d+)", message)
+    assert suggested is not None
+    name = suggested[1].replace("-", "_")
+    fitting = TrainConfig(**(settings | {name: int(suggested[2])}))
+    assert fitting.micro_batches_on(mesh) >= 1

@@ -202,6 +202,27 @@ def test_a_resume_may_change_what_touches_no_training_its_mesh_length_and_paths(
     check_resumable(before, after, Path("runs/a"))
 
 
+def test_a_chosen_number_of_micro_batches_follows_the_mesh_and_a_named_one_stays():
+    chosen = TrainConfig(batch_size=64, sequences_per_device=8)
+    named = replace(chosen, micro_batches=8)
+    mesh = MeshConfig(data=4, fsdp=2)
+    for before, count in ((chosen, 1), (named, 8)):
+        before = from_json(json.loads(json.dumps(to_json(before))))
+        after = replace(before, mesh=mesh)
+        check_resumable(before, after, Path("runs/a"))
+        assert after.micro_batches_on(mesh) == count
+    with pytest.raises(ValueError, match="micro_batches is None and cannot become 8"):
+        check_resumable(chosen, named, Path("runs/a"))
+    with pytest.raises(ValueError, match="micro_batches is 8 and cannot become 4"):
+        check_resumable(named, replace(named, micro_batches=4), Path("runs/a"))
+
+
+def test_the_number_of_micro_batches_of_an_older_run_is_one_that_was_named():
+    older = to_json(PRESETS["gpt-124m"]()) | {"micro_batches": 16}
+    del older["sequences_per_device"]
+    assert from_json(older).micro_batches == 16
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

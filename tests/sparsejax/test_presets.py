@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from sparsejax.config import RecipeName
+from sparsejax.config import MeshConfig, RecipeName
 from sparsejax.ops.ffn_spec import check_divisible
 from sparsejax.plan import parameter_count
 from sparsejax.presets import PRESETS
@@ -42,6 +42,13 @@ def test_the_presets_of_the_paper_have_its_probable_sizes():
     assert round(one.optimizer.warmup_share * one.steps) == 5000
     assert round(seven.optimizer.warmup_share * seven.steps) == 2000
     assert (one.optimizer.weight_decay, seven.optimizer.weight_decay) == (0.033, 0.1)
+    assert [c.micro_batches for c in (one, seven)] == [None, None]
+    on_one = [c.micro_batches_on(MeshConfig(data=1)) for c in (one, seven)]
+    assert on_one == [64, 256]
+    # The meshes of the README, and one GPU of each as many sequences as alone.
+    assert one.micro_batches_on(MeshConfig(data=1, fsdp=8)) == 8
+    assert one.micro_batches_on(MeshConfig(data=4, fsdp=8)) == 2
+    assert seven.micro_batches_on(MeshConfig(data=4, fsdp=8, tensor=2)) == 8
     assert one.tokens_per_step == 2**20
     assert seven.tokens_per_step == 2**21
     assert round(one.phases.warmup_share * one.steps) == 1000
