@@ -35,8 +35,10 @@ from sparsejax.config import (
     RecipeName,
     TrainConfig,
 )
+from sparsejax.corpus import load_corpus
 from sparsejax.ops.backend import Backend
 from sparsejax.presets import PRESETS
+from sparsejax.tokenizers import ByteTokenizer
 from sparsejax.train import Run, TrainState
 
 ONE = "one device"
@@ -70,7 +72,9 @@ class Stepper:
 
     def __init__(self, config: TrainConfig) -> None:
         devices = jax.devices()[: config.mesh.devices]
-        self.run = Run(config, devices=devices)
+        # Bytes, under the preset's vocabulary: its head is part of the step.
+        corpus = load_corpus(config.data, vocab_size=ByteTokenizer.vocab_size)
+        self.run = Run(config, devices=devices, corpus=corpus)
         first, *later = (phase.sparsity for phase in self.run.phases)
         timed = later[0] if later else first
         state = self.run.initial_state()

@@ -44,11 +44,13 @@ from experiments.sparse_modes import choose, sparse_modes
 from experiments.timing import Timing, over_alone, time_interleaved
 from sparsejax import metrics
 from sparsejax.config import MeshConfig, PresetName, TrainConfig
+from sparsejax.corpus import load_corpus
 from sparsejax.layers import sparse_ffns
 from sparsejax.model import Transformer
 from sparsejax.ops.backend import Backend
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
 from sparsejax.presets import PRESETS
+from sparsejax.tokenizers import ByteTokenizer
 from sparsejax.train import Run, TrainState, train_step
 
 DENSE_STEP = "dense"
@@ -92,7 +94,9 @@ class Steps:
     """The dense step and the sparse ones, on the same weights."""
 
     def __init__(self, config: TrainConfig, modes: dict[str, FFNSparsity]) -> None:
-        self.run = Run(config, devices=jax.devices()[:1])
+        # Bytes, under the preset's vocabulary: its head is part of the step.
+        corpus = load_corpus(config.data, vocab_size=ByteTokenizer.vocab_size)
+        self.run = Run(config, devices=jax.devices()[:1], corpus=corpus)
         self.sparsities = {DENSE_STEP: DENSE, **modes}
         self.state, self.switch_seconds = self._clustered(self.run.initial_state())
         self.buffers = {
@@ -135,7 +139,8 @@ class Steps:
     def masked(self, name: str) -> dict[str, float]:
         """What a sparse step on this state reports, computed by dense GEMMs over
         masked operands."""
-        run = Run(replace(self.run.config, backend="xla"), devices=jax.devices()[:1])
+        on_xla = replace(self.run.config, backend="xla")
+        run = Run(on_xla, devices=jax.devices()[:1], corpus=self.run.corpus)
         graph = run.graph(self.sparsities[name])
 
         @jax.jit

@@ -429,7 +429,10 @@ def progress(config: TrainConfig) -> Iterator[Callable[[dict[str, Any]], None]]:
 def _line_of(record: dict[str, Any]) -> str | None:
     step = f"step {record['step']}"
     if record["event"] == "start":
-        return f"unigram model: {record['unigram_loss']:.3f} nats per token"
+        return (
+            f"data: {record['corpus']}\n"
+            f"unigram model: {record['unigram_loss']:.3f} nats per token"
+        )
     if record["event"] == "validation":
         return f"{step} {record['kind']}: validation loss {record['loss']:.4f}"
     if record["event"] == "switch":

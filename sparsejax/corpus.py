@@ -22,6 +22,8 @@ _BLOCK = 2**24
 # In tokens. Stays in a core's cache between the two times that it is read.
 _CHUNK = 2**18
 _MOST_THREADS = 16
+# A vocabulary is padded to a multiple of up to 1024, or to the next power of two.
+_MOST_PADDING = 1024
 _UNIGRAM_TRAINING = 2**26
 _UNIGRAM_HELD_OUT = 2**24
 
@@ -73,13 +75,17 @@ def load_corpus(config: DataConfig, *, vocab_size: int) -> Corpus:
     Args:
       config: which files, tokenizer, share and sequence length. Neither text nor shards
         is the source of the Python standard library that runs this.
-      vocab_size: of the model, which knows the ids below it.
+      vocab_size: of the model, which knows the ids below it. A tokenizer may have
+        fewer tokens, but neither less than half as many nor 1024 fewer, whichever is
+        less: so much is padding, and more is another tokenizer's vocabulary. Of shards
+        without a tokenizer only the largest id is known, and small data need not hold
+        the largest; there the description says how far apart they are.
     Returns:
       The corpus; each side has an array of at least `sequence_length + 1` tokens.
     Raises:
       ValueError: no file matches, a file cannot be read or decoded or is damaged, all
-        are empty, an id or the tokenizer exceeds the vocabulary, or a side is shorter
-        than one sequence.
+        are empty, an id or the tokenizer exceeds the vocabulary or is far below it, or
+        a side is shorter than one sequence.
       ImportError: a tokenizer.json without the `tokenizers` package.
     """
     if config.shards is not None:
@@ -164,6 +170,8 @@ def _from_shards(config: DataConfig, shards: str, vocab_size: int) -> Corpus:
     _refuse_short_sides(train, validation, config)
     survey = _survey(files, limit, whose)
     ids = f"ids to {survey.largest}" if tokenizer is None else tokenizer.name
+    if tokenizer is None and vocab_size > _most_rows(survey.largest + 1):
+        ids += f", far below the {vocab_size} of the model's vocabulary"
     left_out = sides.count("left out")
     unread = sum(part.size <= config.sequence_length for part in train + validation)
     return Corpus(
@@ -182,15 +190,29 @@ def _from_shards(config: DataConfig, shards: str, vocab_size: int) -> Corpus:
 
 
 def _tokenizer_within(path: str | None, vocab_size: int) -> Tokenizer:
-    """The tokenizer, none of whose ids is `vocab_size` or more."""
+    """The tokenizer, none of whose ids is `vocab_size` or more, and which has nearly
+    as many."""
     tokenizer = load_tokenizer(path)
-    if tokenizer.vocab_size > vocab_size:
+    has = tokenizer.vocab_size
+    fits = f"--model.vocab-size {max(1, -(-has // 64)) * 64}"
+    if has > vocab_size:
         raise ValueError(
-            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, more "
-            f"than model.vocab_size={vocab_size}; set --model.vocab-size "
-            f"{-(-tokenizer.vocab_size // 64) * 64}"
+            f"the tokenizer {tokenizer.name} has {has} tokens, more than "
+            f"model.vocab_size={vocab_size}; set {fits}"
+        )
+    if vocab_size > _most_rows(has):
+        raise ValueError(
+            f"the tokenizer {tokenizer.name} has {has} tokens, far fewer than "
+            f"model.vocab_size={vocab_size}, most of whose rows would never be "
+            f"trained; set {fits}, or give the data and the --data.tokenizer that the "
+            f"vocabulary is for"
         )
     return tokenizer
+
+
+def _most_rows(tokens: int) -> int:
+    """The largest vocabulary of a model that is for so many tokens, and padding."""
+    return max(2 * tokens, tokens + _MOST_PADDING)
 
 
 def _tokenise(paths: Sequence[Path], tokenizer: Tokenizer) -> list[Tokens]:

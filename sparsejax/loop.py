@@ -164,6 +164,7 @@ class _Loop:
                     self.metrics_file.write_text("")
             self.record(
                 "start",
+                corpus=run.corpus.description,
                 unigram_loss=unigram_loss(run.corpus),
                 micro_batches=run.micro_batches,
             )

@@ -128,6 +128,7 @@ class Run:
     """A configuration with everything built from it, once: phases, corpus, compiled
     functions. One step and one validation are compiled per sparsity.
 
+from sparsejax.micro_batches import loss_and_gradient
     """
 
     def __init__(

@@ -293,6 +293,7 @@ def test_the_main_job_writes_its_files_and_says_what_it_did(text, tmp_path, caps
     shown = capsys.readouterr().out
     unigram = records[0]["unigram_loss"]
     assert f"unigram model: {unigram:.3f} nats per token" in shown
+    assert f"data: {outcome.corpus.description}\n" in shown
     ends = {3: "warm-up", 9: "sparse", 12: "dense"}
     for record in records:
         if record["event"] == "validation" and record["step"] in ends:

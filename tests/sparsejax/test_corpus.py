@@ -193,6 +193,55 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, kind):
         load_corpus(config, vocab_size=has - 1)
 
 
+@pytest.mark.parametrize("kind", ["text", "shards"])
+def test_a_vocabulary_far_larger_than_the_tokenizer_is_refused(tmp_path, kind):
+    path = write_tokenizer(tmp_path / "tokenizer.json")
+    has = load_tokenizer(str(path)).vocab_size
+    write_shard(tmp_path / "train", range(100), "npy uint16")
+    files = f"{tmp_path}/*.npy"
+    config = DataConfig(**{kind: files}, tokenizer=str(path), sequence_length=1)
+    message = (
+        rf"the tokenizer .*tokenizer\.json has {has} tokens, far fewer than "
+        rf"model\.vocab_size={has + 1025}, .*; set --model\.vocab-size "
+        rf"{64 * -(-has // 64)}, or give"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_corpus(config, vocab_size=has + 1025)
+    if kind == "shards":
+        assert load_corpus(config, vocab_size=has + 1024).vocab_size == has
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocab_size", "fits"),
+    [
+        (256, 256, True),
+        (256, 1024, True),
+        (256, 1280, True),
+        (256, 1281, False),
+        (256, 128_256, False),
+        (16_384, 32_768, True),
+        (16_384, 50_304, False),
+        (32_000, 32_768, True),
+        (50_257, 50_304, True),
+        (50_257, 65_536, True),
+        (50_257, 128_256, False),
+        (100_277, 131_072, True),
+        (128_256, 129_024, True),
+    ],
+)
+def test_padding_of_a_vocabulary_passes(tokens, vocab_size, fits, folder, monkeypatch):
+    config = DataConfig(text=f"{folder}/**/*.txt", sequence_length=8)
+    # Bytes, but for the number of them.
+    tokenizer = ByteTokenizer()
+    tokenizer.vocab_size = tokens
+    monkeypatch.setattr(corpus_module, "load_tokenizer", lambda path: tokenizer)
+    if fits:
+        assert load_corpus(config, vocab_size=vocab_size).vocab_size == tokens
+        return
+    with pytest.raises(ValueError, match=f"tokens, far fewer than .*={vocab_size}, "):
+        load_corpus(config, vocab_size=vocab_size)
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     shards=st.lists(
@@ -235,8 +284,9 @@ def test_shards_stay_on_the_disk(tmp_path, convention):
     assert side(corpus.train) == [list(range(80))]
     assert side(corpus.validation) == [list(range(80, 100))]
     assert corpus.description == (
-        f"1 files, 100 tokens (ids to 99) from {tmp_path}; held out: 20 tokens, the "
-        f"last 20.00% of the only file"
+        f"1 files, 100 tokens (ids to 99, far below the 50304 of the model's "
+        f"vocabulary) from {tmp_path}; held out: 20 tokens, the last 20.00% of the "
+        f"only file"
     )
     assert corpus.tokenizer is None
 
@@ -245,7 +295,7 @@ def test_named_shards_are_held_out_and_left_out(tmp_path):
     for index, name in enumerate(["a_train", "b_val", "c_test", "d"]):
         write_shard(tmp_path / name, [index] * 5, "nanogpt")
     (tmp_path / "e_test.npy").write_bytes(b"never opened")
-    corpus = load_shards(tmp_path)
+    corpus = load_shards(tmp_path, vocab_size=64)
     assert side(corpus.train) == [[0] * 5, [3] * 5]
     assert side(corpus.validation) == [[1] * 5]
     assert corpus.description == (
@@ -367,14 +417,15 @@ def test_a_held_out_id_beyond_the_tokenizer_is_named(tmp_path):
     last = tokenizer.vocab_size - 1
     write_shard(tmp_path / "train", [last] * 5, "nanogpt")
     write_shard(tmp_path / "val", [0, 1, last], "nanogpt")
-    corpus = load_shards(tmp_path, tokenizer=tokenizer.name)
+    model = {"tokenizer": tokenizer.name, "vocab_size": last + 1}
+    corpus = load_shards(tmp_path, **model)
     assert corpus.vocab_size == tokenizer.vocab_size
     assert corpus.tokenizer.name == tokenizer.name
     assert f"8 tokens ({tokenizer.name}) from" in corpus.description
     write_shard(tmp_path / "val", [0, 1, last + 1], "nanogpt")
     message = rf"val\.bin: token 2 is {last + 1}, and the tokenizer .* ids below"
     with pytest.raises(ValueError, match=message):
-        load_shards(tmp_path, tokenizer=tokenizer.name)
+        load_shards(tmp_path, **model)
 
 
 def test_narrow_tokens_read_as_wide_ones_are_beyond_any_vocabulary(tmp_path):
