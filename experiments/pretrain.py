@@ -37,8 +37,10 @@ import tyro
 from experiments import console
 from experiments.export import export
 from experiments.plot import plot_run
+from sparsejax.batches import train_batches, validation_batches
 from sparsejax.config import TrainConfig
 from sparsejax.config_file import check_resumable, read_config
+from sparsejax.corpus import load_corpus
 from sparsejax.loop import NonFiniteLoss, Outcome, train
 from sparsejax.model import greedy_sample
 from sparsejax.presets import PRESETS
@@ -55,7 +57,8 @@ class Options:
     resume: Path | None = None
     """Run folder of a stopped run: continue it, with its own settings."""
     dry_run: bool = False
-    """Print the plan and stop: nothing is allocated or written."""
+    """Print the plan and stop: the data is read and checked, nothing is allocated or
+    written."""
     distributed: bool = False
     """One of several processes, on one host or on many: found through SLURM, Open MPI
     or Kubernetes, or through JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
@@ -100,6 +103,27 @@ def report(outcome: Outcome, config: TrainConfig, run_folder: Path) -> None:
         show_sample(outcome, config)
     if config.plot and jax.process_index() == 0:
         console.say(plot_run(run_folder))
+
+
+def what_data(config: TrainConfig) -> str:
+    """Reads the tokens that `config` would train on, and says what they are, or, where
+    no data is named, why its model cannot train on the standard library's source: that
+    does not keep a model from being planned.
+
+    Raises:
+      ValueError, ImportError: those of the run, for data that is named.
+    """
+    data = config.data
+    try:
+        corpus = load_corpus(data, vocab_size=config.model.vocab_size)
+        held_out = config.validation_batch_size
+        validation_batches(corpus, data, batch_size=held_out, batches=1)
+        train_batches(corpus, data, batch_size=config.batch_size)
+    except ValueError as error:
+        if (data.text, data.shards, data.tokenizer) != (None, None, None):
+            raise
+        return f"data: none is named, and without it a run ends here: {error}"
+    return f"data: {corpus.description}"
 
 
 def show_sample(outcome: Outcome, config: TrainConfig) -> None:
@@ -162,7 +186,9 @@ def run(arguments: list[str]) -> int:
     try:
         options = parse(arguments)
         if options.dry_run:
+            said = what_data(options.config)
             console.announce(options.config, predicted=True)
+            console.say(said)
             return 0
         if options.config.deterministic:
             console.repeat_bits()

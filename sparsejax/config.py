@@ -424,6 +424,11 @@ class TrainConfig:
     def tokens_per_step(self) -> int:
         return self.batch_size * self.data.sequence_length
 
+    @property
+    def validation_batch_size(self) -> int:
+        """Sequences of a validation batch: those of a micro-batch on one device."""
+        return self.batch_size // self.micro_batches_on(MeshConfig(data=1))
+
     def micro_batches_on(self, mesh: MeshConfig) -> int:
         """The micro-batches of a step on a mesh whose `data` is set: as many as are
         named, else the fewest that leave each device `sequences_per_device` or less.

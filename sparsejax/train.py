@@ -20,12 +20,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from sparsejax import metrics
 from sparsejax.batches import train_batches, validation_batches
-from sparsejax.config import (
-    MeshConfig,
-    OptimizerConfig,
-    TrainConfig,
-    largest_divisor,
-)
+from sparsejax.config import OptimizerConfig, TrainConfig, largest_divisor
 from sparsejax.corpus import Corpus, load_corpus
 from sparsejax.micro_batches import loss_and_gradient
 from sparsejax.model import Transformer, cross_entropy
@@ -207,11 +202,10 @@ from sparsejax.micro_batches import loss_and_gradient
         read, so that losses compare whatever the mesh; where it cannot share them
         equally all are repeated, which leaves their mean as it is."""
         config, parts = self.config, batch_parts(self.mesh)
-        on_one = config.micro_batches_on(MeshConfig(data=1))
         batches = validation_batches(
             self.corpus,
             config.data,
-            batch_size=config.batch_size // on_one,
+            batch_size=config.validation_batch_size,
             batches=config.eval_batches,
         )
         sequences = np.concatenate(batches)

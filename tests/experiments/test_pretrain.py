@@ -28,6 +28,8 @@ from tests.micro_run import (
     with_phases,
     without_speed,
 )
+from tests.shard_files import write_shard
+from tests.tokenizer_file import write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -82,7 +84,7 @@ def test_help_explains_the_flags_with_their_units(capsys):
         "Tokens the model sees per sequence",
         "Steps between checkpoints",
         "Share of the steps over which the learning rate rises",
-        "Print the plan and stop",
+        "Print the plan and stop: the data is read",
     ):
         assert part in shown, part
 
@@ -189,6 +191,52 @@ def test_an_error_is_one_line_and_status_one(
     assert message in error
     assert error.count("\n") == 1 and "Traceback" not in error
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data.text", "nothing*.txt"], "text='nothing*.txt': no file"),
+        (["--data.shards", "nowhere"], "nowhere"),
+        (["--data.shards", "."], "token 1 is 300, and model.vocab_size=256 has ids"),
+        (["--data.tokenizer", "none.json"], "tokenizer='none.json' is not a file"),
+        (["--data.tokenizer", "tokenizer.json"], "set --model.vocab-size 320"),
+        (["--data.text", "TEXT", "--model.vocab-size", "4096"], "-size 256, or give"),
+        (["--data.text", "TEXT", "--data.sequence-length", "9999"], "in a row, and"),
+        (["--data.text", "TEXT"], "batch_size=32 exceeds the 11 held-out windows"),
+        (
+            ["--data.text", "TEXT", "--batch-size", "96", "--micro-batches", "24"],
+            "batch_size=96 exceeds the 80 training windows",
+        ),
+    ],
+)
+def test_a_dry_run_ends_with_what_is_wrong_with_the_data(
+    arguments, message, text, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_tokenizer(tmp_path / "tokenizer.json")
+    write_shard(tmp_path / "train", [0, 300] * 200, "npy uint16")
+    write_shard(tmp_path / "val", [0] * 200, "npy uint16")
+    arguments = [text if argument == "TEXT" else argument for argument in arguments]
+    assert pretrain.run([*arguments, "--dry-run"]) == 1
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.out == ""
+    assert not (tmp_path / "runs").exists()
+    assert pretrain.run(arguments) == 1
+    assert capsys.readouterr().err == captured.err
+
+
+def test_a_dry_run_says_what_it_read(text, capsys):
+    of_text = ["--data.text", text, "--batch-size", "8"]
+    assert pretrain.run(["--dry-run", *of_text]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^data: 8 files, \d+ tokens \(bytes\) from ", shown, re.M)
+    assert f" from {text}; held out: " in shown
+    # Without data a model is planned whose vocabulary no text of ours has.
+    assert pretrain.run(["--dry-run", "--preset", "llama-1b"]) == 0
+    shown = capsys.readouterr().out
+    assert "data: none is named, and without it a run ends here: the tok" in shown
+    assert "set --model.vocab-size 256" in shown
 
 
 @pytest.mark.parametrize(
