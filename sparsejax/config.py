@@ -5,6 +5,7 @@ from functools import cache
 from math import isqrt
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
+from sparsejax.annotations import check_fields
 from sparsejax.ops.backend import Backend
 from sparsejax.ops.ffn_spec import RouterChoice, TokenSparsity
 
@@ -120,6 +121,7 @@ class ModelConfig:
         return self.activation != "relu2"
 
     def __post_init__(self) -> None:
+        check_fields(self, "model.")
         check_intervals(self, "model.")
         if self.d_model % self.heads:
             raise ValueError(
@@ -162,15 +164,12 @@ class DataConfig:
     """Of the order of the training windows."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "data.")
         check_intervals(self, "data.")
         if self.text is not None and self.shards is not None:
             raise ValueError(
                 f"data.text={self.text!r} and data.shards={self.shards!r} are both "
                 f"set, and the tokens come from one of them; leave the other out"
-            )
-        if self.shard_dtype not in ("uint16", "uint32"):
-            raise ValueError(
-                f"data.shard_dtype={self.shard_dtype!r} must be 'uint16' or 'uint32'"
             )
 
 
@@ -192,6 +191,7 @@ class OptimizerConfig:
     """Global norm that gradients are scaled down to."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "optimizer.")
         check_intervals(self, "optimizer.")
 
 
@@ -211,6 +211,7 @@ class MeshConfig:
     """Devices that share every token's work: heads, neurons, vocabulary."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "mesh.")
         check_intervals(self, "mesh.")
 
     @property
@@ -283,6 +284,7 @@ class RecipeConfig:
     """On leaving 2:4 weights, set W1 to beta S(W1), which the forward has used."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "phases.")
         check_intervals(self, "phases.")
         if self.warmup_share + self.sparse_share > 1:
             raise ValueError(
@@ -366,6 +368,7 @@ class TrainConfig:
     """Draw loss.png (extra "plots")."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_intervals(self)
         self._refuse_unread_settings()
         if self.model.activation == "swiglu" and self.recipe in SPARSE_ACTIVATIONS:

@@ -5,10 +5,19 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
+from sparsejax.annotations import fits, in_words, kinds_of
 from sparsejax.config import TrainConfig
+
+JSON_NAMES = {
+    int: "an integer",
+    float: "a finite number",
+    str: "a string",
+    bool: "true or false",
+    NoneType: "null",
+}
 
 
 def to_json(config: TrainConfig) -> dict[str, Any]:
@@ -62,19 +71,12 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
         if not isinstance(value, list | tuple):
             raise ValueError(f"setting {name}={value!r} must be a list")
         return tuple(_typed(kind, each, f"{name}[{i}]") for i, each in enumerate(value))
-    is_union = get_origin(hint) in (Union, UnionType)
-    kinds = get_args(hint) if is_union else (hint,)
-    for kind in kinds:
-        if kind is float and type(value) in (int, float):
-            if abs(value) <= sys.float_info.max:
-                return float(value)
-        elif get_origin(kind) is Literal:
-            if value in get_args(kind):
-                return value
-        elif type(value) is kind:
-            return value
-    required = " or ".join(_in_words(kind) for kind in kinds)
-    raise ValueError(f"setting {name}={value!r} must be {required}")
+    if float in kinds_of(hint) and type(value) in (int, float):
+        if abs(value) <= sys.float_info.max:
+            return float(value)
+    elif fits(value, hint):
+        return value
+    raise ValueError(f"setting {name}={value!r} must be {in_words(hint, JSON_NAMES)}")
 
 
 def _typed_fields(kind: Any, values: Any, name: str) -> Any:
@@ -94,18 +96,6 @@ def _typed_fields(kind: Any, values: Any, name: str) -> Any:
         for field_name, value in values.items()
     }
     return kind(**typed)
-
-
-def _in_words(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(map(repr, get_args(kind)))}"
-    return {
-        int: "an integer",
-        float: "a finite number",
-        str: "a string",
-        bool: "true or false",
-        NoneType: "null",
-    }[kind]
 
 
 MAY_CHANGE = frozenset(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Key
 
+from sparsejax.annotations import check_value
 from sparsejax.patterns import TWO_FOUR
 from sparsejax.pruning import group_ranks, split_groups
 
@@ -65,9 +66,11 @@ def mvue(
     Returns:
       shape and dtype of `x`; +0.0 where not kept. A group with NaN keeps a NaN.
     Raises:
-      ValueError: the size of the axis is not a multiple of four.
+      ValueError: the size of the axis is not a multiple of four, or `exact` is neither
+        True nor False.
     Source: arXiv 2203.10991; the sampler without replacement as in arXiv 2404.01847.
     """
+    check_value("exact", exact, bool)
     grouped, group_axis = split_groups(x, TWO_FOUR, axis)
     ranks = _members(group_ranks(jnp.abs(grouped), group_axis), group_axis)
     entries = _members(grouped.astype(jnp.float32), group_axis)

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Num, UInt8
 
+from sparsejax.annotations import check_value
 from sparsejax.patterns import NM, TWO_FOUR, VNM, Pattern
 from sparsejax.pruning import (
     group_ranks,
@@ -85,10 +86,11 @@ def compress(
     Returns:
       the compressed array.
     Raises:
-      ValueError: a size is not a multiple of m, the mask does not fit `w` or the
-        pattern, or V:N:M with another axis than the last.
+      ValueError: no pattern, a size is not a multiple of m, the mask does not fit `w`
+        or the pattern, or V:N:M with another axis than the last.
     Source: 2:4 as in sparse tensor cores; V:N:M as in arXiv 2310.02065.
     """
+    check_value("pattern", pattern, Pattern)
     axis = operator.index(axis) % w.ndim - w.ndim
     if mask is not None and mask.shape != w.shape:
         raise ValueError(

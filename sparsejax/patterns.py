@@ -2,19 +2,23 @@
 
 from dataclasses import dataclass
 
+from sparsejax.annotations import check_fields
+
 
 @dataclass(frozen=True)
 class NM:
     """`n` kept of every `m` consecutive entries along the reduction axis.
 
     Raises:
-      ValueError: not `1 <= n <= m <= 256` (positions are stored in one byte).
+      ValueError: not ints, or not `1 <= n <= m <= 256` (positions are stored in one
+        byte).
     """
 
     n: int
     m: int
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not 1 <= self.n <= self.m:
             raise ValueError(
                 f"n={self.n} is not in [1, {self.m}], required by an N:M pattern with "
@@ -43,7 +47,7 @@ class VNM:
     Source: arXiv 2310.02065.
 
     Raises:
-      ValueError: not `v >= 1`, `1 <= n <= 4`, `4 <= m <= 65536`.
+      ValueError: not ints, or not `v >= 1`, `1 <= n <= 4`, `4 <= m <= 65536`.
     """
 
     v: int
@@ -51,6 +55,7 @@ class VNM:
     m: int
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.v < 1:
             raise ValueError(
                 f"v={self.v} is not positive: it counts the rows that share their four "

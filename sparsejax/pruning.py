@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Num
 
+from sparsejax.annotations import check_value
 from sparsejax.patterns import NM, TWO_FOUR, VNM
 
 
@@ -28,8 +29,10 @@ def nm_mask(
     Returns:
       boolean, shape of `scores`; True in exactly n places of every group.
     Raises:
-      ValueError: the size of the axis is not a multiple of m.
+      ValueError: the pattern is not N:M, or the size of the axis is not a multiple of
+        m.
     """
+    check_value("pattern", pattern, NM)
     grouped, group_axis = split_groups(scores, pattern, axis)
     return (group_ranks(grouped, group_axis) < pattern.n).reshape(scores.shape)
 
@@ -56,9 +59,11 @@ def vnm_mask(
     Returns:
       boolean, shape of `w`; n per row of every block, in at most four columns.
     Raises:
-      ValueError: fewer than two axes, or `cols` is not a multiple of m.
+      ValueError: the pattern is not V:N:M, fewer than two axes, or `cols` is not a
+        multiple of m.
     Source: arXiv 2410.16135, with magnitude as the importance.
     """
+    check_value("pattern", pattern, VNM)
     if w.ndim < 2:
         raise ValueError(
             f"w has shape {w.shape}; a V:N:M block needs rows and columns, so give at "

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from sparsejax.annotations import check_value
 from sparsejax.config import RecipeConfig, RecipeName, TrainConfig
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity, check_divisible
 from sparsejax.patterns import NM, VNM
@@ -24,7 +25,11 @@ def sparsity_of(recipe: RecipeName, settings: RecipeConfig) -> FFNSparsity:
     cost least in all our runs (experiments/LOG.md). paper: 2:4 weights and V:2:M
     activations, GEMMs 5 and 6 per expert (arXiv 2602.06183). activations: 2:4
     activations (arXiv 2503.16672). weights: 2:4 weights.
+
+    Raises:
+      ValueError: there is no such recipe, or its settings contradict each other.
     """
+    check_value("recipe", recipe, RecipeName)
     if recipe == "dense":
         return DENSE
     if recipe == "weights":

@@ -121,9 +121,9 @@ def train_step(
 
 class Run:
     """A configuration with everything built from it, once: phases, corpus, compiled
-    functions. One step and one validation are compiled per sparsity.
+        functions. One step and one validation are compiled per sparsity.
 
-from sparsejax.micro_batches import loss_and_gradient
+    from sparsejax.micro_batches import loss_and_gradient
     """
 
     def __init__(

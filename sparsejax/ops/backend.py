@@ -7,10 +7,11 @@ raises with its reason. The answer is data (`Decision`), printed by `explain`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 
+from sparsejax.annotations import check_value
 from sparsejax.patterns import Pattern
 
 Backend = Literal["reference", "xla", "mosaic_sm90"]
@@ -155,10 +156,7 @@ def choose_backend(
       ValueError: `requested` is no backend at all.
       NotImplementedError: the requested backend cannot run this GEMM; says why.
     """
-    if requested is not None and requested not in get_args(Backend):
-        raise ValueError(
-            f"backend={requested!r} is not one of {', '.join(get_args(Backend))}"
-        )
+    check_value("backend", requested, Backend | None)
     refusals: dict[Backend, str] = {}
     for backend in PREFERENCE if requested is None else (requested,):
         why = _why_unsupported(spec, backend, implementations)

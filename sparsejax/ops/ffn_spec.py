@@ -17,6 +17,7 @@ from typing import Literal
 
 from jaxtyping import Array, Float
 
+from sparsejax.annotations import check_fields, check_value
 from sparsejax.ops import dense_matmul, grouped_matmul, sparse_matmul
 from sparsejax.ops.backend import (
     Backend,
@@ -77,6 +78,8 @@ class FFNSparsity:
     of all apart, because neighbours activate the same features (arXiv 2503.16672)."""
 
     def __post_init__(self) -> None:
+        self._check_patterns()
+        check_fields(self)
         for name in ("weights", "activations"):
             pattern = getattr(self, name)
             if isinstance(pattern, NM) and (pattern.n, pattern.m) != (2, 4):
@@ -123,6 +126,20 @@ class FFNSparsity:
             raise ValueError(
                 f"dense_features={self.dense_features} is not in [0, 1): it is the "
                 f"share of features kept dense in GEMMs 5 and 6"
+            )
+
+    def _check_patterns(self) -> None:
+        """What is no pattern at all gets the one that was meant."""
+        if not isinstance(self.weights, NM | None):
+            raise ValueError(
+                f"weights={self.weights!r} must be a 2:4 pattern, whose groups lie "
+                f"along d_model, or None for dense weights; use NM(2, 4)"
+            )
+        if not isinstance(self.activations, NM | VNM | None):
+            raise ValueError(
+                f"activations={self.activations!r} must be a pattern along the neurons "
+                f"or None for dense activations; use NM(2, 4), or VNM(v, 2, m) with m "
+                f"four times the number of experts"
             )
 
     @property
@@ -199,6 +216,7 @@ class FFNCall(ABC):
     """Likewise of the neurons."""
 
     def __post_init__(self) -> None:
+        check_value("sparsity", self.sparsity, FFNSparsity)
         check_divisible(self.d_model, self.d_hidden, self.sparsity)
 
     @abstractmethod

@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Key
 
+from sparsejax.annotations import check_value
 from sparsejax.formats import decompress
 from sparsejax.ops import packed_activations
 from sparsejax.ops.backend import (
@@ -163,7 +164,9 @@ class GatedFFNSpec(FFNCall):
 
 
 def check_gated(activation: GatedActivation, sparsity: FFNSparsity) -> None:
-    """Raises ValueError where a gated FFN cannot have the sparsity."""
+    """Raises ValueError where there is no such gated FFN, or it cannot have the
+    sparsity."""
+    check_value("activation", activation, GatedActivation)
     if activation == "swiglu":
         for name in ("activations", "token_sparsity"):
             if (value := getattr(sparsity, name)) is not None:

@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device import is_hopper
+from sparsejax.annotations import check_value
 from sparsejax.ops import sparse_matmul
 from sparsejax.ops.backend import (
     Backend,
@@ -76,6 +77,7 @@ def grouped_outer(
         of one weight lie in memory.
     Otherwise, and errors, as there.
     """
+    check_value("expert_axis", expert_axis, Literal[0, 1])
     if lhs.shape[0] != rhs.shape[0]:
         raise ValueError(
             f"lhs has {lhs.shape[0]} rows and rhs {rhs.shape[0]}; both come from one "

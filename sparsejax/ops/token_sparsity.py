@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from sparsejax.annotations import check_value
 from sparsejax.estimators import mvue
 from sparsejax.ops.ffn_spec import TokenSparsity, dense_feature_count
 from sparsejax.prefix_sums import sums_before
@@ -104,10 +105,15 @@ def sparsify_tokens(
     "magnitude" keeps the two largest; "mvue" and "mvue_approximate" draw two and
     rescale them so that the expectation is `x` (arXiv 2203.10991). The number of
     tokens must be a multiple of four.
+
+    Raises:
+      ValueError: the method is none of these, or draws and has no key.
     """
+    check_value("method", method, TokenSparsity)
     if method == "magnitude":
         sparse = jnp.where(magnitude_mask(x, axis=0), x, 0)
     else:
-        assert key is not None  # checked by the caller, who knows its name
+        if key is None:
+            raise ValueError(f"method={method!r} draws random numbers; pass key")
         sparse = mvue(key, x, axis=0, exact=method == "mvue")
     return jnp.where(dense, x, sparse)

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsejax.config import (
+    DataConfig,
     Interval,
     MeshConfig,
     ModelConfig,
@@ -167,6 +169,7 @@ OUT_OF_RANGE = {
     },
 }
 SECTION = {
+    DataConfig: "data.",
     ModelConfig: "model.",
     OptimizerConfig: "optimizer.",
     RecipeConfig: "phases.",
@@ -188,6 +191,47 @@ def test_a_number_out_of_range_is_refused_by_its_dotted_name(kind, name, value):
     message = re.escape(f"{SECTION[kind]}{name}={value} must be ")
     with pytest.raises(ValueError, match=rf"^{message}(at least|above) \d"):
         kind(**{name: value})
+
+
+CHOICES = {
+    ModelConfig: {"activation": "gelu", "dtype": "float16", "remat": "all"},
+    DataConfig: {"shard_dtype": "int32"},
+    RecipeConfig: {"router": "truemass", "token_sparsity": "mag"},
+    TrainConfig: {"preset": "small", "recipe": "papr", "backend": "cuda"},
+}
+WRONG_TYPES = {
+    ModelConfig: {"layers": 2.0, "heads": True, "tie_embeddings": "no"},
+    DataConfig: {"text": Path("corpus"), "seed": "0"},
+    OptimizerConfig: {"beta1": "0.9", "clip_norm": None},
+    RecipeConfig: {"skip_blocks": "yes", "experts_per_token": 1.0, "fold": 1},
+    MeshConfig: {"fsdp": None},
+    TrainConfig: {"model": {"layers": 2}, "steps": "9", "plot": 0, "phases": None},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        (kind, name, value)
+        for wrong in (CHOICES, WRONG_TYPES)
+        for kind, fields in wrong.items()
+        for name, value in fields.items()
+    ],
+)
+def test_a_choice_or_a_type_that_is_none_is_refused_by_its_dotted_name(
+    kind, name, value
+):
+    allowed = "one of '" if name in CHOICES.get(kind, ()) else "(an? |of type |True )"
+    message = re.escape(f"{SECTION[kind]}{name}={value!r} must be ")
+    with pytest.raises(ValueError, match=f"^{message}{allowed}"):
+        kind(**{name: value})
+
+
+@pytest.mark.parametrize("kind", CHOICES)
+def test_every_choice_is_tried(kind):
+    hints = get_type_hints(kind).items()
+    chosen = {name for name, hint in hints if "Literal" in str(hint)}
+    assert chosen == CHOICES[kind].keys()
 
 
 @pytest.mark.parametrize("kind", OUT_OF_RANGE)

@@ -198,6 +198,11 @@ def test_nan_stays_visible(exact):
     assert np.isnan(got[0]).any() and np.isfinite(got[1]).all()
 
 
+def test_an_estimator_is_exact_or_not():
+    with pytest.raises(ValueError, match="exact='no' must be True or False"):
+        mvue(KEY, jnp.ones(4), exact="no")
+
+
 def test_straight_through_value_and_gradient():
     w = jnp.asarray(np.random.default_rng(3).normal(size=(8, 4)), jnp.float32)
     dout = jnp.arange(32.0).reshape(8, 4)

@@ -191,6 +191,11 @@ def test_gradient_in_values_is_the_cotangent_at_kept_places(pattern, axis):
     np.testing.assert_array_equal(jax.jit(through)(w), kept.astype(jnp.float32))
 
 
+def test_what_is_no_pattern_is_refused():
+    with pytest.raises(ValueError, match="pattern='2:4' must be of type NM or of type"):
+        compress(jnp.ones((4, 8)), "2:4")
+
+
 def test_no_sort_and_no_gather_for_two_four():
     def round_trip(x):
         return decompress(compress(x))

@@ -31,6 +31,13 @@ def test_impossible_vnm_is_refused(v, n, m):
         VNM(v, n, m)
 
 
+@pytest.mark.parametrize("wrong", [2.0, "2", True, None])
+def test_a_pattern_counts_in_ints(wrong):
+    for build in (lambda: NM(wrong, 4), lambda: VNM(8, wrong, 16)):
+        with pytest.raises(ValueError, match=f"^n={wrong!r} must be an int$"):
+            build()
+
+
 def test_divisibility_error_names_value_requirement_and_way_out():
     VNM(64, 2, 8).check_divides(1008, "d_in")
     with pytest.raises(ValueError) as error:

@@ -284,3 +284,12 @@ def test_flip_rate_is_the_changed_fraction():
 def test_shapes_that_do_not_fit_are_refused(call):
     with pytest.raises(ValueError, match=r"pad|at least two"):
         call()
+
+
+def test_a_pattern_of_the_other_kind_is_refused():
+    w = jnp.zeros((8, 16))
+    for mask in (nm_mask, magnitude_mask):
+        with pytest.raises(ValueError, match=r"pattern=VNM\(.* must be of type NM$"):
+            mask(w, VNM(8, 2, 16))
+    with pytest.raises(ValueError, match=r"pattern=NM\(.* must be of type VNM$"):
+        vnm_mask(w, NM(2, 4))

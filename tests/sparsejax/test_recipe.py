@@ -52,3 +52,8 @@ def test_recipes_with_sparse_activations_take_the_settings_of_the_backward(recip
     plain = sparsity_of(recipe, RecipeConfig())
     assert sparsity_of(recipe, RecipeConfig(**chosen)) == replace(plain, **chosen)
     assert all(getattr(plain, name) != value for name, value in chosen.items())
+
+
+def test_an_unknown_recipe_is_refused():
+    with pytest.raises(ValueError, match="recipe='papr' must be one of 'default', 'pa"):
+        sparsity_of("papr", RecipeConfig())

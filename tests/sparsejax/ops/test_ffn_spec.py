@@ -48,6 +48,38 @@ VENOM = VNM(8, 2, 16)
             {"weight_gradients": "expert_columns", "activations": TWO_FOUR},
             "needs a V:N:M activation pattern, not NM",
         ),
+        ({"weights": "2:4"}, r"weights='2:4' must be a 2:4 pattern.*use NM\(2, 4\)"),
+        ({"weights": (2, 4)}, r"weights=\(2, 4\) must be a 2:4 pattern"),
+        ({"weights": VENOM}, r"weights=VNM\(.*must be a 2:4 pattern.*use NM\(2, 4\)"),
+        (
+            {"activations": "2:4"},
+            r"activations='2:4' must be a pattern .* use NM\(2, 4\), or VNM\(v, 2, m\)",
+        ),
+        (
+            {"router": "truemass"},
+            "router='truemass' must be one of 'nearest_centre', 'token_hash', 'true_ma",
+        ),
+        ({"router": None}, "router=None must be one of 'nearest_centre', "),
+        (
+            {"activations": VENOM, "weight_gradients": "expert"},
+            "weight_gradients='expert' must be one of 'dense', 'expert_columns'$",
+        ),
+        (
+            {"token_sparsity": "mag"},
+            "token_sparsity='mag' must be one of 'magnitude', 'mvue', .* or None$",
+        ),
+        (
+            {"activations": VENOM, "experts_per_token": 1.0},
+            r"experts_per_token=1\.0 must be an int$",
+        ),
+        ({"experts_per_token": True}, "experts_per_token=True must be an int$"),
+        (
+            {"activations": VENOM, "skip_blocks": "yes"},
+            "skip_blocks='yes' must be True or False$",
+        ),
+        ({"mask_reuse": 1}, "mask_reuse=1 must be True or False$"),
+        ({"permute_tokens": None}, "permute_tokens=None must be True or False$"),
+        ({"dense_features": "5 %"}, "dense_features='5 %' must be a float$"),
         ({"dense_features": 1.0}, r"dense_features=1.0 is not in \[0, 1\)"),
         ({"dense_features": -0.1}, r"dense_features=-0.1 is not in \[0, 1\)"),
     ],
@@ -114,6 +146,11 @@ def test_dense_sizes_are_free():
 def test_shapes_that_do_not_chain(x, w_up, w_down, message):
     with pytest.raises(ValueError, match=message):
         FFNSpec.of(*(jnp.zeros(shape) for shape in (x, w_up, w_down)), DENSE)
+
+
+def test_what_is_no_sparsity_is_named():
+    with pytest.raises(ValueError, match="sparsity='2:4' must be of type FFNSparsity"):
+        spec_of("2:4")
 
 
 def spec_of(sparsity, **changes):

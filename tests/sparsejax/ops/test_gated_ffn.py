@@ -299,6 +299,8 @@ def test_errors():
         gated_ffn(x, w_gate[:, :4], w_up, w_down)
     with pytest.raises(ValueError, match="shapes do not chain"):
         gated_ffn(x, w_gate, w_up, w_down.T)
+    with pytest.raises(ValueError, match="activation='gelu' must be one of 'swiglu', "):
+        gated_ffn(x, w_gate, w_up, w_down, activation="gelu")
     with pytest.raises(ValueError, match="must be matrices; flatten"):
         gated_ffn(x[None], w_gate, w_up, w_down)
     with pytest.raises(ValueError, match="d_model=6 is not a multiple of 4.*pad to 8"):

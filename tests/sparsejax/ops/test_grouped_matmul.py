@@ -300,6 +300,8 @@ def test_errors():
         grouped_matmul(rows[:27], weights, tile_expert, used)
     with pytest.raises(ValueError, match="lhs has 28 rows and rhs 27"):
         grouped_outer(rows, rows[:27], tile_expert, used, EXPERTS)
+    with pytest.raises(ValueError, match="expert_axis=2 must be one of 0, 1"):
+        grouped_outer(rows, rows, tile_expert, used, EXPERTS, expert_axis=2)
     with pytest.raises(NotImplementedError, match="needs a Hopper GPU"):
         grouped_matmul(rows, weights, tile_expert, used, backend="mosaic_sm90")
     with pytest.raises(NotImplementedError, match="needs a Hopper GPU"):

@@ -131,3 +131,11 @@ def test_estimators_keep_at_most_two_and_leave_dense_features(method):
         )
         > 0.5
     )
+
+
+def test_an_unknown_method_and_a_missing_key_are_named():
+    x, dense = jnp.ones((8, 2)), np.zeros((1, 2), bool)
+    with pytest.raises(ValueError, match="method='mag' must be one of 'magnitude', "):
+        sparsify_tokens(x, dense, "mag", jax.random.key(0))
+    with pytest.raises(ValueError, match="method='mvue' draws random numbers; pass ke"):
+        sparsify_tokens(x, dense, "mvue", None)

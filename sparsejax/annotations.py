@@ -1,0 +1,82 @@
+"""What a value may be, as its annotation says: types, `Literal`s, unions of both.
+
+Python keeps no caller to an annotation, and a choice that nothing knows falls through
+the branches that know the others. Where a choice is given, it is checked here.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+PYTHON_NAMES = {
+    int: "an int",
+    float: "a float",
+    str: "a str",
+    bool: "True or False",
+    NoneType: "None",
+}
+
+
+def check_value(name: str, value: Any, annotation: Any) -> None:
+    """Raises ValueError where `value`, an argument `name`, is not what `annotation`
+    allows; the message names everything that is."""
+    if not fits(value, annotation):
+        raise ValueError(f"{name}={value!r} must be {in_words(annotation)}")
+
+
+def check_fields(settings: Any, section: str = "") -> None:
+    """`check_value` of every field of a dataclass.
+
+    Args:
+      settings: a dataclass whose annotations are types, `Literal`s or unions of them,
+        bare or `Annotated`.
+      section: what precedes the field's name in its dotted name, with the dot.
+    """
+    for name, annotation in _annotations(type(settings)).items():
+        check_value(section + name, getattr(settings, name), annotation)
+
+
+def fits(value: Any, annotation: Any) -> bool:
+    """Whether `annotation` allows `value`. True and False are no numbers, and an int is
+    a float."""
+    return any(_fits_one(value, kind) for kind in kinds_of(annotation))
+
+
+def _fits_one(value: Any, kind: Any) -> bool:
+    if _is_literal(kind):
+        return any(type(value) is type(c) and value == c for c in get_args(kind))
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, int | float if kind is float else kind)
+
+
+def in_words(annotation: Any, names: Mapping[type, str] = PYTHON_NAMES) -> str:
+    """What `annotation` allows, for a message: the choices of all its `Literal`s, then
+    its types.
+
+    Args:
+      names: what the types are called where the value comes from.
+    """
+    kinds = kinds_of(annotation)
+    choices = [repr(c) for kind in kinds if _is_literal(kind) for c in get_args(kind)]
+    words = [f"one of {', '.join(choices)}"] if choices else []
+    for kind in kinds:
+        if not _is_literal(kind):
+            words.append(names.get(kind) or f"of type {kind.__name__}")
+    return " or ".join(words)
+
+
+def kinds_of(annotation: Any) -> tuple[Any, ...]:
+    """The types and `Literal`s that a value may be any one of."""
+    is_union = get_origin(annotation) in (Union, UnionType)
+    return get_args(annotation) if is_union else (annotation,)
+
+
+def _is_literal(kind: Any) -> bool:
+    return get_origin(kind) is Literal
+
+
+@cache
+def _annotations(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
