@@ -82,8 +82,11 @@ def densest(nonzeros: Int[Array, " features"], count: int, tokens: int) -> Dense
     where sorting takes three times as long.
     """
     least = jnp.zeros((), jnp.int32)
-    for shift in reversed(range(0, tokens.bit_length(), 8)):
-        steps = least + (jnp.arange(256, dtype=jnp.int32) << shift)
+    most = min(tokens, jnp.iinfo(jnp.int32).max)
+    for shift in reversed(range(0, most.bit_length(), 8)):
+        # None above `most`: 128 << 24 would be negative.
+        count_of_steps = min(256, (most >> shift) + 1)
+        steps = least + (jnp.arange(count_of_steps, dtype=jnp.int32) << shift)
         reached = jnp.sum(nonzeros[None, :] >= steps[:, None], axis=1)
         last = jnp.sum(reached >= count, dtype=jnp.int32) - 1
         least += last << shift

@@ -45,9 +45,17 @@ def test_the_fixed_order_never_changes():
 
 
 @pytest.mark.parametrize("count", [1, 16, 99, 200])
-@pytest.mark.parametrize("most", [1, 9, 300, 70_000])
+@pytest.mark.parametrize(
+    "most", [1, 9, 300, 70_000, 2**24 - 1, 2**24, 2**30 + 3, 2**31 - 1, 2**31]
+)
 def test_the_densest_are_the_first_of_a_stable_sort(count, most):
-    nonzeros = jax.random.randint(jax.random.key(count), (200,), 0, most + 1)
+    """Counts as of any number of tokens: a token's index is an int32, and so is how
+    many tokens there are."""
+    rng, largest = np.random.default_rng(count), min(most, 2**31 - 1)
+    nonzeros = rng.integers(0, largest, 200, np.int32, endpoint=True)
+    # Many that differ in the lowest bits alone, and the most that there can be.
+    nonzeros[::3] = np.minimum(nonzeros[0] // 4 * 4 + rng.integers(0, 4, 67), largest)
+    nonzeros[7] = nonzeros[150] = largest
     found = jax.jit(densest, static_argnums=(1, 2))(nonzeros, count, most)
     first = np.argsort(-np.asarray(nonzeros), kind="stable")[:count]
     np.testing.assert_array_equal(np.flatnonzero(found.chosen), np.sort(first))
