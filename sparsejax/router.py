@@ -249,7 +249,7 @@ class Dispatch:
     row_valid: Array
     """(R,) bool: False where padding."""
     token_rows: Array
-    """(tokens, g) int32: the row of the token's j-th expert; R where it has none."""
+    """(tokens, g) int32: the row of the token's j-th choice; R where it has none."""
     group_sizes: Array
     """(experts,) int32: rows per expert without padding."""
     tile_expert: Array
@@ -278,8 +278,9 @@ def dispatch(
     take no tile. Integer arithmetic only: the same on every backend.
 
     Args:
-      expert_index: the g distinct experts of each token. One outside [0, experts) gets
-        no row: the experts of other devices.
+      expert_index: the g experts of each token. A choice outside [0, experts) gets no
+        row (the experts of other devices), nor does one that repeats an earlier choice
+        of its token.
       experts: E.
       v: rows per tile.
       token_order: a permutation of the tokens; None: 0, 1, ...
@@ -294,7 +295,8 @@ def dispatch(
         token_order = jnp.arange(tokens)
     token_order = token_order.astype(jnp.int32)
 
-    expert = expert_index[token_order].reshape(-1).astype(jnp.int32)
+    expert_index = _first_choices(expert_index.astype(jnp.int32))
+    expert = expert_index[token_order].reshape(-1)
     # (E, T g): whether an entry is of the expert
     mine = expert[None, :] == jnp.arange(experts, dtype=jnp.int32)[:, None]
     group_sizes = jnp.sum(mine, axis=1, dtype=jnp.int32)
@@ -325,6 +327,14 @@ def dispatch(
         v=v,
         experts=experts,
     )
+
+
+def _first_choices(expert_index: Int[Array, "tokens g"]) -> Int[Array, "tokens g"]:
+    """-1, no expert, where an earlier choice of the token is the same."""
+    choices = expert_index.shape[1]
+    same = expert_index[:, :, None] == expert_index[:, None, :]
+    repeats = jnp.any(same & np.tri(choices, k=-1, dtype=bool)[None], axis=2)
+    return jnp.where(repeats, -1, expert_index)
 
 
 @jax.custom_vjp

@@ -11,6 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
@@ -61,7 +62,9 @@ def ffn(
       packed: S(W1) and S(W2^T) from `pack_ffn`, made once per optimiser step. They
         must belong to w_up and w_down, which the gradients refer to.
       scales: the frozen beta of W1 and W2^T, for packing here if `packed` is None.
-      expert_index: V:N:M with a router before GEMM 1: the experts of each token.
+      expert_index: V:N:M with a router before GEMM 1: the experts of each token,
+        integers. An expert counts once for a token however often it is named, and a
+        choice outside [0, experts) is none: a token without any has Y = 0.
       key: for `token_sparsity` "mvue" and "mvue_approximate".
       layout: on a mesh of several devices, how the operands lie on it; called under jit
         with arrays of their whole shapes. The result is that of one device within
@@ -119,6 +122,11 @@ def _check_arguments(spec: FFNSpec, scales, packed, expert_index, key) -> None:
             raise ValueError(
                 f"router={sparsity.router!r} needs expert_index of shape {expected}, "
                 f"got {got}; make it with router.{sparsity.router}"
+            )
+        if not jnp.issubdtype(expert_index.dtype, jnp.integer):
+            raise ValueError(
+                f"expert_index has dtype {expert_index.dtype} and must have integers, "
+                f"the numbers of experts; make it with router.{sparsity.router}"
             )
     if sparsity.needs_key and key is None:
         raise ValueError(

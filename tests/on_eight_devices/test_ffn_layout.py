@@ -102,6 +102,19 @@ def test_a_mesh_computes_what_one_device_does(sparsity, mesh, double):
     chex.assert_trees_all_close(got, expected, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("mesh", ["tensor", "all"])
+def test_repeated_choices_and_choices_of_no_expert_mean_the_same_there(mesh, double):
+    """A device's own experts begin anywhere: what is none there must be none here."""
+    sparsity = FFNSparsity(activations=VNM(4, 2, 32), experts_per_token=3)
+    *arrays, _ = inputs_for(sparsity)
+    choices = np.random.default_rng(0).integers(-3, 12, size=(TOKENS, 3))
+    choices[:3] = [[5, 5, 0], [8, 8, -1], [7, -8, 7]]
+    inputs = *arrays, jnp.asarray(choices, jnp.int32)
+    expected = value_and_gradients(sparsity, None, *inputs)
+    got = jitted(sparsity, layout_of(MESHES[mesh]), *inputs)
+    chex.assert_trees_all_close(got, expected, rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("weights", "mesh"), [(None, "all"), *((TWO_FOUR, mesh) for mesh in MESHES)]
 )

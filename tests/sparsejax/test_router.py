@@ -239,7 +239,7 @@ def loop_dispatch(expert_index, experts, v, order):
             (t, j)
             for t in order
             for j in range(expert_index.shape[1])
-            if expert_index[t, j] == expert
+            if expert_index[t, j] == expert and expert not in expert_index[t, :j]
         ]
         while len(mine) % v:
             mine.append(None)
@@ -282,11 +282,16 @@ def check_dispatch(index, experts, v, order, d):
     np.testing.assert_array_equal(d.row_token, [r[0] if r else 0 for r in rows])
     np.testing.assert_array_equal(d.row_valid, [r is not None for r in rows])
     np.testing.assert_array_equal(d.tile_expert, tiles)
-    counts = np.bincount(index.ravel(), minlength=experts)
+    chosen = [e for choices in index for e in set(choices.tolist())]
+    counts = [chosen.count(e) for e in range(experts)]
     np.testing.assert_array_equal(d.group_sizes, counts)
     for t in range(tokens):
         for j in range(choices):
-            assert rows[int(d.token_rows[t, j])] == (t, j)
+            row = int(d.token_rows[t, j])
+            if 0 <= index[t, j] < experts and index[t, j] not in index[t, :j]:
+                assert rows[row] == (t, j)
+            else:
+                assert row == total
 
 
 @settings(deadline=None, max_examples=40)
@@ -306,6 +311,10 @@ def test_dispatch_matches_a_loop(routing):
         (np.array([[0], [3]]), 4),  # one token each, two experts empty
         (np.array([[1, 0], [0, 1], [2, 3]]), 4),
         (np.zeros((8, 1)), 1),
+        # repeated choices, and some that are no expert
+        (np.array([[1, 1, 1], [0, 2, 0], [3, 1, 1], [2, 2, 3], [0, 1, 2]]), 4),
+        (np.array([[-1, 0], [4, 4], [9, 3], [2, 2], [-7, -1]]), 4),
+        (np.zeros((6, 3)), 2),  # more choices than experts
     ],
 )
 def test_dispatch_of_skewed_routings(index, experts):

@@ -36,10 +36,10 @@ def venom(v=8, *, skip_blocks=True, experts_per_token=1, token_sparsity=None):
     )
 
 
-def assert_matches_oracle(sparsity, experts, tokens=TOKENS):
+def assert_matches_oracle(sparsity, experts, tokens=TOKENS, backend=None):
     inputs = make_inputs(tokens=tokens)
     with jax.enable_x64(True):
-        got = jitted(sparsity, *inputs, experts)
+        got = jitted(sparsity, *inputs, experts, backend=backend)
     for ours, theirs in zip(got, oracle(sparsity, *inputs, experts), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -76,6 +76,55 @@ def test_every_v(v):
 def test_all_experts_of_a_token_are_plain_two_four():
     every = np.stack([np.random.default_rng(t).permutation(4) for t in range(TOKENS)])
     assert_matches_oracle(venom(experts_per_token=4), every)
+
+
+@pytest.mark.parametrize("token_sparsity", [None, "magnitude"])
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+@pytest.mark.parametrize(
+    ("skip_blocks", "weight_gradients"),
+    [(False, "dense"), (False, "expert_columns"), (True, "expert_columns")],
+)
+def test_an_expert_counts_once_and_what_is_none_does_not(
+    skip_blocks, weight_gradients, backend, token_sparsity
+):
+    """The oracle's masks know experts, not how often one was named."""
+    sparsity = replace(
+        venom(experts_per_token=3, token_sparsity=token_sparsity),
+        skip_blocks=skip_blocks,
+        weight_gradients=weight_gradients,
+    )
+    rng = np.random.default_rng(0)
+    chosen = rng.integers(0, 4, size=(TOKENS, 3))
+    chosen[:5] = [[2, 2, 2], [0, 1, 0], [3, 0, 0], [1, 1, 3], [0, 1, 2]]
+    assert_matches_oracle(sparsity, chosen, backend=backend)
+    # The same experts of these tokens, other choices being none.
+    none = np.array([[2, -1, 4], [0, 1, 9], [3, 0, -5], [1, 7, 3], [0, 1, 2]])
+    with jax.enable_x64(True):
+        twice = jitted(sparsity, *make_inputs(), chosen, backend=backend)
+        chosen[:5] = none
+        once = jitted(sparsity, *make_inputs(), chosen, backend=backend)
+    for got, expected in zip(once, twice, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_a_token_without_an_expert_gives_and_gets_nothing():
+    experts = np.where(np.arange(TOKENS) % 3, 1, 4)[:, None]
+    y, dx, dw_up, dw_down = jitted(venom(), *make_inputs(), experts)
+    assert np.all(np.asarray(y)[::3] == 0) and np.all(np.asarray(dx)[::3] == 0)
+    routed = np.flatnonzero(experts[:, 0] == 1)
+    inputs = [a if a.shape[0] != TOKENS else a[routed] for a in make_inputs()]
+    expected = jitted(venom(), *inputs, experts[routed])
+    ours = y[routed], dx[routed], dw_up, dw_down
+    for got, theirs in zip(ours, expected, strict=True):
+        # float32: sums of other lengths
+        np.testing.assert_allclose(got, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_experts_are_named_by_integers():
+    sparsity, inputs = venom(), make_inputs()
+    experts = jnp.zeros((TOKENS, 1))
+    with pytest.raises(ValueError, match="expert_index has dtype float32 and must"):
+        ffn(*inputs[:3], sparsity=sparsity, scales=jnp.ones(2), expert_index=experts)
 
 
 def test_routing_is_data():
