@@ -207,7 +207,8 @@ def expert_mass(
     y_up: Float[Array, "tokens d_hidden"], experts: int
 ) -> Float[Array, "tokens experts"]:
     """The squared mass of `true_mass`, float32; `experts` divides d_hidden."""
-    clusters = y_up.reshape(y_up.shape[0], experts, -1).astype(jnp.float32)
+    tokens, d_hidden = y_up.shape
+    clusters = y_up.reshape(tokens, experts, d_hidden // experts).astype(jnp.float32)
     square = jnp.square(jnp.maximum(clusters, 0.0))
     return jnp.sum(square * square, axis=-1)
 

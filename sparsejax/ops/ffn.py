@@ -53,7 +53,8 @@ def ffn(
     six equations in `ffn_spec`. GEMMs accumulate in float32 and round once to the
     dtype of x, weight gradients to the dtype of the weights. Masks, routing and soft
     threshold are constants in the backward (straight through). A token's output
-    depends on no other token.
+    depends on no other token; of no tokens at all Y is empty and the gradients of the
+    weights are zero.
 
     Args:
       x: activations, float32 or bfloat16: the compute dtype.
@@ -85,6 +86,10 @@ def ffn(
         shards = layout.shards
     spec = FFNSpec.of(x, w_up, w_down, sparsity, **shards)
     _check_arguments(spec, scales, packed, expert_index, key)
+    if spec.tokens == 0 and not sparsity.is_dense:
+        # Without tokens any FFN is the dense one, and there are no rows to make tiles
+        # of.
+        return ffn(x, w_up, w_down, layout=layout, backend=backend)
     backends = tuple(decision.backend for decision in spec.explain(backend))
     if sparsity.weights is None:
         packed = None

@@ -225,16 +225,15 @@ def gated_ffn(
     spec = GatedFFNSpec.of(
         x, w_gate, w_up, w_down, sparsity, activation=activation, **shards
     )
+    _check_arguments(sparsity, scales, packed, key)
+    if spec.tokens == 0 and not sparsity.is_dense:
+        # As in `ffn`.
+        options = {"activation": activation, "layout": layout, "backend": backend}
+        return gated_ffn(x, w_gate, w_up, w_down, **options)
     backends = tuple(decision.backend for decision in spec.explain(backend))
     if sparsity.weights is None:
         packed = None
-    elif packed is None:
-        if scales is None:
-            raise ValueError(
-                f"weights={sparsity.weights} needs scales, the frozen beta of each of "
-                f"the three weights (or packed weights): compute it once with "
-                f"pruning.soft_threshold_scale and keep it"
-            )
+    elif packed is None and scales is not None:
         packed = pack_ffn(
             w_up,
             w_down,
@@ -245,15 +244,24 @@ def gated_ffn(
             layout=layout,
             backend=backend,
         )
+    key = key if sparsity.needs_key else None
+    packed = jax.lax.stop_gradient(packed)
+    how = _How(activation, sparsity, backends, layout)
+    return _gated_ffn(how, x, w_gate, w_up, w_down, packed, key)
+
+
+def _check_arguments(sparsity: FFNSparsity, scales, packed, key) -> None:
+    if sparsity.weights and packed is None and scales is None:
+        raise ValueError(
+            f"weights={sparsity.weights} needs scales, the frozen beta of each of "
+            f"the three weights (or packed weights): compute it once with "
+            f"pruning.soft_threshold_scale and keep it"
+        )
     if sparsity.needs_key and key is None:
         raise ValueError(
             f"token_sparsity={sparsity.token_sparsity!r} draws random numbers; pass "
             f"key, a new one at every step"
         )
-    key = key if sparsity.needs_key else None
-    packed = jax.lax.stop_gradient(packed)
-    how = _How(activation, sparsity, backends, layout)
-    return _gated_ffn(how, x, w_gate, w_up, w_down, packed, key)
 
 
 class _How(NamedTuple):

@@ -225,6 +225,7 @@ def test_true_mass_is_the_largest_squared_activation():
     got = true_mass(y, 4, experts_per_token=2)
     np.testing.assert_array_equal(got, np.argsort(-mass, axis=1, kind="stable")[:, :2])
     assert got[3].tolist() == [0, 1]
+    assert true_mass(y[:0], 4).shape == (0, 1)
     with pytest.raises(ValueError, match="d_hidden=16 is not a multiple of experts=3"):
         true_mass(y, 3)
     with pytest.raises(ValueError, match="experts_per_token=5"):

@@ -341,6 +341,30 @@ def test_non_finite_activation_stays_visible(sparsity, bad):
     np.testing.assert_array_equal(finite, np.arange(TOKENS) != 7)
 
 
+@EVERY
+def test_no_tokens_give_nothing(sparsity):
+    """Under jit as well: XLA must not be given rows to gather from none."""
+    x, w_up, w_down, dy = make_inputs(tokens=0)
+    experts = None
+    if make_experts(sparsity) is not None:
+        experts = np.zeros((0, sparsity.experts_per_token), int)
+    for run in (value_and_gradients, jitted):
+        y, dx, dw_up, dw_down = run(sparsity, x, w_up, w_down, dy, experts)
+        assert y.shape == dx.shape == (0, D_MODEL)
+        np.testing.assert_array_equal(dw_up, np.zeros_like(w_up))
+        np.testing.assert_array_equal(dw_down, np.zeros_like(w_down))
+
+
+def test_no_tokens_need_the_same_arguments():
+    x, w_up, w_down, _ = make_inputs(tokens=0)
+    with pytest.raises(ValueError, match="needs scales"):
+        ffn(x, w_up, w_down, sparsity=FFNSparsity(weights=TWO_FOUR))
+    with pytest.raises(ValueError, match="draws random numbers; pass key"):
+        ffn(x, w_up, w_down, sparsity=FFNSparsity(token_sparsity="mvue"))
+    with pytest.raises(ValueError, match=r"shape \(0, 1\), got None"):
+        ffn(x, w_up, w_down, sparsity=FFNSparsity(activations=VNM(8, 2, 16)))
+
+
 @REPRESENTATIVE
 def test_zero_input_gives_zero(sparsity):
     x, w_up, w_down, dy = (a.astype(np.float32) for a in make_inputs())

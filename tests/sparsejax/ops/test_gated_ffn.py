@@ -230,6 +230,17 @@ def test_nan_stays_in_its_token(case):
         np.testing.assert_array_equal(finite, np.arange(TOKENS) != 3)
 
 
+@EACH
+def test_no_tokens_give_nothing(case):
+    x, *weights, dy = make_inputs()
+    options = case._asdict() | {"scales": jnp.array(SCALES), "key": jax.random.key(0)}
+    y, pull_back = jax.vjp(partial(gated_ffn, **options), x[:0], *weights)
+    dx, *gradients = pull_back(jnp.asarray(dy[:0], y.dtype))
+    assert y.shape == dx.shape == (0, D_MODEL)
+    for gradient, weight in zip(gradients, weights, strict=True):
+        np.testing.assert_array_equal(gradient, np.zeros_like(weight))
+
+
 def test_explain_names_nine_gemms():
     spec = GatedFFNSpec.of(*make_inputs()[:4], SPARSE)
     decisions = spec.explain()
