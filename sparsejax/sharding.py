@@ -18,10 +18,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array, Int, PyTree
 
 from sparsejax.config import MeshConfig, ModelConfig
-from sparsejax.ops.ffn_layout import FFNLayout
+from sparsejax.ops.ffn_layout import FFNLayout, check_axis_types
 from sparsejax.ops.ffn_spec import FFNSparsity
 
 AXES = ("data", "fsdp", "tensor")
+AXIS_TYPES = (AxisType.Auto,) * len(AXES)
 BATCH = ("data", "fsdp")
 """What splits the sequences of a batch."""
 
@@ -50,8 +51,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     devices = jax.devices() if devices is None else devices
     resolved = config.resolve(len(devices))
     sizes = (resolved.data, resolved.fsdp, resolved.tensor)
-    automatic = (AxisType.Auto,) * len(AXES)
-    return jax.make_mesh(sizes, AXES, axis_types=automatic, devices=devices)
+    return jax.make_mesh(sizes, AXES, axis_types=AXIS_TYPES, devices=devices)
 
 
 def batch_parts(mesh: Mesh | AbstractMesh | None) -> int:
@@ -60,16 +60,25 @@ def batch_parts(mesh: Mesh | AbstractMesh | None) -> int:
 
 
 def ffn_layout(mesh: Mesh | None) -> FFNLayout | None:
-    """How the FFN lies on the mesh; None where one device has all."""
+    """How the FFN lies on the mesh; None where one device has all.
+
+    Raises:
+      ValueError: the mesh has explicit axes.
+    """
     return None if mesh is None or mesh.size == 1 else FFNLayout(mesh=mesh)
 
 
 def constrain(
     x: Array, mesh: Mesh | AbstractMesh | None, *axes: str | tuple[str, ...] | None
 ) -> Array:
-    """`x`, split as said, one entry for each of its axes; None: not split."""
+    """`x`, split as said, one entry for each of its axes; None: not split.
+
+    Raises:
+      ValueError: the mesh has explicit axes.
+    """
     if mesh is None or mesh.size == 1:
         return x
+    check_axis_types(mesh)
     return jax.lax.with_sharding_constraint(x, sharding_of(mesh, *axes))
 
 
@@ -177,6 +186,6 @@ def check_shardable(
                 f"splits it; change one of them"
             )
     sizes = (mesh.data, mesh.fsdp, mesh.tensor)
-    layout = FFNLayout(mesh=AbstractMesh(sizes, AXES))
+    layout = FFNLayout(mesh=AbstractMesh(sizes, AXES, axis_types=AXIS_TYPES))
     for sparsity in sparsities:
         layout.check(micro_batch, model.d_hidden, sparsity)

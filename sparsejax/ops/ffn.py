@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
+from sparsejax.annotations import check_value
 from sparsejax.ops import ffn_all_neurons, ffn_by_expert
 from sparsejax.ops.backend import Backend
 from sparsejax.ops.ffn_layout import (
@@ -80,6 +81,7 @@ def ffn(
     Source: arXiv 2602.06183, 2503.16672, 2409.09099. Differences: `true_mass` routing
       and several experts per token are ours.
     """
+    check_value("layout", layout, FFNLayout | None)
     shards = {}
     if layout is not None:
         layout.check(x.shape[0], w_up.shape[1], sparsity)

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from sparsejax.formats import Compressed, pack_positions, unpack_positions
@@ -32,7 +32,8 @@ class FFNLayout:
     """Names of the mesh axes that split an FFN's operands.
 
     Raises:
-      ValueError: an axis that the mesh does not have, or that has two meanings.
+      ValueError: an axis that the mesh does not have, or that has two meanings; or a
+        mesh with explicit axes.
     """
 
     mesh: Mesh | AbstractMesh
@@ -44,6 +45,7 @@ class FFNLayout:
     """Axis over which the stored weights are split further; one of `tokens`."""
 
     def __post_init__(self) -> None:
+        check_axis_types(self.mesh)
         for axis in (*self.tokens, self.hidden, self.stored):
             if axis not in self.mesh.axis_names:
                 raise ValueError(
@@ -135,6 +137,24 @@ def on_mesh(
         out_specs=out_specs,
         check_vma=False,
     )
+
+
+def check_axis_types(mesh: Mesh | AbstractMesh) -> None:
+    """Raises ValueError where the mesh has explicit axes, which `jax.make_mesh` makes
+    unasked. Arrays then have their sharding in their types, and it would have to be
+    what the operations expect; with automatic axes they are brought there."""
+    explicit = [
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    ]
+    if explicit:
+        sizes = tuple(mesh.shape[name] for name in mesh.axis_names)
+        raise ValueError(
+            f"mesh has the explicit axes {', '.join(explicit)}, and all have to be "
+            f"automatic; write jax.make_mesh({sizes}, {mesh.axis_names}, axis_types="
+            f"(jax.sharding.AxisType.Auto,) * {len(sizes)}), or use sharding.make_mesh"
+        )
 
 
 def token_spec(layout: FFNLayout | None) -> PartitionSpec:

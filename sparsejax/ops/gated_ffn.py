@@ -218,6 +218,7 @@ def gated_ffn(
     Source: arXiv 2002.05202 (gates), 2503.16672 (activations), 2409.09099 (S). The
       nine-GEMM form is ours.
     """
+    check_value("layout", layout, FFNLayout | None)
     shards = {}
     if layout is not None:
         layout.check(x.shape[0], w_up.shape[1], sparsity)

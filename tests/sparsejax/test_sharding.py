@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from sparsejax.config import MeshConfig, ModelConfig
+from sparsejax.layers import Attention
 from sparsejax.model import Transformer
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
 from sparsejax.patterns import NM, VNM
@@ -128,3 +129,15 @@ def test_every_matrix_of_the_state_is_split_and_nothing_else(tmp_path):
 def test_a_model_without_a_mesh_is_one_for_one_device():
     model = Transformer(MODEL, rngs=nnx.Rngs(0))
     assert model.mesh is None and model.blocks.ffn.layout is None
+
+
+def test_explicit_axes_are_refused_where_the_mesh_is_given():
+    mesh = AbstractMesh((2, 2, 2), AXES, axis_types=(AxisType.Explicit,) * 3)
+    message = "mesh has the explicit axes data, fsdp, tensor, .*AxisType.Auto,"
+    with pytest.raises(ValueError, match=message):
+        Transformer(MODEL, mesh=mesh, rngs=nnx.Rngs(0))
+    attention = Attention(32, heads=2, mesh=mesh, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=message):
+        attention(jnp.ones((2, 4, 32)))
+    with pytest.raises(ValueError, match=message):
+        constrain(jnp.ones((2, 2)), mesh, "data", "tensor")

@@ -3,19 +3,21 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from sparsejax.formats import pack_positions, unpack_positions
 from sparsejax.ops.ffn import ffn
 from sparsejax.ops.ffn_layout import FFNLayout
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity, FFNSpec
+from sparsejax.ops.gated_ffn import gated_ffn
 from sparsejax.patterns import NM, VNM
 
 AXES = ("data", "fsdp", "tensor")
 
 
 def layout_of(*sizes: int, **names) -> FFNLayout:
-    return FFNLayout(mesh=AbstractMesh(sizes, AXES), **names)
+    automatic = (AxisType.Auto,) * len(sizes)
+    return FFNLayout(mesh=AbstractMesh(sizes, AXES, axis_types=automatic), **names)
 
 
 @pytest.mark.parametrize(
@@ -32,8 +34,30 @@ def test_axes_must_be_the_meshs_and_have_one_meaning(names, message):
         layout_of(2, 2, 2, **names)
 
 
+def test_explicit_axes_are_refused_with_the_mesh_to_write():
+    types = AxisType.Auto, AxisType.Explicit, AxisType.Auto
+    mesh = AbstractMesh((2, 3, 4), AXES, axis_types=types)
+    with pytest.raises(ValueError) as error:
+        FFNLayout(mesh=mesh)
+    assert str(error.value) == (
+        "mesh has the explicit axes fsdp, and all have to be automatic; write "
+        "jax.make_mesh((2, 3, 4), ('data', 'fsdp', 'tensor'), axis_types="
+        "(jax.sharding.AxisType.Auto,) * 3), or use sharding.make_mesh"
+    )
+
+
+@pytest.mark.parametrize("run", [ffn, gated_ffn])
+def test_a_mesh_is_no_layout(run):
+    x, w = jnp.zeros((4, 8)), jnp.zeros((8, 8))
+    weights = (w, w) if run is ffn else (w, w, w)
+    mesh = AbstractMesh((1, 1, 1), AXES)
+    with pytest.raises(ValueError, match="layout=.* must be of type FFNLayout or None"):
+        run(x, *weights, layout=mesh)
+
+
 def test_a_mesh_may_have_other_axes_and_other_names():
-    mesh = AbstractMesh((2, 3, 4, 5), ("dp", "ep", "zero", "tp"))
+    axes, automatic = ("dp", "ep", "zero", "tp"), (AxisType.Auto,) * 4
+    mesh = AbstractMesh((2, 3, 4, 5), axes, axis_types=automatic)
     layout = FFNLayout(mesh=mesh, tokens=("dp", "zero"), hidden="tp", stored="zero")
     assert (layout.token_shards, layout.hidden_shards, layout.stored_shards) == (
         8,
