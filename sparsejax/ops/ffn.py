@@ -58,7 +58,8 @@ def ffn(
     weights are zero.
 
     Args:
-      x: activations, float32 or bfloat16: the compute dtype.
+      x: activations, float32 or bfloat16: the compute dtype. float16 is refused: the
+        squares of numbers above 256 are beyond it.
       w_up, w_down: W1 and W2, usually float32 masters. Where experts are used, the
         neurons of expert e are columns e F / E to (e + 1) F / E.
       packed: S(W1) and S(W2^T) from `pack_ffn`, made once per optimiser step. They
@@ -75,8 +76,8 @@ def ffn(
       backend: None for the first of `PREFERENCE` that can, GEMM by GEMM; a name runs
         everywhere or raises.
     Raises:
-      ValueError: shapes do not fit, an argument that `sparsity` needs is missing, or
-        the layout would cut a group or an expert apart.
+      ValueError: shapes or dtypes do not fit, an argument that `sparsity` needs is
+        missing, or the layout would cut a group or an expert apart.
       NotImplementedError: the named backend cannot run a GEMM; says why.
     Source: arXiv 2602.06183, 2503.16672, 2409.09099. Differences: `true_mass` routing
       and several experts per token are ours.
@@ -101,7 +102,7 @@ def ffn(
             w_down,
             sparsity=sparsity,
             scales=scales,
-            dtype=x.dtype,
+            dtype=jnp.dtype(spec.dtype),
             layout=layout,
             backend=backend,
         )

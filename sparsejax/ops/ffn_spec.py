@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from sparsejax.annotations import check_fields, check_value
@@ -217,6 +218,7 @@ class FFNCall(ABC):
 
     def __post_init__(self) -> None:
         check_value("sparsity", self.sparsity, FFNSparsity)
+        check_dtype("x", self.dtype)
         check_divisible(self.d_model, self.d_hidden, self.sparsity)
 
     @abstractmethod
@@ -269,6 +271,27 @@ class FFNCall(ABC):
         return tuple(decisions)
 
 
+DTYPES = ("float32", "bfloat16", "float64")
+"""What an FFN's operands may be; float64, which no kernel takes, is for tests of
+gradients."""
+
+
+def check_dtype(name: str, dtype: str) -> None:
+    """Raises ValueError where no FFN computes in the dtype of its operand `name`."""
+    if dtype not in DTYPES:
+        raise ValueError(
+            f"{name} has dtype {dtype}, and an FFN computes in float32 or bfloat16 (in "
+            f"float16 relu(Y1)^2 would be infinite from Y1 = 256 on); use "
+            f"{name}.astype(jnp.bfloat16)"
+        )
+
+
+def dtype_in_jax(array: Array) -> str:
+    """The dtype that JAX computes with: of NumPy's float64 that is float32, unless x64
+    is enabled."""
+    return str(jnp.result_type(array))
+
+
 def _why_slower_together(decisions: Sequence[Decision]) -> str | None:
     """Why GEMMs that share the packing of their operands are slower than dense ones, by
     what was measured; None where they are not, or where it was not."""
@@ -306,7 +329,8 @@ class FFNSpec(FFNCall):
         token_shards: int = 1,
         hidden_shards: int = 1,
     ) -> "FFNSpec":
-        """Reads the shapes of a call. Raises ValueError where they do not fit."""
+        """Reads the shapes of a call. Raises ValueError where they do not fit, or where
+        a dtype is none that an FFN computes in."""
         if x.ndim != 2 or w_up.ndim != 2 or w_down.ndim != 2:
             raise ValueError(
                 f"x {x.shape}, w_up {w_up.shape} and w_down {w_down.shape} must be "
@@ -318,11 +342,13 @@ class FFNSpec(FFNCall):
                 f"shapes do not chain: x {x.shape} needs w_up (d_model, d_hidden), got "
                 f"{w_up.shape}, and w_down (d_hidden, d_model), got {w_down.shape}"
             )
+        for name, weight in (("w_up", w_up), ("w_down", w_down)):
+            check_dtype(name, dtype_in_jax(weight))
         return cls(
             tokens=x.shape[0],
             d_model=d_model,
             d_hidden=d_hidden,
-            dtype=str(x.dtype),
+            dtype=dtype_in_jax(x),
             sparsity=sparsity,
             device=current_platform(),
             device_kind=current_device_kind(),

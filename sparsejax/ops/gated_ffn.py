@@ -46,7 +46,9 @@ from sparsejax.ops.ffn_spec import (
     DENSE,
     FFNCall,
     FFNSparsity,
+    check_dtype,
     dense_feature_count,
+    dtype_in_jax,
     why_not_packed_anew,
     why_not_packed_over_tokens,
 )
@@ -90,7 +92,8 @@ class GatedFFNSpec(FFNCall):
         token_shards: int = 1,
         hidden_shards: int = 1,
     ) -> "GatedFFNSpec":
-        """Reads the shapes of a call. Raises ValueError where they do not fit."""
+        """Reads the shapes of a call. Raises ValueError where they do not fit, or where
+        a dtype is none that an FFN computes in."""
         if x.ndim != 2 or w_up.ndim != 2:
             raise ValueError(
                 f"x {x.shape} and w_up {w_up.shape} must be matrices; flatten batch "
@@ -104,11 +107,13 @@ class GatedFFNSpec(FFNCall):
                 f"w_up {w_up.shape} of (d_model, d_hidden), and w_down {w_down.shape} "
                 f"of (d_hidden, d_model)"
             )
+        for name, weight in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)):
+            check_dtype(name, dtype_in_jax(weight))
         return cls(
             tokens=x.shape[0],
             d_model=d_model,
             d_hidden=d_hidden,
-            dtype=str(x.dtype),
+            dtype=dtype_in_jax(x),
             sparsity=sparsity,
             activation=activation,
             device=current_platform(),
@@ -212,8 +217,8 @@ def gated_ffn(
       scales: the frozen beta of (Wg, Wu, Wd^T), for packing here if `packed` is None.
       key: for `token_sparsity` "mvue" and "mvue_approximate".
     Raises:
-      ValueError: shapes do not fit, an argument that `sparsity` needs is missing, or
-        the activation does not allow it.
+      ValueError: shapes or dtypes do not fit, an argument that `sparsity` needs is
+        missing, or the activation does not allow it.
       NotImplementedError: the named backend cannot run a GEMM; says why.
     Source: arXiv 2002.05202 (gates), 2503.16672 (activations), 2409.09099 (S). The
       nine-GEMM form is ours.
@@ -241,7 +246,7 @@ def gated_ffn(
             w_gate=w_gate,
             sparsity=sparsity,
             scales=scales,
-            dtype=x.dtype,
+            dtype=jnp.dtype(spec.dtype),
             layout=layout,
             backend=backend,
         )

@@ -2,10 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from ffn_cases import TWO_FOUR, all_sparsities, name_of
+from sparsejax.ops.ffn import ffn
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity, FFNSpec
+from sparsejax.ops.gated_ffn import GatedFFNSpec, gated_ffn
 from sparsejax.patterns import NM, VNM
 
 VENOM = VNM(8, 2, 16)
@@ -146,6 +149,37 @@ def test_dense_sizes_are_free():
 def test_shapes_that_do_not_chain(x, w_up, w_down, message):
     with pytest.raises(ValueError, match=message):
         FFNSpec.of(*(jnp.zeros(shape) for shape in (x, w_up, w_down)), DENSE)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.int32, jnp.bool_, jnp.complex64])
+def test_a_dtype_that_no_ffn_computes_in_is_refused_by_the_operands_name(dtype):
+    shapes = {"x": (3, 8), "w_up": (8, 16), "w_down": (16, 8)}
+    for wrong in shapes:
+        operands = {
+            name: jnp.zeros(shape, dtype if name == wrong else jnp.float32)
+            for name, shape in shapes.items()
+        }
+        name = np.dtype(dtype).name
+        message = f"^{wrong} has dtype {name}, .* {wrong}.astype\\(jnp.bfloat16\\)$"
+        for run in (ffn, lambda **operands: FFNSpec.of(**operands, sparsity=DENSE)):
+            with pytest.raises(ValueError, match=message):
+                run(**operands)
+        if wrong != "x":
+            operands["w_gate"] = operands["w_up"]
+        else:
+            operands["w_gate"] = jnp.zeros((8, 16))
+        with pytest.raises(ValueError, match="has dtype"):
+            gated_ffn(**operands)
+
+
+def test_numpys_float64_is_what_jax_makes_of_it():
+    operands = [np.zeros(shape) for shape in ((3, 8), (8, 16), (16, 8))]
+    assert FFNSpec.of(*operands, DENSE).dtype == "float32"
+    gated = operands[0], operands[1], operands[1], operands[2]
+    assert GatedFFNSpec.of(*gated, DENSE).dtype == "float32"
+    with jax.enable_x64(True):
+        assert FFNSpec.of(*operands, DENSE).dtype == "float64"
+        assert GatedFFNSpec.of(*gated, DENSE).dtype == "float64"
 
 
 def test_what_is_no_sparsity_is_named():
