@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
+from sparsejax.annotations import check_value
 from sparsejax.ops.backend import Backend
 from sparsejax.ops.ffn import ffn
 from sparsejax.ops.ffn_layout import FFNLayout
@@ -228,7 +229,13 @@ class SparseFFN(nnx.Module):
     ) -> None:
         """`down_scale` multiplies the initial deviation of w_down; `backend` names what
         runs the sparse GEMMs (None: the best supported); `layout` says how the FFN lies
-        on a mesh of several devices."""
+        on a mesh of several devices.
+
+        Raises:
+          ValueError: a choice that is none, or a sparsity that does not fit: `check`.
+        """
+        check_value("activation", activation, Activation)
+        check_value("backend", backend, Backend | None)
         self.d_model = d_model
         self.d_hidden = d_hidden
         self.activation = activation
@@ -334,6 +341,7 @@ class SparseFFN(nnx.Module):
     def check(self, sparsity: FFNSparsity) -> None:
         """Raises ValueError where groups or experts do not divide the widths, or where
         a gated FFN cannot have these activations."""
+        check_value("sparsity", sparsity, FFNSparsity)
         if self.activation != "relu2":
             check_gated(self.activation, sparsity)
         check_divisible(self.d_model, self.d_hidden, sparsity)

@@ -1,5 +1,6 @@
 """Layers against NumPy; the state of a sparse FFN: betas, centres, packed weights."""
 
+import re
 from types import SimpleNamespace
 
 import chex
@@ -247,6 +248,23 @@ def test_shapes_and_settings_that_do_not_fit_are_refused():
         layer(normal(3, F))
     with pytest.raises(ValueError, match="no experts to cluster"):
         layer.cluster()
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"activation": "gelu"},
+        {"activation": "relu"},
+        {"activation": "SwiGLU"},
+        {"backend": "cuda"},
+        {"sparsity": "2:4"},
+        {"sparsity": NM(2, 4)},
+    ],
+)
+def test_a_choice_that_is_none_is_refused_where_it_is_given(choice):
+    ((name, value),) = choice.items()
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} must be")):
+        SparseFFN(D, F, rngs=nnx.Rngs(0), **choice)
 
 
 def test_hash_router_needs_token_ids():
