@@ -39,7 +39,12 @@ from sparsejax.config_file import changed_settings, read_config
 from sparsejax.loop import NonFiniteLoss
 from sparsejax.presets import PRESETS
 from sparsejax.recipe import phases
-from sparsejax.records import append_record, records_until, write_whole
+from sparsejax.records import (
+    append_record,
+    check_writable,
+    records_until,
+    write_whole,
+)
 
 AROUND_A_SWITCH = ("before", "before_unmasked", "after", "after_unmasked")
 PROVENANCE = ("device", "jax", "commit", "date")
@@ -71,8 +76,9 @@ def main(comparison: Comparison, folder: Path, results: Path | None) -> list[dic
 
     Raises:
       ValueError: before anything is trained, where a run's folder holds a run of other
-        settings.
+        settings, or the folder cannot be made or written in.
     """
+    check_writable(folder)
     for trial in comparison.trials:
         _refuse_other_settings(trial, folder / trial.place)
     folder.mkdir(parents=True, exist_ok=True)

@@ -45,6 +45,7 @@ from sparsejax.loop import NonFiniteLoss, Outcome, train
 from sparsejax.model import greedy_sample
 from sparsejax.presets import PRESETS
 from sparsejax.processes import Exchange, ProcessLost, join
+from sparsejax.records import check_writable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,7 @@ def main(config: TrainConfig, run_folder: Path | None = None) -> Outcome:
         name = f"{config.preset}-{config.recipe}-{now}"
         names = Exchange("run folder").gather("name", name, timeout_seconds=60)
         run_folder = Path("runs") / names[0]
+    check_writable(run_folder)
     console.announce(config)
     with console.progress(config) as observe:
         outcome = train(config, run_folder, observe=observe, stop_after_sparse=True)

@@ -34,7 +34,13 @@ from sparsejax.processes import (
     until_sigterm,
 )
 from sparsejax.recipe import Phase
-from sparsejax.records import Record, append_record, records_until, write_whole
+from sparsejax.records import (
+    Record,
+    append_record,
+    check_writable,
+    records_until,
+    write_whole,
+)
 from sparsejax.step_times import StepTimes, phases_run_dense, with_dense
 from sparsejax.train import Run, TrainState, learning_rate
 
@@ -98,9 +104,11 @@ def train(
       ProcessLost: another process died or is out of reach; likewise.
       CheckpointFailed: a checkpoint could not be written; likewise.
       OSError: another file could not be written; likewise.
-      ValueError: settings or data that do not fit, a folder of another run, or one in
-        which a run trains at this moment.
+      ValueError: settings or data that do not fit; a folder of another run, one in
+        which a run trains at this moment, or one that cannot be made or written in,
+        which is found out before anything else.
     """
+    check_writable(folder)
     saved = folder / "config.json"
     if saved.exists():
         check_resumable(read_config(saved), config, folder)

@@ -1,7 +1,10 @@
-"""metrics.jsonl: the records of a run, one JSON object per line."""
+"""metrics.jsonl: the records of a run, one JSON object per line; its folder."""
 
 import json
+import os
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,29 @@ def write_whole(path: Path, text: str) -> None:
     draft = path.with_suffix(".draft")
     draft.write_text(text)
     draft.replace(path)
+
+
+def check_writable(folder: Path) -> None:
+    """Tries to write where `folder` is, or would be made, and leaves nothing behind.
+
+    Raises:
+      ValueError: names the folder, and why a run cannot write in it.
+    """
+    there = folder.absolute()
+    while not os.path.lexists(there) and there != there.parent:
+        there = there.parent
+    try:
+        with suppress(FileNotFoundError):
+            folder.lstat()  # a name that is too long, a way through what is no folder
+        with tempfile.TemporaryFile(dir=there) as probe:
+            probe.write(b"probe")
+            probe.flush()
+    except OSError as error:
+        how = "written in" if there == folder.absolute() else "made"
+        raise ValueError(
+            f"the run folder {folder} cannot be {how} ({there}: {error.strerror}); "
+            f"choose another, or free what is in its way"
+        ) from error
 
 
 def _is_record(line: str, step: int, kinds: Sequence[str]) -> bool:

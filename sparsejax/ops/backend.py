@@ -6,7 +6,7 @@ raises with its reason. The answer is data (`Decision`), printed by `explain`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 import jax
@@ -65,6 +65,18 @@ class GemmSpec:
     def reads_activations(self) -> bool:
         """Whether the sparse operand is an activation, a row per token."""
         return self.sparse_operand == "lhs" and not self.over_tokens
+
+    @property
+    def in_words(self) -> str:
+        """The equation and the facts that a choice depends on most, in one line."""
+        facts = [f"m {self.m}, k {self.k}, n {self.n}", self.dtype]
+        if self.pattern is not None:
+            ratio = ":".join(map(str, astuple(self.pattern)))
+            kinds = {self.sparse_weight: "weight", self.reads_activations: "activation"}
+            facts.append(f"{ratio} {kinds.get(True, 'operand over tokens')}")
+        if self.experts is not None:
+            facts.append(f"{self.experts} experts")
+        return f"{' '.join(self.name.split())} ({', '.join(facts)})"
 
     @property
     def dense_flops(self) -> int:
@@ -177,10 +189,12 @@ def choose_backend(
                 times=_times(spec, implementations),
             )
         refusals[backend] = why
+    reasons = "; ".join(f"{name}: {why}" for name, why in refusals.items())
+    if requested is None:
+        raise NotImplementedError(f"no backend runs GEMM {spec.in_words}: {reasons}")
     raise NotImplementedError(
-        f"no backend runs {spec}: "
-        + "; ".join(f"{name}: {why}" for name, why in refusals.items())
-        + ("; leave backend=None to take one that can" if requested else "")
+        f"the backend that is named cannot run GEMM {spec.in_words}: {reasons}; leave "
+        f"backend=None to take one that can"
     )
 
 

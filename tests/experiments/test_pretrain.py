@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from experiments import pretrain
+from experiments import compare_recipes, pretrain
 from sparsejax.checkpoint import Checkpoints
 from sparsejax.config import MeshConfig, TrainConfig
 from sparsejax.config_file import from_json, to_json
@@ -316,12 +316,27 @@ def test_a_loss_that_is_not_finite_is_one_line_with_the_last_checkpoint(
     assert f"The last good checkpoint is {good}; nothing was overwritten" in error
 
 
-def test_a_folder_that_cannot_be_written_is_one_line_too(text, tmp_path, capsys):
+@pytest.mark.parametrize("command", ["--preset tiny", "comparison"])
+def test_a_folder_that_cannot_be_made_ends_it_before_anything_else(
+    command, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(pretrain, "train", lambda *_: pytest.fail("trains"))
     (tmp_path / "file").write_text("")
-    where = ["--run-folder", str(tmp_path / "file" / "run")]
-    assert pretrain.run([*arguments_of(micro_config(text)), *where]) == 1
-    error = capsys.readouterr().err
-    assert "NotADirectoryError" in error and error.count("\n") == 1
+    folder = tmp_path / "file" / "run"
+    if command == "comparison":
+        (tmp_path / "some.toml").write_text("seeds = [0]\n[runs.a]")
+        status = compare_recipes.run(
+            [f"{tmp_path / 'some.toml'}", "--folder", f"{folder}"]
+        )
+    else:
+        status = pretrain.run([*command.split(), "--run-folder", str(folder)])
+    assert status == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        f"ValueError: the run folder {folder} cannot be made ({tmp_path / 'file'}: Not "
+        f"a directory); choose another, or free what is in its way\n"
+    )
 
 
 # Micro runs, end to end.

@@ -1,10 +1,19 @@
 """Records written and read back; of whole runs in test_loop."""
 
+import errno
 import json
+import os
+import tempfile
+from pathlib import Path
 
 import pytest
 
-from sparsejax.records import append_record, records_until, write_whole
+from sparsejax.records import (
+    append_record,
+    check_writable,
+    records_until,
+    write_whole,
+)
 
 KINDS = ["warm-up", "sparse"]
 
@@ -35,3 +44,50 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
     write_whole(path, "after")
     assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
     assert path.read_text() == "after"
+
+
+def test_a_place_that_can_be_written_is_left_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    for folder in (
+        tmp_path / "there",
+        tmp_path / "new" / "run",
+        Path("runs/a"),
+        Path(),
+    ):
+        check_writable(folder)
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        ("file", "file cannot be written in (TMP/file: Not a directory)"),
+        ("file/runs/a", "file/runs/a cannot be made (TMP/file: Not a directory)"),
+        ("nowhere", "nowhere cannot be written in (TMP/nowhere: No such file or"),
+        ("nowhere/run", "nowhere/run cannot be made (TMP/nowhere: No such file or"),
+        ("n" * 300, f"{'n' * 300} cannot be made (TMP: File name too long)"),
+    ],
+    ids=["a file", "in a file", "a dangling link", "behind one", "too long"],
+)
+def test_a_place_that_cannot_be_written_is_named_with_the_reason(
+    folder, reason, tmp_path
+):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "nowhere").symlink_to("absent")
+    with pytest.raises(ValueError) as caught:
+        check_writable(tmp_path / folder)
+    expected = f"the run folder TMP/{reason}".replace("TMP", str(tmp_path))
+    assert str(caught.value).startswith(expected)
+    assert str(caught.value).endswith("; choose another, or free what is in its way")
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ENOSPC, errno.EROFS])
+def test_a_place_without_permission_or_space_is_named(code, tmp_path, monkeypatch):
+    # A test may run as root, who may write anywhere.
+    def refuse(**_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    with pytest.raises(ValueError, match=f"cannot be made .*: {os.strerror(code)}"):
+        check_writable(tmp_path / "runs" / "a")

@@ -1,5 +1,7 @@
 """The choice of a backend: order, requests, reasons."""
 
+from dataclasses import replace
+
 import jax
 import pytest
 
@@ -9,6 +11,7 @@ from sparsejax.ops.backend import (
     choose_backend,
     current_platform,
 )
+from sparsejax.patterns import NM, VNM
 
 SPEC = GemmSpec(name="Y = X W", m=3, k=4, n=5, dtype="float32")
 
@@ -50,6 +53,35 @@ def test_named_backend_never_falls_back():
     table = {"xla": implementation(), "mosaic_sm90": implementation(why="k=4 < 64")}
     with pytest.raises(NotImplementedError, match="mosaic_sm90: k=4 < 64; leave back"):
         choose_backend(SPEC, "mosaic_sm90", table)
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({}, "Y = X W (m 3, k 4, n 5, float32)"),
+        (
+            {"name": "1  Y1 = X W1", "sparse_operand": "rhs", "pattern": NM(2, 4)},
+            "1 Y1 = X W1 (m 3, k 4, n 5, float32, 2:4 weight)",
+        ),
+        (
+            {"sparse_operand": "lhs", "pattern": VNM(8, 2, 16), "experts": 4},
+            "Y = X W (m 3, k 4, n 5, float32, 8:2:16 activation, 4 experts)",
+        ),
+        (
+            {"sparse_operand": "lhs", "pattern": NM(2, 4), "over_tokens": True},
+            "Y = X W (m 3, k 4, n 5, float32, 2:4 operand over tokens)",
+        ),
+    ],
+)
+def test_a_refusal_names_the_gemm_and_not_its_whole_spec(facts, words):
+    spec = replace(SPEC, **facts)
+    assert spec.in_words == words
+    with pytest.raises(NotImplementedError) as caught:
+        choose_backend(spec, "xla", {"xla": implementation(why="no")})
+    assert str(caught.value) == (
+        f"the backend that is named cannot run GEMM {words}: xla: no; leave "
+        f"backend=None to take one that can"
+    )
 
 
 def test_missing_kernel_says_for_which_gemm():
