@@ -151,6 +151,21 @@ def test_outer_of_whole_tiles_takes_its_kernel_unasked(monkeypatch, expert_axis)
     assert calls == []
 
 
+def test_a_routing_may_need_every_chunk():
+    """The number of chunks is static, and the least that all routings fit in: chunks of
+    5 rows, experts with 6, 6 and 2 of 14 need rows // size + experts of them."""
+    rows, weights, tile_expert, used, row_expert = make([6, 5, 2], v=2)
+    assert used == TILES and len(rows) // 5 + EXPERTS == 2 + 2 + 1
+    with jax.enable_x64(True):
+        matmul = jax.jit(in_chunks(module._matmul_by_chunks, 5))
+        got = matmul(rows, weights, tile_expert, used)
+        outer = jax.jit(in_chunks(module._outer_by_chunks, 5), static_argnums=4)
+        dweights = outer(rows, got, tile_expert, used, EXPERTS)
+    expected = expected_matmul(rows, weights, row_expert)
+    assert_close(got, expected)
+    assert_close(dweights, expected_outer(rows, expected, row_expert))
+
+
 @functools.cache
 def compiled(path, v):
     """One compilation per v: group sizes are data."""
