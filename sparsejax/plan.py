@@ -207,8 +207,9 @@ def memory_bytes(
     Activations, per token and layer, in elements of the compute dtype, with flash
     attention (scores are never stored):
       remat "none": x, two normed inputs, query, key, value, attention's result, the
-        residual between the branches, and the FFN's hidden values (relu2: relu(Y1),
-        of a token's experts only if routed and mask_reuse; gated: gate and up).
+        residual between the branches, and the FFN's hidden values (relu2: relu(Y1), if
+        routed of a token's experts only, and without mask_reuse of all neurons besides
+        where the weight gradients are dense; gated: gate and up).
       remat "full": x; and one layer's "none" while it is recomputed.
       remat "dots": x and the outputs of the plain GEMMs: query, key, value, attention's
         projection, and the FFN's hidden values of all neurons; and one layer's "none".
@@ -228,9 +229,11 @@ def memory_bytes(
     held = matrices + parameters.norms
     qkv = (d + 2 * config.kv_heads * config.head_dim) // tensor
     mixed = d // tensor
-    hidden = kept_hidden = branches * config.d_hidden // tensor
-    if sparsity.mask_reuse:
-        kept_hidden = int(hidden / _routing_factor(sparsity))
+    hidden = branches * config.d_hidden // tensor
+    kept_hidden = int(hidden / _routing_factor(sparsity))
+    sums_over_rows = sparsity.weight_gradients == "expert_columns"
+    if sparsity.experts and not sparsity.mask_reuse and not sums_over_rows:
+        kept_hidden += hidden
     everything = element * (4 * d + mixed + qkv + kept_hidden)
     per_layer, recomputed = {
         "none": (everything, 0),

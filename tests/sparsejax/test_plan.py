@@ -1,6 +1,7 @@
 """The plan against the real model's arrays and the literature's arithmetic."""
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 
@@ -217,6 +218,45 @@ def test_activation_memory_is_what_the_backward_keeps(activation, remat):
         return plan.activations
 
     assert planned(5) - planned(3) == kept(5) - kept(3)
+
+
+@pytest.mark.parametrize("experts_per_token", [1, 2])
+@pytest.mark.parametrize("mask_reuse", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_gradients": "expert_columns"},
+        {"weight_gradients": "expert_columns", "skip_blocks": True},
+    ],
+)
+def test_activation_memory_of_a_routed_ffn_is_what_its_backward_keeps(
+    options, mask_reuse, experts_per_token
+):
+    """With V = 1 there is no row but those of tokens."""
+    sparsity = FFNSparsity(
+        activations=VNM(1, 2, 16),
+        mask_reuse=mask_reuse,
+        experts_per_token=experts_per_token,
+        **options,
+    )
+    # a width that no number of neurons is
+    config = dataclasses.replace(TINY, d_model=24)
+    tokens, d, f = 96, config.d_model, config.d_hidden
+    experts = jnp.zeros((tokens, experts_per_token), jnp.int32)
+    run = functools.partial(ffn, sparsity=sparsity, expert_index=experts)
+    operands = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((tokens, d), (d, f))]
+    operands.append(jax.ShapeDtypeStruct((f, d), jnp.float32))
+    _, residuals = jax.eval_shape(functools.partial(jax.vjp, run), *operands)
+    sizes = [a.shape for a in jax.tree.leaves(residuals) if a.ndim == 2]
+    hidden = [rows * size for rows, size in sizes if size in (f, f // 4) and rows != d]
+
+    def planned(sparsity):
+        memory = memory_bytes(config, tokens_per_device=tokens, sparsity=sparsity)
+        return memory.activations
+
+    more = sum(hidden) - tokens * f
+    assert planned(sparsity) - planned(DENSE) == 4 * config.layers * more
 
 
 def test_memory_of_the_states():
