@@ -38,6 +38,7 @@ from pallas_kernels.sparse_matmul_configs import (
     why_invalid,
 )
 from sparsejax.formats import compress, decompress
+from sparsejax.ops.backend import current_device
 from sparsejax.ops.ffn_spec import FFNSparsity, dense_feature_count
 from sparsejax.ops.packed_rows import (
     keep_rows,
@@ -104,7 +105,7 @@ def main(config: Config) -> list[dict]:
             problem = make_problem(config, gemm, experts)
             times, entry = _times(config, problem)
             if config.tune:
-                tuning.save(jax.devices()[0].device_kind, [entry])
+                tuning.save(current_device().kind, [entry])
             row: dict = {
                 "name": f"GEMM {gemm} of {experts} experts",
                 "shape": {
@@ -116,7 +117,7 @@ def main(config: Config) -> list[dict]:
                 },
                 "share_of_first": config.share_of_first,
                 **times,
-                "device": jax.devices()[0].device_kind,
+                "device": current_device().kind,
                 "jax": entry.jax,
                 "commit": entry.commit,
                 "date": entry.date,
@@ -136,16 +137,22 @@ def main(config: Config) -> list[dict]:
 
 
 def _times(config: Config, problem: Problem) -> tuple[dict, tuning.Entry]:
-    configs = tuning.candidates(problem.shape)
+    multiprocessors = current_device().count_multiprocessors()
+    configs = tuning.candidates(problem.shape, multiprocessors)
     if not configs:
-        reason = why_invalid(default_config(problem.shape), problem.shape)
+        heuristic = default_config(problem.shape, multiprocessors)
+        reason = why_invalid(heuristic, problem.shape)
         raise ValueError(
             f"v={config.v}, T={config.tokens}, d={config.d_model}, F={config.d_hidden} "
             f"have no grouped 2:4 kernel: {reason}"
         )
 
     def compiled(kernel) -> Callable:
-        run = partial(problem.sparse, config_for=lambda _: kernel)
+        run = partial(
+            problem.sparse,
+            config_for=lambda _: kernel,
+            multiprocessors=multiprocessors,
+        )
         program = jax.jit(run).lower(*problem.operands).compile()
         return partial(program, *problem.operands)
 

@@ -56,7 +56,7 @@ from sparsejax.config import MeshConfig
 from sparsejax.config_file import read_config
 from sparsejax.metrics import ffn_statistics
 from sparsejax.model import Transformer
-from sparsejax.ops.backend import Backend, current_device_kind, current_platform
+from sparsejax.ops.backend import Backend, current_device
 from sparsejax.ops.ffn import ffn
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity, FFNSpec
 from sparsejax.pruning import soft_threshold, soft_threshold_scale
@@ -350,8 +350,7 @@ def _row(config: Config, timing: Timing, arguments: Sequence[str]) -> dict:
         d_hidden=config.d_hidden,
         dtype=config.dtype,
         sparsity=sparsity,
-        device=current_platform(),
-        device_kind=current_device_kind(),
+        device=current_device(),
     )
     decisions = spec.explain(None if sparsity.is_dense else config.backend)
     dense_flops = sum(decision.spec.dense_flops for decision in decisions)

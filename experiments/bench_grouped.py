@@ -27,9 +27,8 @@ from jax import lax
 
 from experiments.expert_shares import expert_shares
 from experiments.timing import time_interleaved
-from pallas_kernels.device import is_hopper
 from sparsejax.ops import grouped_matmul
-from sparsejax.ops.backend import Backend
+from sparsejax.ops.backend import Backend, current_device
 from sparsejax.router import dispatch, gather_rows
 
 CONTRACT_ROWS = lax.RaggedDotDimensionNumbers(
@@ -143,7 +142,7 @@ def _calls(
         return grouped_matmul.grouped_outer(lhs, rhs, *tiles, experts, backend=backend)
 
     outer: list[Backend] = ["xla"]
-    if is_hopper(jax.devices()[0].device_kind):
+    if current_device().is_hopper:
         outer.append("mosaic_sm90")
 
     def dense_outer(lhs: jax.Array, rhs: jax.Array) -> jax.Array:

@@ -40,6 +40,7 @@ from experiments.provenance import commit
 from experiments.timing import time_queued
 from pallas_kernels import sparse_matmul_configs, tuning
 from pallas_kernels.sparse_matmul_configs import Shape
+from sparsejax.ops.backend import current_device
 
 WIDTHS = (
     (2048, 8192),
@@ -73,7 +74,7 @@ class Config:
 
 def main(config: Config) -> list[dict]:
     """Checks, times, prints and records every shape; returns the rows."""
-    device = jax.devices()[0].device_kind
+    device = current_device().kind
     rows = []
     with PowerSampler() as power:
         sizes = [_sizes(text) for text in config.shapes]
@@ -130,7 +131,8 @@ def _check(problem: Problem, candidate: jax.Array) -> tuple[float, float]:
 
 def _tune(problem: Problem) -> tuning.Entry:
     shape = problem.shape
-    configs = tuning.candidates(shape)
+    multiprocessors = current_device().count_multiprocessors()
+    configs = tuning.candidates(shape, multiprocessors)
     calls = _compile(
         {
             config: (partial(problem.sparse, config), (problem.packed, problem.b))
@@ -153,7 +155,7 @@ def _tune(problem: Problem) -> tuning.Entry:
         times.update({c: by_name[str(c)] for c in [None, *correct]})
         return times
 
-    best, sparse_us = tuning.search(shape, is_correct, time_us)
+    best, sparse_us = tuning.search(shape, multiprocessors, is_correct, time_us)
     packing = _compile({"pack": (problem.pack, (problem.source,))})
     (pack,), _ = time_queued(packing, baseline="pack", rounds=3)
     return tuning.Entry(
@@ -180,7 +182,7 @@ def _compile(jobs: dict) -> dict:
 
 
 def _row(config: Config, problem: Problem, power: PowerSampler) -> dict:
-    kernel_config = tuning.config_for(jax.devices()[0].device_kind, problem.shape)
+    kernel_config = tuning.config_for(current_device(), problem.shape)
     source, b = problem.source, problem.b
     multiplying = _compile(
         {

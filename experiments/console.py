@@ -259,7 +259,7 @@ def _loops_over_chunks(decision: Decision) -> bool:
     """Whether GEMM 2 or 4 multiplies expert by expert on a GPU without its kernel."""
     spec = decision.spec
     by_expert = bool(spec.experts) and spec.reads_activations
-    return by_expert and spec.device == "gpu" and decision.backend == "xla"
+    return by_expert and spec.device.platform == "gpu" and decision.backend == "xla"
 
 
 def _say_expected(

@@ -24,6 +24,7 @@ from pallas_kernels import activation_tiles, sparse_matmul_configs, sparse_matmu
 from pallas_kernels.sparse_matmul_configs import Config, Shape
 from sparsejax.formats import decompress
 from sparsejax.ops import packed_activations
+from sparsejax.ops.backend import current_device
 from sparsejax.ops.ffn_spec import FFNSparsity, dense_feature_count
 from sparsejax.ops.packed_activations import Activations, TokenGroups
 from sparsejax.ops.sparse_matmul import multiply_packed, pack_weight
@@ -73,6 +74,7 @@ class Problem:
             out_dtype=self._out_dtype,
             rows_apart=self.rows_apart,
             config=config,
+            multiprocessors=current_device().count_multiprocessors(),
         )
 
     def whole(self, results: Any) -> jax.Array:

@@ -100,7 +100,7 @@ def dense_over_rows(
     group_tile: int,
     expert_axis: int = 0,
     config: Config | None = None,
-    multiprocessors: int = 132,
+    multiprocessors: int,
 ) -> Float[Array, "_ _ _"]:
     """`C[e] = A[rows of e]^T B[rows of e]` in float32; zeros for an expert without.
 

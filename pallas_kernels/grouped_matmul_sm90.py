@@ -12,6 +12,7 @@ nothing.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +36,8 @@ def sparse_rows(
     used_tiles: Int[Array, ""],
     *,
     b_k_major: bool,
-    config_for: Callable[[Shape], Config] = default_config,
-    multiprocessors: int = 132,
+    config_for: Callable[[Shape], Config] | None = None,
+    multiprocessors: int,
 ) -> Float[Array, "rows n"]:
     """`C[r] = A[r] B[expert of r]`, accumulated in float32 and rounded once.
 
@@ -48,7 +49,7 @@ def sparse_rows(
         weight lie in memory, else (experts, k, n), as its rows do.
       tile_expert: the expert of each group tile, of rows / tiles rows.
       used_tiles: how many have rows.
-      config_for: chooses the config of the shape.
+      config_for: chooses the config of the shape; None for `default_config`.
       multiprocessors: of the GPU that will run it.
     Raises:
       ValueError: shapes do not fit, or the config cannot run them; says why.
@@ -71,7 +72,7 @@ def sparse_rows(
     check_operands(values, metadata, b, k_of_b)
     (out,) = launch(
         shape,
-        _config(config_for, shape),
+        _config(config_for, shape, multiprocessors),
         [jax.ShapeDtypeStruct((rows, n), values.dtype)],
         values,
         metadata,
@@ -91,8 +92,8 @@ def sparse_weights(
     *,
     experts: int,
     activation: Callable[[jax.Array], jax.Array] | None = None,
-    config_for: Callable[[Shape], Config] = default_config,
-    multiprocessors: int = 132,
+    config_for: Callable[[Shape], Config] | None = None,
+    multiprocessors: int,
 ) -> Float[Array, "rows m"]:
     """`C[r] = activation(B[r] A[expert of r]^T)`, otherwise as `sparse_rows`.
 
@@ -119,7 +120,7 @@ def sparse_weights(
     check_operands(values, metadata, b, k_of_b)
     (out,) = launch(
         shape,
-        _config(config_for, shape),
+        _config(config_for, shape, multiprocessors),
         [jax.ShapeDtypeStruct((rows, shape.m), values.dtype)],
         values,
         metadata,
@@ -140,8 +141,8 @@ def sparse_over_rows(
     group_tile: int,
     transpose_out: bool,
     rows_apart: int = 0,
-    config_for: Callable[[Shape], Config] = default_config,
-    multiprocessors: int = 132,
+    config_for: Callable[[Shape], Config] | None = None,
+    multiprocessors: int,
 ) -> Float[Array, "_ _ _"] | tuple[Float[Array, "_ _ _"], Float[Array, "_ _ _"]]:
     """`C[e] = A[:, rows of e] B[rows of e]` in float32; zeros for an expert without.
 
@@ -180,7 +181,7 @@ def sparse_over_rows(
     tiles = rows // group_tile
     out = launch(
         shape,
-        _config(config_for, shape),
+        _config(config_for, shape, multiprocessors),
         [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes],
         values,
         metadata,
@@ -208,7 +209,11 @@ def _lookups(tile_expert: jax.Array, used_tiles: jax.Array) -> tuple[jax.Array, 
     return tile_expert.astype(jnp.int32), used_tiles.astype(jnp.int32).reshape(1)
 
 
-def _config(config_for: Callable[[Shape], Config], shape: Shape) -> Config:
+def _config(
+    config_for: Callable[[Shape], Config] | None, shape: Shape, multiprocessors: int
+) -> Config:
+    if config_for is None:
+        config_for = partial(default_config, multiprocessors=multiprocessors)
     config = config_for(shape)
     if reason := why_invalid(config, shape):
         raise ValueError(f"no grouped 2:4 GEMM of {shape} with {config}: {reason}")

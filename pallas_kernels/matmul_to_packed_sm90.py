@@ -53,8 +53,8 @@ def keep_features(
     x: Float[Array, "tokens k"],
     experts: Experts | None = None,
     *,
-    config_for: Callable[[Shape], Config] = default_config,
-    multiprocessors: int = 132,
+    config_for: Callable[[Shape], Config] | None = None,
+    multiprocessors: int,
 ) -> tuple[
     Float[Array, "tokens half_features"],
     UInt32[Array, "token_blocks feature_blocks 128"],
@@ -65,7 +65,7 @@ def keep_features(
     Args:
       values, metadata: W (features, k), 2:4 along k: see `packing`; with experts all of
         theirs, and the features of the result are one's.
-      config_for: chooses the config of the shape.
+      config_for: chooses the config of the shape; None for `default_config`.
       multiprocessors: of the GPU that will run it.
     Raises:
       ValueError: shapes do not fit, or the config cannot run them; says why.
@@ -97,8 +97,8 @@ def backward(
     a_metadata: UInt32[Array, "token_blocks feature_blocks 128"],
     experts: Experts | None = None,
     *,
-    config_for: Callable[[Shape], Config] = default_config,
-    multiprocessors: int = 132,
+    config_for: Callable[[Shape], Config] | None = None,
+    multiprocessors: int,
 ) -> Float[Array, "tokens half_features"]:
     """What `activations_sm90.backward` makes of dA = dY W^T, rounded to dY's dtype.
 
@@ -151,7 +151,7 @@ def _shape(values, metadata, x, experts: Experts | None) -> Shape:
 
 def _launch(
     shape: Shape,
-    config_for: Callable[[Shape], Config],
+    config_for: Callable[[Shape], Config] | None,
     pack: Callable[..., None],
     out_type: list[jax.ShapeDtypeStruct],
     operands: Sequence[jax.Array],
@@ -159,6 +159,8 @@ def _launch(
     experts: Experts | None,
     multiprocessors: int,
 ) -> Sequence[jax.Array]:
+    if config_for is None:
+        config_for = partial(default_config, multiprocessors=multiprocessors)
     config = config_for(shape)
     if reason := why_invalid(config, shape):
         raise ValueError(f"no 2:4 GEMM of {shape} with {config}: {reason}")

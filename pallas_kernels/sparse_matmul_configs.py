@@ -199,7 +199,7 @@ def _why_no_packed_out(config: Config, shape: Shape) -> str | None:
     return None
 
 
-def default_config(shape: Shape, multiprocessors: int = 132) -> Config:
+def default_config(shape: Shape, multiprocessors: int) -> Config:
     """The heuristic for shapes that were not tuned: what moves the fewest bytes through
     shared memory, over all rounds that the multiprocessors need."""
 

@@ -57,7 +57,7 @@ def sparse_matmul(
     out_dtype: jnp.dtype | None = None,
     rows_apart: int = 0,
     config: Config | None = None,
-    multiprocessors: int = 132,
+    multiprocessors: int,
 ) -> Float[Array, "_ _"] | tuple[Float[Array, "_ _"], Float[Array, "_ _"]]:
     """`activation(A B)`, accumulated in float32 and rounded once.
 

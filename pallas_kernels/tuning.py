@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
+from pallas_kernels.device import Device
 from pallas_kernels.sparse_matmul_configs import (
     Config,
     Shape,
@@ -131,7 +132,7 @@ def with_tokens(shape: Shape, count: int) -> Shape:
             return replace(shape, k=count)
 
 
-def nearest(device_kind: str, shape: Shape) -> Entry | None:
+def nearest(device: Device, shape: Shape) -> Entry | None:
     """The entry for `shape`, or for the closest number of tokens within `NEIGHBOUR`,
     everything else being equal."""
 
@@ -140,7 +141,7 @@ def nearest(device_kind: str, shape: Shape) -> Entry | None:
 
     alike = [
         entry
-        for entry in entries(device_kind).values()
+        for entry in entries(device.kind).values()
         if with_tokens(entry.shape, tokens(shape)) == shape
     ]
     best = min(alike, key=distance, default=None)
@@ -149,7 +150,7 @@ def nearest(device_kind: str, shape: Shape) -> Entry | None:
     return best
 
 
-def largest_inside(device_kind: str, shape: Shape) -> Entry | None:
+def largest_inside(device: Device, shape: Shape) -> Entry | None:
     """The entry with most work of those that `shape` is nowhere smaller than: widths,
     experts, and, within `NEIGHBOUR`, the tokens of each of them."""
 
@@ -163,7 +164,7 @@ def largest_inside(device_kind: str, shape: Shape) -> Entry | None:
             and count * shape.experts <= NEIGHBOUR * tokens(shape) * small.experts
         )
 
-    inside = filter(is_inside, entries(device_kind).values())
+    inside = filter(is_inside, entries(device.kind).values())
     return max(inside, key=lambda entry: _work(entry.shape), default=None)
 
 
@@ -173,15 +174,15 @@ def widths(shape: Shape) -> tuple[int, int]:
     return getattr(shape, first), getattr(shape, second)
 
 
-def times(device_kind: str, shape: Shape, rows_of_token: int = 1) -> Times | None:
+def times(device: Device, shape: Shape, rows_of_token: int = 1) -> Times | None:
     """Those of the nearest entry, or of the largest inside; None where there is none.
 
     Args:
       rows_of_token: how many of the shape's rows stand for one of the dense GEMM: a
         token may have several experts. Entries are of one.
     """
-    near = nearest(device_kind, shape)
-    entry = near or largest_inside(device_kind, shape)
+    near = nearest(device, shape)
+    entry = near or largest_inside(device, shape)
     if entry is None:
         return None
     dense = _dense_work(shape) / _dense_work(entry.shape) / rows_of_token
@@ -211,18 +212,18 @@ def _packed(shape: Shape) -> int:
     return shape.m * shape.k * (shape.experts if tokens_axis(shape) == "n" else 1)
 
 
-def config_for(device_kind: str, shape: Shape) -> Config:
+def config_for(device: Device, shape: Shape) -> Config:
     """Of the entry that `times` takes, or the heuristic's. A GEMM whose result is
     packed takes that of the same GEMM without."""
-    known = times(device_kind, replace(shape, packed_out=False))
+    known = times(device, replace(shape, packed_out=False))
     if known is not None and why_invalid(known.entry.config, shape) is None:
         return known.entry.config
-    return default_config(shape)
+    return default_config(shape, device.count_multiprocessors())
 
 
-def why_slower(device_kind: str, shape: Shape) -> str | None:
+def why_slower(device: Device, shape: Shape) -> str | None:
     """Why not to choose the sparse GEMM unasked, or None."""
-    known = times(device_kind, shape)
+    known = times(device, shape)
     if known is None:
         if 2 * _work(shape) >= LEAST_FLOPS:
             return None
@@ -242,15 +243,16 @@ def why_slower(device_kind: str, shape: Shape) -> str | None:
     )
 
 
-def candidates(shape: Shape) -> list[Config]:
+def candidates(shape: Shape, multiprocessors: int) -> list[Config]:
     """What the search tries: the valid ones of a small grid, and the heuristic's.
 
     What lost on every shape is not in it: see `experiments/LOG.md`.
     """
+    heuristic = default_config(shape, multiprocessors)
     grid = [
-        default_config(shape),
+        heuristic,
         Config(),
-        replace(default_config(shape), columns_first=True),
+        replace(heuristic, columns_first=True),
         Config(width=16),
         Config(columns_first=True),
         Config(row_blocks=1, tile_n=256),
@@ -262,18 +264,22 @@ def candidates(shape: Shape) -> list[Config]:
 
 def search(
     shape: Shape,
+    multiprocessors: int,
     is_correct: Callable[[Config], bool],
     time_us: Callable[[list[Config]], Mapping[Config, float]],
 ) -> tuple[Config, float]:
     """The fastest correct config and its time.
 
     Args:
+      multiprocessors: of the GPU.
       is_correct: whether a config computes the GEMM; asked before anything is timed.
       time_us: times configs against each other.
     Raises:
       ValueError: no config can run the shape, or none is correct.
     """
-    correct = [config for config in candidates(shape) if is_correct(config)]
+    correct = [
+        config for config in candidates(shape, multiprocessors) if is_correct(config)
+    ]
     if not correct:
         raise ValueError(
             f"no config computes {shape} correctly; do not use the kernel for it, and "

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.device import Device, dense_peak_tflops
 from sparsejax.config import MeshConfig, ModelConfig
 from sparsejax.layers import SparseFFN, sparse_ffns
 from sparsejax.model import Transformer
 from sparsejax.ops.backend import (
     Backend,
     Decision,
-    current_device_kind,
-    current_platform,
+    current_device,
 )
 from sparsejax.ops.expert_rows import combine_rows, gather_rows
 from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec, filled_up_to
@@ -43,12 +43,9 @@ def dense_peak(dtype: str, device: jax.Device | None = None) -> DensePeak:
     """The data sheet's dense peak of the device, or where it is not in our table the
     best of five measured dense GEMMs of size 2048."""
     device = jax.devices()[0] if device is None else device
-    if device.platform == "gpu":
-        from pallas_kernels.device import dense_peak_tflops
-
-        listed = dense_peak_tflops(device.device_kind, dtype)
-        if listed is not None:
-            return DensePeak(tflops=listed, source=f"data sheet, dense {dtype}")
+    listed = dense_peak_tflops(device.device_kind, dtype)
+    if listed is not None:
+        return DensePeak(tflops=listed, source=f"data sheet, dense {dtype}")
     size = 2048
     lhs, rhs = jax.random.normal(jax.random.key(0), (2, size, size), jnp.dtype(dtype))
     multiply = jax.jit(jnp.matmul)
@@ -71,9 +68,11 @@ def ffn_decisions(
     backend: Backend | None = None,
     *,
     mesh: MeshConfig = ONE_DEVICE,
+    device: Device | None = None,
 ) -> tuple[Decision, ...]:
     """What runs each FFN GEMM of this model on one device of the mesh, and why, for
-    `tokens` tokens on all of it."""
+    `tokens` tokens on all of it: on `device`, which need not be there, or by default on
+    the one here."""
     kind = FFNSpec
     if config.activation != "relu2":
         kind = partial(GatedFFNSpec, activation=config.activation)
@@ -83,8 +82,7 @@ def ffn_decisions(
         d_hidden=config.d_hidden,
         dtype=config.dtype,
         sparsity=sparsity,
-        device=current_platform(),
-        device_kind=current_device_kind(),
+        device=current_device() if device is None else device,
         token_shards=mesh.token_shards,
         hidden_shards=mesh.tensor,
     )

@@ -11,6 +11,7 @@ from typing import Literal
 
 import jax
 
+from pallas_kernels.device import CPU, Device
 from sparsejax.annotations import check_value
 from sparsejax.patterns import Pattern
 
@@ -51,10 +52,8 @@ class GemmSpec:
     twice, as the sum of two 2:4 rows."""
     why_not_packed: str | None = None
     """Why nothing packs the sparse operand for tensor cores."""
-    device: str = "cpu"
-    """Platform, as `jax.Device.platform`."""
-    device_kind: str = ""
-    """Model, as `jax.Device.device_kind`."""
+    device: Device = CPU
+    """What runs it."""
 
     @property
     def sparse_weight(self) -> bool:
@@ -130,31 +129,13 @@ class Decision:
     """None where nothing was measured that tells them."""
 
 
-def current_platform() -> str:
-    """The platform that an operation traced now will run on, as "cpu" or "gpu"."""
-    device = jax.config.jax_default_device
-    if device is None:
-        return jax.default_backend()
-    return device if isinstance(device, str) else device.platform
-
-
-def current_device() -> jax.Device:
-    """What an operation traced now will run on, or one like it."""
+def current_device() -> Device:
+    """What an operation traced now will run on."""
     device = jax.config.jax_default_device
     if device is None or isinstance(device, str):
-        device = jax.devices(device)[0]
-    return device
-
-
-def multiprocessors() -> int:
-    """Of the GPU that an operation traced now will run on."""
-    # Other devices have none to count, and only lower it.
-    return getattr(current_device(), "core_count", None) or 132
-
-
-def current_device_kind() -> str:
-    """The `device_kind` of `current_device`."""
-    return current_device().device_kind
+        # One of this process: what others have, a backend may not tell.
+        device = jax.local_devices(backend=device)[0]
+    return Device.of(device)
 
 
 def choose_backend(

@@ -32,7 +32,7 @@ def _reference(lhs: jax.Array, rhs: jax.Array, **kwargs) -> jax.Array:
 
 
 def _describe(spec: GemmSpec) -> tuple[str, float]:
-    library = "cuBLAS" if spec.device == "gpu" else "XLA"
+    library = "cuBLAS" if spec.device.platform == "gpu" else "XLA"
     return f"dense GEMM by {library}", 1.0
 
 

@@ -18,6 +18,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.device import CPU, Device
 from sparsejax.annotations import check_fields, check_value
 from sparsejax.ops import dense_matmul, grouped_matmul, sparse_matmul
 from sparsejax.ops.backend import (
@@ -26,8 +27,7 @@ from sparsejax.ops.backend import (
     GemmSpec,
     Implementations,
     choose_backend,
-    current_device_kind,
-    current_platform,
+    current_device,
 )
 from sparsejax.patterns import NM, VNM
 
@@ -209,8 +209,7 @@ class FFNCall(ABC):
     d_hidden: int
     dtype: str
     sparsity: FFNSparsity = DENSE
-    device: str = "cpu"
-    device_kind: str = ""
+    device: Device = CPU
     token_shards: int = 1
     """Parts that the tokens are split into on a mesh; each device has one of them."""
     hidden_shards: int = 1
@@ -350,8 +349,7 @@ class FFNSpec(FFNCall):
             d_hidden=d_hidden,
             dtype=dtype_in_jax(x),
             sparsity=sparsity,
-            device=current_platform(),
-            device_kind=current_device_kind(),
+            device=current_device(),
             token_shards=token_shards,
             hidden_shards=hidden_shards,
         )
@@ -381,7 +379,6 @@ class FFNSpec(FFNCall):
                 expert_features=neurons if by_expert else 0,
                 group_tile=group_tile(venom.v) if venom and by_expert else 0,
                 device=self.device,
-                device_kind=self.device_kind,
                 **facts,
             )
 

@@ -26,8 +26,7 @@ from sparsejax.ops import packed_activations
 from sparsejax.ops.backend import (
     Backend,
     GemmSpec,
-    current_device_kind,
-    current_platform,
+    current_device,
 )
 from sparsejax.ops.ffn_layout import (
     FFNLayout,
@@ -116,8 +115,7 @@ class GatedFFNSpec(FFNCall):
             dtype=dtype_in_jax(x),
             sparsity=sparsity,
             activation=activation,
-            device=current_platform(),
-            device_kind=current_device_kind(),
+            device=current_device(),
             token_shards=token_shards,
             hidden_shards=hidden_shards,
         )
@@ -151,7 +149,6 @@ class GatedFFNSpec(FFNCall):
             shared = {
                 "dtype": self.dtype,
                 "device": self.device,
-                "device_kind": self.device_kind,
             }
             return GemmSpec(name=name, m=m, k=k, n=n, **shared, **facts)
 

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device import is_hopper
 from sparsejax.annotations import check_value
 from sparsejax.ops import sparse_matmul
 from sparsejax.ops.backend import (
@@ -22,9 +21,7 @@ from sparsejax.ops.backend import (
     Implementation,
     Implementations,
     choose_backend,
-    current_device_kind,
-    current_platform,
-    multiprocessors,
+    current_device,
 )
 from sparsejax.ops.dense_matmul import dense_matmul
 
@@ -92,8 +89,7 @@ def grouped_outer(
         experts=experts,
         group_tile=_tile_rows(lhs.shape[0], tile_expert),
         over_tokens=True,
-        device=current_platform(),
-        device_kind=current_device_kind(),
+        device=current_device(),
     )
     decision = choose_backend(spec, backend, OUTER_IMPLEMENTATIONS)
     return OUTER_IMPLEMENTATIONS[decision.backend].run(
@@ -115,8 +111,7 @@ def _spec(rows, weights, tile_expert) -> GemmSpec:
         n=weights.shape[2],
         dtype=str(rows.dtype),
         experts=weights.shape[0],
-        device=current_platform(),
-        device_kind=current_device_kind(),
+        device=current_device(),
     )
 
 
@@ -278,12 +273,12 @@ def _outer_by_chunks(lhs, rhs, tile_expert, used_tiles, experts):
 
 
 def _matmul_xla(rows, weights, tile_expert, used_tiles):
-    run = _matmul_by_tiles if current_platform() == "cpu" else _matmul_by_chunks
+    run = _matmul_by_tiles if current_device().platform == "cpu" else _matmul_by_chunks
     return run(rows, weights, tile_expert, used_tiles)
 
 
 def _outer_xla(lhs, rhs, tile_expert, used_tiles, experts, expert_axis):
-    run = _outer_by_tiles if current_platform() == "cpu" else _outer_by_chunks
+    run = _outer_by_tiles if current_device().platform == "cpu" else _outer_by_chunks
     out = run(lhs, rhs, tile_expert, used_tiles, experts)
     return jnp.moveaxis(out, 0, expert_axis)
 
@@ -318,7 +313,7 @@ def _describe(spec: GemmSpec) -> tuple[str, float]:
     tokens = spec.k if spec.over_tokens else spec.m
     experts = spec.experts or 1
     what = f"grouped GEMM over {experts} experts"
-    if spec.device == "cpu":
+    if spec.device.platform == "cpu":
         share = spec.experts_per_token / experts
         return f"{what}, a loop over row tiles", share
     rows = tokens * spec.experts_per_token
@@ -353,15 +348,15 @@ def _outer_kernel(group_tile: int, expert_axis: int):
             ends,
             group_tile=group_tile,
             expert_axis=expert_axis,
-            multiprocessors=multiprocessors(),
+            multiprocessors=current_device().count_multiprocessors(),
         )
 
     return run
 
 
 def _why_no_outer_on_sm90(spec: GemmSpec) -> str | None:
-    if not is_hopper(spec.device_kind):
-        return f"needs a Hopper GPU, not {spec.device_kind or spec.device}"
+    if reason := spec.device.why_not_hopper():
+        return reason
     from pallas_kernels import dense_over_rows_sm90
 
     # Of an FFN's GEMM, m or n counts the neurons of all experts.

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from sparsejax.ops.backend import multiprocessors
+from sparsejax.ops.backend import current_device
 from sparsejax.ops.ffn_spec import FFNSparsity, dense_feature_count
 from sparsejax.ops.sparse_matmul import multiply_packed, tuned_config
 from sparsejax.ops.token_sparsity import densest, in_segments
@@ -278,7 +278,7 @@ def to_packed(name: str, experts: int = 0):
             *operands,
             kernels.Experts(*lookups, count=experts) if experts else None,
             config_for=tuned_config,
-            multiprocessors=multiprocessors(),
+            multiprocessors=current_device().count_multiprocessors(),
         )
 
     return run

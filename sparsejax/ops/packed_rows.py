@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sparsejax.ops.backend import multiprocessors
+from sparsejax.ops.backend import current_device
 from sparsejax.ops.ffn_spec import FFNSparsity, dense_feature_count
 from sparsejax.ops.packed_activations import (
     OverTokens,
@@ -284,7 +284,7 @@ def _grouped(name: str, **options: Any):
         return getattr(grouped_matmul_sm90, name)(
             *operands,
             config_for=tuned_config,
-            multiprocessors=multiprocessors(),
+            multiprocessors=current_device().count_multiprocessors(),
             **options,
         )
 

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.device import is_hopper
 from sparsejax.formats import Compressed, decompress
 from sparsejax.ops.backend import (
     Backend,
@@ -25,9 +24,7 @@ from sparsejax.ops.backend import (
     Implementations,
     Times,
     choose_backend,
-    current_device_kind,
-    current_platform,
-    multiprocessors,
+    current_device,
 )
 from sparsejax.ops.dense_matmul import dense_matmul
 from sparsejax.packing import Packed, in_blocks, pack, unpack
@@ -110,8 +107,7 @@ def _spec(lhs, rhs) -> GemmSpec:
         dtype=str((rhs if sparse is lhs else lhs).dtype),
         sparse_operand="lhs" if sparse is lhs else "rhs",
         pattern=sparse.pattern,
-        device=current_platform(),
-        device_kind=current_device_kind(),
+        device=current_device(),
     )
 
 
@@ -190,9 +186,8 @@ def _describe(spec: GemmSpec) -> tuple[str, float]:
 
 def why_not_packed(rows: int, k: int, dtype: str, out_dtype: jnp.dtype) -> str | None:
     """Why `pack_weight` cannot pack a (rows, k) weight on the device here, or None."""
-    kind = current_device_kind()
-    if not is_hopper(kind):
-        return f"needs a Hopper GPU, not {kind}"
+    if reason := current_device().why_not_hopper():
+        return reason
     from pallas_kernels import compress_sm90
 
     return compress_sm90.why_unsupported(rows, k, dtype, str(jnp.dtype(out_dtype)))
@@ -303,8 +298,8 @@ def _whole_rows(spec: GemmSpec) -> int:
 
 
 def _why_unsupported_on_sm90(spec: GemmSpec) -> str | None:
-    if not is_hopper(spec.device_kind):
-        return f"needs a Hopper GPU, not {spec.device_kind or spec.device}"
+    if reason := spec.device.why_not_hopper():
+        return reason
     if spec.pattern != TWO_FOUR:
         return f"multiplies by 2:4 operands, not {spec.pattern or 'dense ones'}"
     if spec.why_not_packed is not None:
@@ -321,8 +316,8 @@ def _why_unsupported_on_sm90(spec: GemmSpec) -> str | None:
         why_unsupported,
     )
 
-    shape = _shape_on_sm90(spec)
-    return why_unsupported(shape) or why_invalid(default_config(shape), shape)
+    shape, count = _shape_on_sm90(spec), spec.device.count_multiprocessors()
+    return why_unsupported(shape) or why_invalid(default_config(shape, count), shape)
 
 
 def _why_slower_on_sm90(spec: GemmSpec) -> str | None:
@@ -335,14 +330,14 @@ def _why_slower_on_sm90(spec: GemmSpec) -> str | None:
             "2:4 activations of this size have not been measured on this GPU, nor any "
             "smaller to estimate it from"
         )
-    return tuning.why_slower(spec.device_kind, shape)
+    return tuning.why_slower(spec.device, shape)
 
 
 def _times_on_sm90(spec: GemmSpec) -> Times | None:
     from pallas_kernels import tuning
 
     shape = _shape_on_sm90(spec)
-    known = tuning.times(spec.device_kind, shape, spec.experts_per_token)
+    known = tuning.times(spec.device, shape, spec.experts_per_token)
     if known is None:
         return None
     source = None
@@ -408,7 +403,7 @@ def tuned_config(shape):
     heuristic's."""
     from pallas_kernels import tuning
 
-    return tuning.config_for(current_device_kind(), shape)
+    return tuning.config_for(current_device(), shape)
 
 
 @lru_cache
@@ -438,7 +433,7 @@ def _kernel_on_sm90(
             out_dtype=out_dtype,
             rows_apart=rows_apart,
             config=tuned_config(shape),
-            multiprocessors=multiprocessors(),
+            multiprocessors=current_device().count_multiprocessors(),
         )
 
     return run

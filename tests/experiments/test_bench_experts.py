@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-import jax
 import pytest
 
 import hopper
@@ -34,7 +33,7 @@ def test_what_an_ffn_will_ask_for_is_kept(monkeypatch, tmp_path):
     hopper.pretend(monkeypatch)
     monkeypatch.setattr(tuning, "FOLDER", tmp_path)
     tuning.entries.cache_clear()
-    kind = jax.devices()[0].device_kind
+    kind = hopper.H200.kind
     rows = bench_experts.main(replace(TINY, tune=True))
     known = tuning.entries(kind)
     spec = FFNSpec(
@@ -43,7 +42,7 @@ def test_what_an_ffn_will_ask_for_is_kept(monkeypatch, tmp_path):
         d_hidden=256,
         dtype="bfloat16",
         sparsity=sparse_modes(experts=2, v=128)["skip_blocks, all six"],
-        device_kind="NVIDIA H200",
+        device=hopper.H200,
     )
     for gemm in spec.gemms():
         assert sparse_matmul._shape_on_sm90(gemm) in known

@@ -139,7 +139,6 @@ def test_what_is_no_run_of_a_squared_relu_model_is_refused(finished, tmp_path):
 def test_packed_activations_are_compared_with_masks(monkeypatch):
     monkeypatch.setattr(tuning, "entries", lambda kind: {})
     calls = hopper.pretend(monkeypatch)
-    monkeypatch.setattr(bench_ffn, "current_device_kind", lambda: "NVIDIA H200")
     mode = "all six GEMMs 2:4"
     config = dataclasses.replace(
         TINY,

@@ -43,7 +43,7 @@ def test_rows_hold_what_was_measured_and_tuning_is_kept(tuned, tmp_path):
 
 
 def test_every_gemm_is_timed_and_tuned(tuned, monkeypatch):
-    monkeypatch.setattr(tuning, "candidates", lambda shape: [default_config(shape)])
+    monkeypatch.setattr(tuning, "candidates", lambda *of: [default_config(*of)])
     gemms = get_args(ffn_gemms.Gemm)
     config = bench_matmul.Config(
         shapes=("128,64,192",), gemms=gemms, tune=True, rounds=1, results=None

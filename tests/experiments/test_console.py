@@ -11,6 +11,7 @@ from rich.console import Console
 import hopper
 from experiments import console, pretrain
 from pallas_kernels import tuning
+from pallas_kernels.device import CPU
 from pallas_kernels.sparse_matmul_configs import Shape
 from sparsejax import metrics, plan
 from sparsejax.config import MeshConfig, RecipeName, TrainConfig
@@ -130,7 +131,6 @@ def test_a_sparse_phase_that_is_no_faster_than_dense_is_told(capsys, monkeypatch
     shape = Shape(m=8192, n=4096, k=2048)
     known = hopper.timed(shape, 50.0, 100.0, 60.0)
     hopper.pretend(monkeypatch)
-    monkeypatch.setattr(metrics, "current_device_kind", lambda: "NVIDIA H200")
     once = shown(1)
     assert "packing: 220 us a layer and micro-batch, dense 200 us (0.91" in once
     assert "no faster than dense at this size: take more tokens" in once
@@ -160,7 +160,6 @@ def test_the_times_behind_a_choice_are_said(sparse_us, path, capsys, monkeypatch
         known[shape] = hopper.timed(shape, sparse_us, 82.1, 10.0)
     monkeypatch.setattr(tuning, "entries", lambda kind: known)
     hopper.pretend(monkeypatch)
-    monkeypatch.setattr(metrics, "current_device_kind", lambda: "NVIDIA H200")
     # Twice the tokens that were timed, in one micro-batch.
     one_sequence = "--batch-size 1 --micro-batches 1 --mesh.data 1 --dry-run"
     llama = "--preset llama-1b --recipe weights"
@@ -168,7 +167,7 @@ def test_the_times_behind_a_choice_are_said(sparse_us, path, capsys, monkeypatch
     shown = capsys.readouterr().out
     paths = [line for line in shown.splitlines() if "1  Y1 = X W1" in line]
     assert paths == [
-        "  1  Y1 = X W1       xla: dense GEMM by XLA (100%)",
+        "  1  Y1 = X W1       xla: dense GEMM by cuBLAS (100%)",
         f"  1  Y1 = X W1       {path}",
     ]
     assert ("measured: each GEMM alone" in shown) == (sparse_us is not None)
@@ -189,7 +188,6 @@ def test_an_estimate_is_said_with_what_it_comes_from(capsys, monkeypatch):
     known = hopper.timed(shape, 20.0, 30.0, 10.0)
     monkeypatch.setattr(tuning, "entries", lambda kind: {shape: known})
     hopper.pretend(monkeypatch)
-    monkeypatch.setattr(metrics, "current_device_kind", lambda: "NVIDIA H200")
     one_sequence = "--batch-size 1 --micro-batches 1 --mesh.data 1 --dry-run"
     assert (
         pretrain.run(f"--preset llama-1b --recipe weights {one_sequence}".split()) == 0
@@ -203,8 +201,8 @@ def test_an_estimate_is_said_with_what_it_comes_from(capsys, monkeypatch):
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_a_gpu_without_a_kernel_for_experts_is_told(platform, capsys, monkeypatch):
-    monkeypatch.setattr(metrics, "current_platform", lambda: platform)
-    monkeypatch.setattr(metrics, "current_device_kind", lambda: "NVIDIA A100")
+    device = hopper.A100 if platform == "gpu" else CPU
+    hopper.see_device(monkeypatch, device)
     slower = (
         "a GEMM by expert on xla is a loop of dense ones: steps with it were slower"
     )
@@ -212,7 +210,6 @@ def test_a_gpu_without_a_kernel_for_experts_is_told(platform, capsys, monkeypatc
         assert pretrain.run(["--recipe", recipe, "--dry-run"]) == 0
         assert (slower in capsys.readouterr().out) == said
     hopper.pretend(monkeypatch)
-    monkeypatch.setattr(metrics, "current_device_kind", lambda: "NVIDIA H200")
     paper = "--preset llama-1b --recipe paper --mesh.data 1 --dry-run"
     assert pretrain.run(paper.split()) == 0
     shown = capsys.readouterr().out

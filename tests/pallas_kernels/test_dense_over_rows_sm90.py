@@ -19,6 +19,7 @@ from pallas_kernels.sparse_matmul_configs import SHARED_MEMORY_BYTES
 from tests.pallas_kernels.expert_groups import GROUP_TILE, UNUSED
 from tests.pallas_kernels.expert_groups import GROUPS as THREE
 
+MULTIPROCESSORS = 132
 GROUPS = {**THREE, "sixteen": [1, 0, 2, 1] * 4}
 SIZES = {"whole tiles": (256, 512), "parts of tiles": (320, 576), "smallest": (64, 64)}
 CONFIGS = [
@@ -41,7 +42,12 @@ def case(counts, m, n, *, group_tile=GROUP_TILE, expert_axis=0, seed=0):
     )
     a, b = (x.astype(np.float32) for x in (a, b))
     a[group_tile * ends[-1] :] = np.nan  # not read
-    run = partial(dense_over_rows, group_tile=group_tile, expert_axis=expert_axis)
+    run = partial(
+        dense_over_rows,
+        group_tile=group_tile,
+        expert_axis=expert_axis,
+        multiprocessors=MULTIPROCESSORS,
+    )
     operands = jnp.asarray(a, jnp.bfloat16), jnp.asarray(b, jnp.bfloat16)
     return run, (*operands, jnp.asarray(ends, jnp.int32)), expected
 
@@ -81,7 +87,7 @@ def test_every_config_and_grid_is_a_kernel_of_its_own():
     ],
 )
 def test_smaller_tiles_where_they_need_no_more_rounds(sizes, experts, tile_n):
-    config = default_config(*sizes, experts, 132)
+    config = default_config(*sizes, experts, MULTIPROCESSORS)
     assert config.tile_n == tile_n
 
 

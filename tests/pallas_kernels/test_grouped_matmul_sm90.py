@@ -22,6 +22,16 @@ from sparsejax.packing import pack, unpack
 from sparsejax.pruning import magnitude_mask
 from tests.pallas_kernels.expert_groups import GROUP_TILE, GROUPS, UNUSED
 
+MULTIPROCESSORS = 132
+sparse_rows, sparse_weights, sparse_over_rows = (
+    partial(kernel, multiprocessors=MULTIPROCESSORS)
+    for kernel in (
+        grouped.sparse_rows,
+        grouped.sparse_weights,
+        grouped.sparse_over_rows,
+    )
+)
+
 
 def groups(name: str):
     """Expert of each group tile, the used ones, and the ends of each expert."""
@@ -102,9 +112,11 @@ def test_no_block_has_two_experts(transpose_out):
         experts=4,
         group_tile=GROUP_TILE,
     )
-    config = default_config(shape)
+    config = default_config(shape, MULTIPROCESSORS)
     assert why_invalid(config, shape) is None
-    assert all(why_invalid(c, shape) is None for c in candidates(shape))
+    assert all(
+        why_invalid(c, shape) is None for c in candidates(shape, MULTIPROCESSORS)
+    )
     tiling = tiling_of(shape, config)
     size = tiling.tile_n if transpose_out else tiling.tile_m
     assert GROUP_TILE % size == 0
@@ -136,7 +148,7 @@ def rows_case(name, *, b_k_major: bool, k: int = 192, n: int = 320):
         by_expert = by_expert.transpose(1, 2, 0)
     dense = np.asarray(a, np.float32).reshape(-1, GROUP_TILE, k)
     expected = np.einsum("tvk,tkn->tvn", dense, by_expert[expert]).reshape(rows, n)
-    run = partial(grouped.sparse_rows, b_k_major=b_k_major)
+    run = partial(sparse_rows, b_k_major=b_k_major)
     operands = packed.values, packed.metadata, b, jnp.asarray(expert), jnp.int32(used)
     return run, operands, expected[: used * GROUP_TILE]
 
@@ -150,7 +162,7 @@ def weights_case(name, *, m: int = 192, k: int = 320):
     by_expert = np.asarray(a, np.float32).reshape(experts, m, k)
     tiles = np.asarray(b, np.float32).reshape(-1, GROUP_TILE, k)
     expected = np.einsum("tvk,tmk->tvm", tiles, by_expert[expert]).reshape(rows, m)
-    run = partial(grouped.sparse_weights, experts=experts)
+    run = partial(sparse_weights, experts=experts)
     operands = packed.values, packed.metadata, b, jnp.asarray(expert), jnp.int32(used)
     return run, operands, expected[: used * GROUP_TILE]
 
@@ -173,7 +185,7 @@ def over_rows_case(
         expected = expected.transpose(2, 0, 1)
 
     def run(*operands, **options):
-        results = grouped.sparse_over_rows(
+        results = sparse_over_rows(
             *operands,
             group_tile=GROUP_TILE,
             transpose_out=transpose_out,
@@ -214,19 +226,19 @@ def test_lowers_for_hopper(case):
     ("call", "message"),
     [
         (
-            lambda values, words, b, expert, used: grouped.sparse_rows(
+            lambda values, words, b, expert, used: sparse_rows(
                 values, words, b, expert[:3], used, b_k_major=False
             ),
             "1024 rows are not a whole number of 3",
         ),
         (
-            lambda values, words, b, expert, used: grouped.sparse_rows(
+            lambda values, words, b, expert, used: sparse_rows(
                 values, words, b, expert, used, b_k_major=True
             ),
             "B of k=192 and the same dtype",
         ),
         (
-            lambda values, words, b, expert, used: grouped.sparse_weights(
+            lambda values, words, b, expert, used: sparse_weights(
                 values, words, b[0], expert, used, experts=5
             ),
             "1024 rows of A are not 5 experts",

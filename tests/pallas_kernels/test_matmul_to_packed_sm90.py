@@ -9,16 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import activation_tiles, activations_sm90
+from pallas_kernels import (
+    activation_tiles,
+    activations_sm90,
+    grouped_matmul_sm90,
+    sparse_matmul_sm90,
+)
 from pallas_kernels import matmul_to_packed_sm90 as to_packed
-from pallas_kernels.grouped_matmul_sm90 import sparse_weights
 from pallas_kernels.sparse_matmul_configs import (
     Config,
     Shape,
     default_config,
     why_invalid,
 )
-from pallas_kernels.sparse_matmul_sm90 import sparse_matmul
 from sparsejax.formats import compress
 from sparsejax.packing import Packed, pack
 from sparsejax.pruning import magnitude_mask
@@ -32,7 +35,16 @@ from tests.pallas_kernels.test_activations_sm90 import (
     unpacked,
 )
 
-FEATURES = 128
+FEATURES, MULTIPROCESSORS = 128, 132
+keep_features, backward, sparse_matmul, sparse_weights = (
+    partial(kernel, multiprocessors=MULTIPROCESSORS)
+    for kernel in (
+        to_packed.keep_features,
+        to_packed.backward,
+        sparse_matmul_sm90.sparse_matmul,
+        grouped_matmul_sm90.sparse_weights,
+    )
+)
 
 
 def shape_of(tokens: int) -> Shape:
@@ -137,9 +149,9 @@ def test_lowers_for_hopper(dtype, experts):
         ((-(-tokens // 64), FEATURES // 64, 128), "uint32"),
     )
     operands = [jax.ShapeDtypeStruct(*array) for array in arrays]
-    text = lowered(partial(to_packed.keep_features, experts=experts), *operands[:3])
+    text = lowered(partial(keep_features, experts=experts), *operands[:3])
     assert "mosaic_gpu" in text
-    text = lowered(partial(to_packed.backward, experts=experts), *operands)
+    text = lowered(partial(backward, experts=experts), *operands)
     assert "mosaic_gpu" in text
 
 
@@ -154,12 +166,12 @@ def test_equals_the_gemm_and_the_kernel_after_it(tokens, features, k, dtype):
     w1, w2 = (weight(seed, features, k, dtype) for seed in range(2))
     x, dy = (jax.random.normal(jax.random.key(i), (tokens, k), dtype) for i in (2, 3))
     expected = activations_sm90.keep_features(sparse_matmul(w1.values, w1.metadata, x))
-    got = to_packed.keep_features(w1.values, w1.metadata, x)
+    got = keep_features(w1.values, w1.metadata, x)
     same_activations(got, expected)
     da = sparse_matmul(w2.values, w2.metadata, dy)
     expected_dy = activations_sm90.backward(da, *expected[:2])
     for _ in range(2):
-        same(to_packed.backward(w2.values, w2.metadata, dy, *got[:2]), expected_dy)
+        same(backward(w2.values, w2.metadata, dy, *got[:2]), expected_dy)
 
 
 @pytest.mark.gpu
@@ -182,13 +194,13 @@ def test_rows_of_experts_equal_the_gemm_and_the_kernel_after_it(
     )
     y_up = multiply(w1.values, w1.metadata, x)
     expected = activations_sm90.keep_features(y_up)
-    got = to_packed.keep_features(w1.values, w1.metadata, x, experts)
+    got = keep_features(w1.values, w1.metadata, x, experts)
     sizes = used, used // 64, used // 16
     for ours, theirs, size in zip(got, expected, sizes, strict=True):
         same(ours[:size], theirs[:size])
     da = multiply(w2.values, w2.metadata, dy)
     expected_dy = activations_sm90.backward(da, *expected[:2])
-    dy_up = to_packed.backward(w2.values, w2.metadata, dy, *expected[:2], experts)
+    dy_up = backward(w2.values, w2.metadata, dy, *expected[:2], experts)
     same(dy_up[:used], expected_dy[:used])
 
 
@@ -200,27 +212,25 @@ def zeros(*shape, dtype=jnp.bfloat16):
     ("call", "message"),
     [
         (
-            lambda w: to_packed.keep_features(*w, zeros(8, 32)),
+            lambda w: keep_features(*w, zeros(8, 32)),
             r"need metadata \(2, 1, 128\).*with k=32",
         ),
         (
-            lambda w: to_packed.keep_features(
-                *w, zeros(128, 64), experts_of([1, 1, 1])
-            ),
+            lambda w: keep_features(*w, zeros(128, 64), experts_of([1, 1, 1])),
             "128 rows of W are not 3 experts of equally many",
         ),
         (
-            lambda w: to_packed.keep_features(*w, zeros(100, 64), experts_of([1, 1])),
+            lambda w: keep_features(*w, zeros(100, 64), experts_of([1, 1])),
             "or 100 rows of X not 3 group tiles",
         ),
         (
-            lambda w: to_packed.backward(
+            lambda w: backward(
                 *w, zeros(8, 64), zeros(8, 32), zeros(1, 2, 128, dtype=jnp.uint32)
             ),
             r"A bfloat16\(8, 32\) .* is not the bfloat16\(8, 64\) .* of 8 tokens",
         ),
         (
-            lambda w: to_packed.keep_features(
+            lambda w: keep_features(
                 *w, zeros(8, 64), config_for=lambda _: Config(out_columns=96)
             ),
             "out_columns=96 and out_slots=2 are not 64 and 2 or more",
@@ -236,7 +246,7 @@ def test_what_does_not_fit_is_refused(call, message):
 @pytest.mark.parametrize("n", [1, 64, 200, 8192])
 def test_the_heuristic_cuts_a_packed_result_into_tiles(n):
     shape = Shape(m=4096, n=n, k=1024, packed_out=True)
-    config = default_config(shape)
+    config = default_config(shape, MULTIPROCESSORS)
     assert why_invalid(config, shape) is None and config.tile_n % 64 == 0
     not_transposed = replace(shape, n=64, transpose_out=False)
     assert "packs C^T" in why_invalid(config, not_transposed)

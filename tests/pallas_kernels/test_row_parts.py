@@ -173,8 +173,9 @@ def test_the_kernels_wait_and_add_where_experts_may_be_cut_up(m, n, cut_up):
     b, ends = array(rows, n), array(16, dtype=jnp.int32)
     words = array(m // 64, rows // 64, 128, dtype=jnp.uint32)
     packed = array(m, rows // 2), words
-    dense = partial(dense_over_rows, group_tile=GROUP_TILE)
-    sparse = partial(sparse_over_rows, group_tile=GROUP_TILE, transpose_out=False)
+    options = {"group_tile": GROUP_TILE, "multiprocessors": MULTIPROCESSORS}
+    dense = partial(dense_over_rows, **options)
+    sparse = partial(sparse_over_rows, **options, transpose_out=False)
     for run, a in ((dense, (array(rows, m),)), (sparse, packed)):
         traced = str(jax.make_jaxpr(run)(*a, b, ends))
         for operation in ("semaphore_wait", "semaphore_signal", "reduction_op=add"):

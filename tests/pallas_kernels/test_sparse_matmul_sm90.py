@@ -21,6 +21,7 @@ from pallas_kernels.sparse_matmul_configs import (
 from sparsejax.formats import compress, decompress
 from sparsejax.packing import pack
 
+MULTIPROCESSORS = 132
 ORDERS = [(True, True), (True, False), (False, True), (False, False)]
 
 
@@ -45,7 +46,7 @@ def product(shape: Shape, a, b, **options):
         b,
         b_k_major=shape.b_k_major,
         transpose_out=shape.transpose_out,
-        **options,
+        **{"multiprocessors": MULTIPROCESSORS} | options,
     )
 
 
@@ -163,7 +164,9 @@ def test_the_heuristic_is_always_valid():
                 transpose_out=transpose_out,
                 float32_out=bool(m % 128),
             )
-            assert why_invalid(default_config(ordered), ordered) is None, ordered
+            assert (
+                why_invalid(default_config(ordered, MULTIPROCESSORS), ordered) is None
+            ), ordered
 
 
 @pytest.mark.newest_jax

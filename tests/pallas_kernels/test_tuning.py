@@ -20,7 +20,7 @@ from pallas_kernels.sparse_matmul_configs import (
 from pallas_kernels.sparse_matmul_sm90 import sparse_matmul
 from pallas_kernels.tuning import Entry
 
-GPU = "NVIDIA H200"
+GPU = hopper.H200
 SHAPE = Shape(m=256, n=1000, k=128)
 
 
@@ -61,6 +61,7 @@ def lowered_text(shape: Shape, config: Config) -> str:
             transpose_out=shape.transpose_out,
             out_dtype=jnp.float32 if shape.float32_out else None,
             config=config,
+            multiprocessors=GPU.multiprocessors,
         )
     else:
         lookups = [(tuning.tokens(shape) // shape.group_tile,), ()]
@@ -85,7 +86,7 @@ def lowered_text(shape: Shape, config: Config) -> str:
             assert asked == shape
             return config
 
-        run = partial(run, config_for=config_for)
+        run = partial(run, config_for=config_for, multiprocessors=GPU.multiprocessors)
     b = jax.ShapeDtypeStruct(stored, shape.dtype)
     integers = [jax.ShapeDtypeStruct(size, "int32") for size in lookups]
     traced = jax.jit(run).trace(values, words, b, *integers)
@@ -101,27 +102,29 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_entries_come_back_and_replace_those_of_their_shape():
-    assert tuning.entries(GPU) == {}
+    assert tuning.entries(GPU.kind) == {}
     other = replace(SHAPE, n=64)
-    tuning.save(GPU, [entry(SHAPE), entry(other, width=3)])
-    tuning.save(GPU, [entry(SHAPE, 5.0)])
-    assert tuning.entries(GPU) == {
+    tuning.save(GPU.kind, [entry(SHAPE), entry(other, width=3)])
+    tuning.save(GPU.kind, [entry(SHAPE, 5.0)])
+    assert tuning.entries(GPU.kind) == {
         SHAPE: entry(SHAPE, 5.0),
         other: entry(other, width=3),
     }
-    assert len(tuning.file_of(GPU).read_text().splitlines()) == 2
+    assert len(tuning.file_of(GPU.kind).read_text().splitlines()) == 2
     assert tuning.entries("NVIDIA H100") == {}
 
 
 def test_an_entry_speaks_for_its_neighbours_alone():
-    tuning.save(GPU, [entry(SHAPE, width=3), entry(replace(SHAPE, n=8000), 3.0)])
+    tuning.save(GPU.kind, [entry(SHAPE, width=3), entry(replace(SHAPE, n=8000), 3.0)])
     for n in (500, 1000, 2000):
         assert tuning.nearest(GPU, replace(SHAPE, n=n)).config.width == 3
     assert tuning.nearest(GPU, replace(SHAPE, n=5000)).sparse_us == 3.0
     assert tuning.nearest(GPU, replace(SHAPE, n=499)) is None
     assert tuning.nearest(GPU, replace(SHAPE, k=192)) is None
     assert tuning.config_for(GPU, replace(SHAPE, n=501)).width == 3
-    assert tuning.config_for(GPU, replace(SHAPE, k=64)) == default_config(SHAPE)
+    assert tuning.config_for(GPU, replace(SHAPE, k=64)) == default_config(
+        SHAPE, GPU.multiprocessors
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,7 +137,7 @@ def test_an_entry_speaks_for_its_neighbours_alone():
     ids=["weight", "activation", "weight gradient"],
 )
 def test_neighbours_differ_in_their_tokens_alone(shape, axis):
-    tuning.save(GPU, [entry(shape)])
+    tuning.save(GPU.kind, [entry(shape)])
     assert tuning.tokens_axis(shape) == axis
     for size in ("m", "n", "k"):
         doubled = replace(shape, **{size: 2 * getattr(shape, size)})
@@ -146,21 +149,21 @@ def test_neighbours_differ_in_their_tokens_alone(shape, axis):
 def test_a_config_that_does_not_fit_a_neighbour_is_not_taken_there():
     as_is = replace(SHAPE, n=1024, transpose_out=False)
     found = replace(entry(as_is), config=Config(out_columns=32))
-    tuning.save(GPU, [found])
-    assert tuning.config_for(GPU, as_is) == default_config(as_is)
+    tuning.save(GPU.kind, [found])
+    assert tuning.config_for(GPU, as_is) == default_config(as_is, GPU.multiprocessors)
 
 
 def test_a_gemm_with_a_packed_result_takes_the_config_of_the_one_without():
     shape = replace(SHAPE, n=1024)
-    tuning.save(GPU, [entry(shape, tile_n=128, out_columns=64, width=3)])
+    tuning.save(GPU.kind, [entry(shape, tile_n=128, out_columns=64, width=3)])
     packed = replace(shape, packed_out=True)
     assert tuning.config_for(GPU, packed) == tuning.config_for(GPU, shape)
-    tuning.save(GPU, [entry(shape, tile_n=176, out_columns=88)])
-    assert tuning.config_for(GPU, packed) == default_config(packed)
+    tuning.save(GPU.kind, [entry(shape, tile_n=176, out_columns=88)])
+    assert tuning.config_for(GPU, packed) == default_config(packed, GPU.multiprocessors)
 
 
 def test_what_lost_or_was_never_measured_and_is_small_is_told():
-    tuning.save(GPU, [entry(SHAPE, 3.0), entry(replace(SHAPE, k=64), 1.0)])
+    tuning.save(GPU.kind, [entry(SHAPE, 3.0), entry(replace(SHAPE, k=64), 1.0)])
     assert "measured slower: 3.0 us, dense 2.0 us, at 1000" in tuning.why_slower(
         GPU, replace(SHAPE, n=900)
     )
@@ -176,7 +179,7 @@ ROWS = replace(ROWS, experts=4, group_tile=128)
 
 def test_a_larger_gemm_is_estimated_from_the_largest_that_is_nowhere_larger():
     small = replace(SHAPE, n=500)
-    tuning.save(GPU, [entry(small, width=3), entry(SHAPE, width=4)])
+    tuning.save(GPU.kind, [entry(small, width=3), entry(SHAPE, width=4)])
     wide = replace(SHAPE, m=512, n=8000, k=192)
     assert tuning.nearest(GPU, wide) is None
     times = tuning.times(GPU, wide)
@@ -193,7 +196,7 @@ def test_a_larger_gemm_is_estimated_from_the_largest_that_is_nowhere_larger():
 
 
 def test_groups_are_estimated_from_fewer_and_smaller_ones():
-    tuning.save(GPU, [entry(ROWS)])
+    tuning.save(GPU.kind, [entry(ROWS)])
     # Twice the experts, eight times the tokens, each with two rows.
     more = replace(ROWS, m=2 * 2048 + 7 * 128, experts=8)
     times = tuning.times(GPU, more, rows_of_token=2)
@@ -207,9 +210,9 @@ def test_groups_are_estimated_from_fewer_and_smaller_ones():
 
 def test_an_estimate_must_gain_more_than_its_error():
     wide = replace(SHAPE, m=512, n=8000)
-    tuning.save(GPU, [entry(SHAPE, 1.8)])
+    tuning.save(GPU.kind, [entry(SHAPE, 1.8)])
     assert tuning.why_slower(GPU, wide) is None
-    tuning.save(GPU, [entry(SHAPE, 1.85)])
+    tuning.save(GPU.kind, [entry(SHAPE, 1.85)])
     assert tuning.why_slower(GPU, SHAPE) is None
     assert tuning.why_slower(GPU, wide).startswith("estimated slower, or faster by les")
 
@@ -218,9 +221,9 @@ def test_an_estimate_must_gain_more_than_its_error():
 def test_shipped_entries_are_estimated_by_the_others(file, monkeypatch):
     """No gain, packing included, comes out higher than measured by more than what an
     estimate is asked for."""
-    kind, estimated = file.stem, 0
+    estimated = 0
     monkeypatch.setattr(tuning, "FOLDER", file.parent)
-    known = dict(tuning.entries(kind))
+    known = dict(tuning.entries(GPU.kind))
     for shape, own in known.items():
         others = {
             other: entry
@@ -229,7 +232,7 @@ def test_shipped_entries_are_estimated_by_the_others(file, monkeypatch):
         }
         with monkeypatch.context() as patch:
             patch.setattr(tuning, "entries", lambda kind, others=others: others)
-            times = tuning.times(kind, shape)
+            times = tuning.times(GPU, shape)
         if times is None:
             continue
         estimated += 1
@@ -240,7 +243,7 @@ def test_shipped_entries_are_estimated_by_the_others(file, monkeypatch):
 
 
 def test_the_search_takes_the_fastest_of_the_correct_ones():
-    configs = tuning.candidates(SHAPE)
+    configs = tuning.candidates(SHAPE, GPU.multiprocessors)
     assert all(why_invalid(config, SHAPE) is None for config in configs)
     assert len(set(configs)) == len(configs) > 2
     times = {config: float(i) for i, config in enumerate(configs)}
@@ -250,8 +253,10 @@ def test_the_search_takes_the_fastest_of_the_correct_ones():
         asked.extend(correct)
         return times
 
-    best = tuning.search(SHAPE, lambda config: config != configs[0], time_us)
+    best = tuning.search(
+        SHAPE, GPU.multiprocessors, lambda config: config != configs[0], time_us
+    )
     assert best == (configs[1], 1.0)
     assert asked == configs[1:]
     with pytest.raises(ValueError, match="no config computes Shape.m=256, n=1000"):
-        tuning.search(SHAPE, lambda config: False, time_us)
+        tuning.search(SHAPE, GPU.multiprocessors, lambda config: False, time_us)

@@ -59,7 +59,6 @@ def test_a_step_lowers_with_the_kernels_themselves(config, recipe, phases, monke
     mesh."""
     jax.clear_caches()  # of traces made with the emulated ones
     hopper.see_device(monkeypatch)
-    monkeypatch.setattr(metrics, "current_device_kind", lambda: "NVIDIA H200")
     model = replace(config.model, d_hidden=512)
     phases = replace(config.phases, experts=4, block_rows=128, **phases)
     config = replace(
@@ -104,7 +103,6 @@ def test_the_router_is_timed_with_the_kernel_that_an_ffn_moves_rows_with(
     config, monkeypatch
 ):
     calls = hopper.pretend(monkeypatch)
-    monkeypatch.setattr(metrics, "current_device_kind", lambda: "NVIDIA H200")
     model = replace(config.model, d_hidden=512)
     phases = replace(config.phases, experts=4, block_rows=64)
     sparsity = sparsity_of("paper", phases)

@@ -18,16 +18,15 @@ from pallas_kernels import (
     sparse_matmul_sm90,
     tuning,
 )
+from pallas_kernels.device import Device
 from sparsejax.formats import Compressed, compress, decompress
-from sparsejax.ops import (
-    ffn_spec,
-    gated_ffn,
-    grouped_matmul,
-    sparse_matmul,
-)
 from sparsejax.packing import Packed, pack, unpack
 from sparsejax.patterns import TWO_FOUR
 from sparsejax.pruning import magnitude_mask, nm_mask, soft_threshold
+
+H200 = Device.named("NVIDIA H200")
+H100 = Device.named("NVIDIA H100 80GB HBM3")
+A100 = Device.named("NVIDIA A100-SXM4-80GB")
 
 
 def timed(
@@ -39,7 +38,9 @@ def timed(
     """What a search would have kept of `shape`."""
     return tuning.Entry(
         shape=shape,
-        config=sparse_matmul_configs.default_config(shape),
+        config=sparse_matmul_configs.default_config(
+            shape, H200.count_multiprocessors()
+        ),
         sparse_us=sparse_us,
         dense_us=dense_us,
         pack_us=pack_us,
@@ -49,8 +50,8 @@ def timed(
     )
 
 
-def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list[str]:
-    """Every module sees `device_kind`; returns the list of kernels called from now."""
+def pretend(patch: pytest.MonkeyPatch, device: Device = H200) -> list[str]:
+    """Every module sees `device`; returns the list of kernels called from now."""
     calls: list[str] = []
 
     def compress_on_gpu(w, scales, *, k_major, dtype):
@@ -72,9 +73,9 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
         out_dtype=None,
         rows_apart=0,
         config,
-        multiprocessors=132,
+        multiprocessors,
     ):
-        assert multiprocessors >= 1
+        assert multiprocessors == H200.multiprocessors
         calls.append("sparse_matmul")
         out_dtype = jnp.dtype(b.dtype if out_dtype is None else out_dtype)
         if b.ndim == 3:
@@ -214,7 +215,7 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
         *,
         b_k_major,
         config_for=None,
-        multiprocessors=132,
+        multiprocessors,
     ):
         calls.append("sparse_rows")
         a = decompress(unpack(Packed(values, words))).astype(jnp.float32)
@@ -233,7 +234,7 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
         *,
         experts,
         config_for=None,
-        multiprocessors=132,
+        multiprocessors,
     ):
         calls.append("sparse_weights")
         a = decompress(unpack(Packed(values, words))).astype(jnp.float32)
@@ -246,7 +247,15 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
         assert values.dtype == x.dtype
         if experts is not None:
             tile_expert, used, count = experts
-            return weights_on_gpu(values, words, x, tile_expert, used, experts=count)
+            return weights_on_gpu(
+                values,
+                words,
+                x,
+                tile_expert,
+                used,
+                experts=count,
+                multiprocessors=H200.multiprocessors,
+            )
         shape = sparse_matmul_configs.Shape(
             m=len(values),
             n=len(x),
@@ -256,7 +265,13 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
         )
         config = config_for(shape)
         assert sparse_matmul_configs.why_invalid(config, shape) is None
-        return multiply_on_gpu(values, words, x, config=config)
+        return multiply_on_gpu(
+            values,
+            words,
+            x,
+            config=config,
+            multiprocessors=H200.multiprocessors,
+        )
 
     def keep_product_on_gpu(
         values, words, x, experts=None, *, config_for, multiprocessors
@@ -287,7 +302,7 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
         transpose_out,
         rows_apart=0,
         config_for=None,
-        multiprocessors=132,
+        multiprocessors,
     ):
         calls.append("sparse_over_rows")
         a = decompress(unpack(Packed(values, words))).astype(jnp.float32)
@@ -300,7 +315,7 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
         return tuple(parts) if rows_apart else parts[0]
 
     def dense_over_rows_on_gpu(
-        a, b, ends, *, group_tile, expert_axis=0, multiprocessors=132
+        a, b, ends, *, group_tile, expert_axis=0, multiprocessors
     ):
         calls.append("dense_over_rows")
         assert group_tile % 64 == a.shape[1] % 64 == b.shape[1] % 64 == 0
@@ -341,14 +356,13 @@ def pretend(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> list
     patch.setattr(row_sums_sm90, "sum_rows", sum_rows_on_gpu)
     patch.setattr(compress_sm90, "compress", compress_on_gpu)
     patch.setattr(sparse_matmul_sm90, "sparse_matmul", multiply_on_gpu)
-    see_device(patch, device_kind)
+    see_device(patch, device)
     return calls
 
 
-def see_device(patch: pytest.MonkeyPatch, device_kind: str = "NVIDIA H200") -> None:
-    """Every module sees `device_kind`; the kernels are those of a GPU."""
-    for module in (ffn_spec, gated_ffn, sparse_matmul, grouped_matmul):
-        patch.setattr(module, "current_device_kind", lambda: device_kind)
+def see_device(patch: pytest.MonkeyPatch, device: Device = H200) -> None:
+    """Every module sees `device`; the kernels are those of a GPU."""
+    patch.setattr(Device, "of", lambda _: device)
 
 
 def _at(positions: Compressed, dense: jax.Array) -> jax.Array:

@@ -5,11 +5,12 @@ from dataclasses import replace
 import jax
 import pytest
 
+from pallas_kernels.device import CPU, Device
 from sparsejax.ops.backend import (
     GemmSpec,
     Implementation,
     choose_backend,
-    current_platform,
+    current_device,
 )
 from sparsejax.patterns import NM, VNM
 
@@ -104,9 +105,9 @@ def test_dense_flops():
     assert SPEC.dense_flops == 2 * 3 * 4 * 5
 
 
-def test_platform_follows_the_default_device():
-    assert current_platform() == jax.default_backend()
+def test_the_device_follows_the_default_device():
+    assert current_device() == Device.of(jax.local_devices()[0])
     with jax.default_device(jax.devices("cpu")[0]):
-        assert current_platform() == "cpu"
-    with jax.default_device("gpu"):
-        assert current_platform() == "gpu"
+        assert current_device() == CPU
+    with jax.default_device("cpu"):
+        assert current_device() == CPU

@@ -11,12 +11,10 @@ from flax import nnx
 
 import hopper
 from pallas_kernels import tuning
+from pallas_kernels.device import CPU
 from pallas_kernels.sparse_matmul_configs import Shape
 from sparsejax.formats import Compressed
 from sparsejax.layers import SparseFFN
-from sparsejax.ops import ffn_spec
-from sparsejax.ops import gated_ffn as gated_ffn_module
-from sparsejax.ops import sparse_matmul as sparse_matmul_module
 from sparsejax.ops.ffn import ffn
 from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
 from sparsejax.ops.ffn_weights import pack_ffn
@@ -52,8 +50,7 @@ def spec(**changes) -> FFNSpec:
         "d_hidden": 8192,
         "dtype": "bfloat16",
         "sparsity": WEIGHTS,
-        "device": "gpu",
-        "device_kind": "NVIDIA H200",
+        "device": hopper.H200,
     }
     return FFNSpec(**facts | changes)
 
@@ -78,8 +75,8 @@ def test_gemms_one_and_three_take_the_kernel(untuned):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"device_kind": "NVIDIA A100"}, "needs a Hopper GPU, not NVIDIA A100"),
-        ({"device": "cpu", "device_kind": ""}, "needs a Hopper GPU, not cpu"),
+        ({"device": hopper.A100}, "needs a Hopper GPU, not NVIDIA A100"),
+        ({"device": CPU}, "needs a Hopper GPU, not cpu"),
         ({"d_model": 2080}, "k=2080 is not a multiple of 64"),
         ({"d_hidden": 8200}, "m=8200, .* is not a multiple of 64"),
         ({"dtype": "float32"}, "multiplies bfloat16 and float16, not float32"),
@@ -213,8 +210,7 @@ def test_a_training_step_of_two_layers_lowers_for_hopper(
 ):
     """With the kernels themselves, which only a GPU can run."""
     jax.clear_caches()  # of traces made with the emulated ones
-    for module in (ffn_spec, gated_ffn_module, sparse_matmul_module):
-        monkeypatch.setattr(module, "current_device_kind", lambda: "NVIDIA H200")
+    hopper.see_device(monkeypatch)
     monkeypatch.setattr(tuning, "LEAST_FLOPS", 0)
 
     def step(weights, scales, x):

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import hopper
 from ffn_cases import TWO_FOUR, all_sparsities, name_of
+from pallas_kernels.device import Device
 from sparsejax.ops.ffn import ffn
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity, FFNSpec
 from sparsejax.ops.gated_ffn import GatedFFNSpec, gated_ffn
@@ -244,7 +246,7 @@ def test_explain_names_the_path():
         "dense GEMM by XLA",
         "dense GEMM by XLA",
     ]
-    on_gpu = [d.path for d in spec_of(everything, device="gpu").explain()]
+    on_gpu = [d.path for d in spec_of(everything, device=hopper.A100).explain()]
     assert on_gpu[1].startswith("grouped GEMM over 4 experts, a loop over chunks of")
     assert on_gpu[4] == "dense GEMM by cuBLAS"
 
@@ -276,8 +278,7 @@ def test_spec_is_hashable_and_reads_the_call():
         d_model=8,
         d_hidden=16,
         dtype="bfloat16",
-        device=jax.default_backend(),
-        device_kind=jax.devices()[0].device_kind,
+        device=Device.of(jax.devices()[0]),
     )
     assert hash(spec) == hash(FFNSpec.of(x, w_up, w_down, DENSE))
     assert DENSE.is_dense and not FFNSparsity(weights=TWO_FOUR).is_dense

@@ -280,7 +280,7 @@ def test_transformations(transformation):
 
 def test_gpu_takes_static_loops_and_lowers(monkeypatch):
     """A loop whose length is data waits for the host on GPU: none may be left."""
-    monkeypatch.setattr(module, "current_platform", lambda: "gpu")
+    hopper.see_device(monkeypatch, hopper.A100)
     rows, weights, tile_expert, used, row_expert = make([4, 1, 3], v=4)
 
     def loss(rows, weights):

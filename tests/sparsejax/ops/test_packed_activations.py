@@ -38,8 +38,7 @@ def spec(sparsity: FFNSparsity, **changes) -> FFNSpec:
         "d_model": 2048,
         "d_hidden": 8192,
         "dtype": "bfloat16",
-        "device": "gpu",
-        "device_kind": "NVIDIA H200",
+        "device": hopper.H200,
     }
     return FFNSpec(sparsity=sparsity, **facts | changes)
 
@@ -256,7 +255,7 @@ def test_an_ffn_of_whole_numbers_is_exactly_the_reference(calls, name, gated):
 
 def test_all_nine_gemms_of_a_gated_ffn_run_on_it_where_it_is_named(untuned):
     facts = {"tokens": 4096, "d_model": 2048, "d_hidden": 8192, "dtype": "bfloat16"}
-    facts |= {"device": "gpu", "device_kind": "NVIDIA H200", "activation": "reglu2"}
+    facts |= {"device": hopper.H200, "activation": "reglu2"}
     gated = partial(GatedFFNSpec, **facts)
     assert backends(gated(sparsity=ALL_SIX).explain("mosaic_sm90")) == [True] * 9
     alone = [gemm in (0, 1, 3) for gemm in range(9)]

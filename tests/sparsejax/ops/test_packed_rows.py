@@ -87,8 +87,7 @@ def assert_exact(sparsity, arguments, dy, experts) -> None:
 
 def spec(sparsity: FFNSparsity, **changes) -> FFNSpec:
     facts = {"tokens": 4096, "d_model": 2048, "d_hidden": 8192, "dtype": "bfloat16"}
-    device = {"device": "gpu", "device_kind": "NVIDIA H200"}
-    return FFNSpec(sparsity=sparsity, **facts | device | changes)
+    return FFNSpec(sparsity=sparsity, **facts | {"device": hopper.H200} | changes)
 
 
 def on_sm90(decisions) -> list[bool]:
@@ -127,10 +126,7 @@ def test_dense_weight_gradients_of_experts_have_a_kernel(untuned):
     narrow = spec(replace(VENOM, activations=VNM(64, 2, 4 * 256))).explain()[4:]
     assert on_sm90(narrow) == [False, False]
     assert "a weight's size of 32 is not a multiple of 64" in narrow[0].reason
-    assert (
-        "needs a Hopper GPU"
-        in spec(VENOM, device_kind="NVIDIA A100").explain()[4].reason
-    )
+    assert "needs a Hopper GPU" in spec(VENOM, device=hopper.A100).explain()[4].reason
 
 
 @pytest.mark.parametrize("measured", [None, 99.0, 101.0])
