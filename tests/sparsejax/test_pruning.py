@@ -127,6 +127,19 @@ def test_vnm_mask_matches_a_loop(w, pattern):
     np.testing.assert_array_equal(stacked, np.stack([expected, expected]))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_of_vnm_columns_are_float32_sums(dtype):
+    """Columns of 600 small integers: sums near 2500, which float32 has exactly, float16
+    and bfloat16 only every second or sixteenth. Of 16 the fourth and the fifth are one
+    or two apart."""
+    rngs = map(np.random.default_rng, (59, 78, 125, 182))
+    w = np.hstack([rng.integers(-8, 9, (600, 32)) for rng in rngs]).astype(dtype)
+    norms = np.sort(np.abs(w.astype(np.float64)).sum(axis=0).reshape(8, 16), axis=1)
+    assert norms.min() > 2048 and set(norms[:, 12] - norms[:, 11]) == {1, 2}
+    got = vnm_mask(jnp.asarray(w), VNM(600, 2, 16))
+    np.testing.assert_array_equal(got, loop_vnm_mask(w, 600, 2, 16))
+
+
 def test_vnm_mask_of_m_not_a_multiple_of_four():
     w = np.random.default_rng(2).integers(-9, 10, (6, 15)).astype(np.float32)
     got = vnm_mask(jnp.asarray(w), VNM(4, 2, 5))
