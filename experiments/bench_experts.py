@@ -13,7 +13,6 @@ looks it up, with the time of packing the sparse operand.
 One H200: less than a minute for one number of experts.
 """
 
-import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -29,6 +28,7 @@ import tyro
 
 from experiments.expert_shares import expert_shares
 from experiments.provenance import commit
+from experiments.rows import append_rows
 from experiments.timing import time_queued
 from pallas_kernels import grouped_matmul_sm90 as grouped
 from pallas_kernels import tuning
@@ -72,8 +72,9 @@ class Config:
     tune: bool = False
     """Keep the fastest config of every shape, and the times."""
     rounds: int = 5
-    results: Path | None = Path("experiments/results/bench_experts.jsonl")
-    """One JSON line per GEMM is appended; None writes nothing."""
+    results: Path | None = Path("runs/bench_experts.jsonl")
+    """One JSON line per GEMM is appended; None writes nothing. Rows that are to stay:
+    experiments/results/bench_experts.jsonl."""
 
 
 class Problem(NamedTuple):
@@ -130,9 +131,7 @@ def main(config: Config) -> list[dict]:
                 f"pack {row['pack_us']:.0f}",
                 flush=True,
             )
-            if config.results is not None:
-                with config.results.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+            append_rows([row], config.results)
     return rows
 
 

@@ -25,7 +25,6 @@ without a gap, as in a training step; the dense step is timed alone too, before 
 sparse one has run (`over_alone`).
 """
 
-import json
 import os
 import shlex
 import sys
@@ -49,6 +48,7 @@ from rich.table import Table
 from experiments.kernel_times import kernel_times
 from experiments.masked_ffn import Inputs, masked_dense
 from experiments.provenance import commit
+from experiments.rows import append_rows
 from experiments.sparse_modes import choose, sparse_modes
 from experiments.timing import Timing, over_alone, time_interleaved, time_queued
 from sparsejax.checkpoint import Checkpoints
@@ -103,8 +103,9 @@ class Config:
     """Modes beside the dense one; none named: all."""
     rounds: int = 15
     seed: int = 0
-    results: Path | None = Path("experiments/results/bench_ffn_cpu.jsonl")
-    """One JSON line per mode is appended; None writes nothing."""
+    results: Path | None = Path("runs/bench_ffn.jsonl")
+    """One JSON line per mode is appended; None writes nothing. Rows that are to stay:
+    experiments/results/bench_ffn_cpu.jsonl."""
 
 
 def modes(config: Config) -> dict[str, FFNSparsity]:
@@ -302,10 +303,7 @@ def main(
         }
         for timing in timed(calls)
     ]
-    if config.results is not None:
-        config.results.parent.mkdir(parents=True, exist_ok=True)
-        with config.results.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+    append_rows(rows, config.results)
     _print(config, rows)
     return rows
 

@@ -13,7 +13,6 @@ expands it into one dense GEMM over all experts; `xla` 0.7 to 0.8 of dense at th
 shape, the kernel 0.3.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -26,6 +25,7 @@ import tyro
 from jax import lax
 
 from experiments.expert_shares import expert_shares
+from experiments.rows import append_rows
 from experiments.timing import time_interleaved
 from sparsejax.ops import grouped_matmul
 from sparsejax.ops.backend import Backend, current_device
@@ -57,8 +57,9 @@ class Config:
     rounds: int = 15
     repeats: int = 8
     """Calls per timed round: launches overlap, as they do in a training step."""
-    results: Path | None = Path("experiments/results/bench_grouped.jsonl")
-    """One JSON line per row is appended; None writes nothing."""
+    results: Path | None = Path("runs/bench_grouped.jsonl")
+    """One JSON line per row is appended; None writes nothing. Rows that are to stay:
+    experiments/results/bench_grouped.jsonl."""
 
 
 def main(config: Config) -> list[dict]:
@@ -95,9 +96,7 @@ def main(config: Config) -> list[dict]:
                     f"{timing.time_ms / config.repeats:.3f} ms, {timing.ratio:.2f} "
                     f"of dense ({timing.ratio_min:.2f}-{timing.ratio_max:.2f})"
                 )
-    if config.results is not None:
-        with config.results.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+    append_rows(rows, config.results)
     return rows
 
 

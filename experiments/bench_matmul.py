@@ -19,7 +19,6 @@ the power limit.
 
 import importlib
 import itertools
-import json
 import statistics
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +36,7 @@ import tyro
 from experiments.ffn_gemms import Gemm, Problem, make_problem
 from experiments.power import PowerSampler
 from experiments.provenance import commit
+from experiments.rows import append_rows
 from experiments.timing import time_queued
 from pallas_kernels import sparse_matmul_configs, tuning
 from pallas_kernels.sparse_matmul_configs import Shape
@@ -68,8 +68,9 @@ class Config:
     peer: bool = False
     """Also time cuSPARSELt through PyTorch, for GEMMs 1 and 3."""
     rounds: int = 5
-    results: Path | None = Path("experiments/results/bench_matmul.jsonl")
-    """One JSON line per row is appended; None writes nothing."""
+    results: Path | None = Path("runs/bench_matmul.jsonl")
+    """One JSON line per row is appended; None writes nothing. Rows that are to stay:
+    experiments/results/bench_matmul.jsonl."""
 
 
 def main(config: Config) -> list[dict]:
@@ -90,9 +91,7 @@ def main(config: Config) -> list[dict]:
             }
             rows.append(row)
             print(_line(row), flush=True)
-            if config.results is not None:
-                with config.results.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+            append_rows([row], config.results)
     return rows
 
 

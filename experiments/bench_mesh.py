@@ -1,6 +1,6 @@
 """Times a training step on meshes of several devices against the step of one.
 
-    uv run --extra cuda experiments/bench_mesh.py                    (two GPUs)
+    uv run --extra cuda experiments/bench_mesh.py                    # two GPUs
     uv run --extra cuda experiments/bench_mesh.py --recipe paper --phases.skip-blocks \\
         --backend mosaic_sm90
 
@@ -13,7 +13,6 @@ Two H200s: about 80 seconds. Expected: data and fsdp 1.75 times one GPU's tokens
 second, tensor 1.55; a save holds the loop for about 40 ms, a third of a step.
 """
 
-import json
 import re
 import tempfile
 import time
@@ -26,6 +25,7 @@ from statistics import median
 import jax
 import tyro
 
+from experiments.rows import append_rows
 from experiments.timing import time_interleaved
 from sparsejax.checkpoint import Checkpoints
 from sparsejax.config import (
@@ -63,8 +63,9 @@ class Config:
     rounds: int = 5
     steps: int = 4
     """Optimiser steps per timed round."""
-    results: Path | None = Path("experiments/results/bench_mesh.jsonl")
-    """One JSON line per mesh is appended; None writes nothing."""
+    results: Path | None = Path("runs/bench_mesh.jsonl")
+    """One JSON line per mesh is appended; None writes nothing. Rows that are to stay:
+    experiments/results/bench_mesh.jsonl."""
 
 
 class Stepper:
@@ -173,10 +174,7 @@ def main(config: Config) -> list[dict]:
             f"holds {row['save_held_ms']:.0f} ms of {row['save_total_s']:.1f} s; "
             f"{row['collectives']}"
         )
-    if config.results is not None:
-        config.results.parent.mkdir(parents=True, exist_ok=True)
-        with config.results.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+    append_rows(rows, config.results)
     return rows
 
 

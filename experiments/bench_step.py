@@ -23,7 +23,6 @@ One H200, the first: about two minutes, most of it compilation. What all three g
 stands in `experiments/results/bench_step.jsonl`.
 """
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -40,6 +39,7 @@ from flax import nnx
 from experiments.kernel_times import by_kind, kernel_times
 from experiments.power import Draw, PowerSampler
 from experiments.provenance import commit
+from experiments.rows import append_rows
 from experiments.sparse_modes import choose, sparse_modes
 from experiments.timing import Timing, over_alone, time_interleaved
 from sparsejax import metrics
@@ -86,8 +86,9 @@ class Config:
     """Optimiser steps per timed round."""
     profile: bool = False
     """Also print where the time of each step goes."""
-    results: Path | None = Path("experiments/results/bench_step.jsonl")
-    """One JSON line per step is appended; None writes nothing."""
+    results: Path | None = Path("runs/bench_step.jsonl")
+    """One JSON line per step is appended; None writes nothing. Rows that are to stay:
+    experiments/results/bench_step.jsonl."""
 
 
 class Steps:
@@ -190,10 +191,7 @@ def main(config: Config) -> list[dict]:
             row["kernel_ms"] = by_kind(by_name)
         rows.append(row)
         print(_line(row), flush=True)
-    if config.results is not None:
-        config.results.parent.mkdir(parents=True, exist_ok=True)
-        with config.results.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+    append_rows(rows, config.results)
     return rows
 
 

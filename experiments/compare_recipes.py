@@ -9,8 +9,9 @@ The same command again skips the runs that have ended, resumes the one that was 
 and goes on; `--only NAME` and `--seeds 0` train some of them. Every run is one of
 `experiments/pretrain.py`, in FOLDER/NAME/seed-SEED and in a process of its own: what
 sparse kernels do to a GPU's clock (experiments/LOG.md, 2026-11-22) would make a dense
-run after them slower. At the end: two tables, FOLDER/comparison.png, and in the results
-one JSON line per run.
+run after them slower. At the end: two tables, FOLDER/comparison.png, and one JSON line
+per run in FOLDER/rows.jsonl. Rows that are to stay go into a file of the repository,
+with `--results experiments/results/compare_recipes.jsonl`.
 `experiments/comparison_file.py` tells how a comparison is written.
 """
 
@@ -33,6 +34,7 @@ from experiments.comparison_file import Comparison, Trial, read_comparison
 from experiments.own_process import Terminated, in_own_process
 from experiments.plot import SHADES, plot_comparison, training_seconds
 from experiments.provenance import commit
+from experiments.rows import append_rows
 from sparsejax.checkpoint import Checkpoints
 from sparsejax.config import TrainConfig
 from sparsejax.config_file import changed_settings, read_config
@@ -40,7 +42,6 @@ from sparsejax.loop import NonFiniteLoss
 from sparsejax.presets import PRESETS
 from sparsejax.recipe import phases
 from sparsejax.records import (
-    append_record,
     check_writable,
     records_until,
     write_whole,
@@ -62,8 +63,9 @@ class Options:
     """Runs, beside the baseline; none named: all."""
     seeds: tuple[int, ...] = ()
     """Of them; none given: all."""
-    results: Path | None = Path("experiments/results/compare_recipes.jsonl")
-    """One JSON line per run is appended, unless it is there; None writes nothing."""
+    results: Path | None = None
+    """A file to which the lines of rows.jsonl, one per run, are added as well, unless
+    they are there."""
     dry_run: bool = False
     """Print the plan of every run and stop: nothing is allocated or written."""
 
@@ -91,6 +93,7 @@ def main(comparison: Comparison, folder: Path, results: Path | None) -> list[dic
             console.say("the same command again goes on with the comparison")
             return rows
         rows.append(_row(comparison, trial, folder / trial.place, rows))
+        _append_if_new(rows[-1], folder / "rows.jsonl")
         if results is not None:
             _append_if_new(rows[-1], results)
     console.STDOUT.print(losses_table(rows))
@@ -265,8 +268,7 @@ def _append_if_new(row: dict, results: Path) -> None:
     line = json.dumps(row)
     if results.exists() and line in results.read_text().splitlines():
         return
-    results.parent.mkdir(parents=True, exist_ok=True)
-    append_record(results, row)
+    append_rows([row], results)
 
 
 def losses_table(rows: Sequence[dict]) -> Table:

@@ -1,6 +1,6 @@
 """Trains a byte-pair tokenizer on text, and writes the text as shards of its tokens.
 
-    uv run experiments/tokenize_text.py --text 'corpus/**/*.py' --folder tokens
+    uv run experiments/tokenize_text.py --text 'corpus/**/*.txt' --folder tokens
     uv run --extra cuda experiments/pretrain.py --data.shards tokens \\
         --data.tokenizer tokens/tokenizer.json --model.vocab-size 16384
 

@@ -99,7 +99,7 @@ def compiled_once():
 def finished(text, quick, compiled_once, tmp_path_factory) -> tuple[Path, list[dict]]:
     """The folder of a comparison that nothing disturbed, and its rows."""
     folder = tmp_path_factory.mktemp("finished")
-    return folder, main(micro_comparison(text), folder, folder / "rows.jsonl")
+    return folder, main(micro_comparison(text), folder, None)
 
 
 def rows_of(path: Path) -> list[dict]:
@@ -257,15 +257,16 @@ def test_a_run_may_take_several_processes(finished, text, tmp_path, monkeypatch)
 
 
 def test_a_finished_comparison_trains_nothing_and_records_nothing_twice(
-    finished, text, capsys, monkeypatch
+    finished, text, tmp_path, capsys, monkeypatch
 ):
     folder, rows = finished
-    before = (folder / "rows.jsonl").read_text()
+    before, kept = (folder / "rows.jsonl").read_text(), tmp_path / "new" / "kept.jsonl"
     monkeypatch.setattr(pretrain, "main", lambda *_: pytest.fail("trains"))
-    assert main(micro_comparison(text), folder, folder / "rows.jsonl") == rows
-    assert (folder / "rows.jsonl").read_text() == before
+    for _ in range(2):
+        assert main(micro_comparison(text), folder, kept) == rows
+        assert (folder / "rows.jsonl").read_text() == kept.read_text() == before
     shown = capsys.readouterr().out
-    assert shown.count("has ended, skipped") == 4
+    assert shown.count("has ended, skipped") == 2 * 4
     assert f"{rows[1]['to_baseline']:+.4f}" in shown
 
 
@@ -350,12 +351,12 @@ def test_the_command_runs_a_file(finished, text, tmp_path, capsys, monkeypatch):
     path = tmp_path / "some.toml"
     path.write_text("seeds = [0]\n[base]\ndeterministic = true\n[runs.a]")
     assert compare_recipes.run([str(path)]) == 0
-    results = Path("experiments/results/compare_recipes.jsonl")
-    assert asked == [(read_comparison(path), Path("runs/some"), results)]
+    # Nothing that git tracks is written unless it is named.
+    assert asked == [(read_comparison(path), Path("runs/some"), None)]
     assert os.environ["XLA_FLAGS"] == f"--first {console.DETERMINISTIC}"
-    elsewhere = ["--folder", "f", "--results", "None"]
+    elsewhere = ["--folder", "f", "--results", "rows.jsonl"]
     assert compare_recipes.run([str(path), *elsewhere]) == 0
-    assert asked[1][1:] == (Path("f"), None)
+    assert asked[1][1:] == (Path("f"), Path("rows.jsonl"))
 
     path.write_text("seeds = 3")
     assert compare_recipes.run([str(path)]) == 1
