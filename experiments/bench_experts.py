@@ -8,7 +8,7 @@ runs it. Random bfloat16 operands, as they lie in memory in a training step, wit
 rows for the features that stay whole in GEMMs 5 and 6; every result is compared with
 float32 on some of its rows before anything is timed, with every config that the search
 of `bench_matmul` would try, and the fastest is kept. `--tune` writes it where an FFN
-looks it up, with the time of packing the sparse operand.
+looks it up, with the time of packing the sparse operand; `--shipped` as there.
 
 One H200: less than a minute for one number of experts.
 """
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
+from experiments.bench_matmul import saver
 from experiments.expert_shares import expert_shares
 from experiments.provenance import commit
 from experiments.rows import append_rows
@@ -71,6 +72,8 @@ class Config:
     """Of the tokens, in the first expert; None: equally many in each."""
     tune: bool = False
     """Keep the fastest config of every shape, and the times."""
+    shipped: bool = False
+    """With --tune: keep it in the table of this package, not in your cache folder."""
     rounds: int = 5
     results: Path | None = Path("runs/bench_experts.jsonl")
     """One JSON line per GEMM is appended; None writes nothing. Rows that are to stay:
@@ -100,13 +103,14 @@ def main(config: Config) -> list[dict]:
             f"tune=True keeps what FFNs look up, and share_of_first="
             f"{config.share_of_first} is not usual; leave one of them out"
         )
+    save = saver(tune=config.tune, shipped=config.shipped)
     rows: list[dict] = []
     for experts in config.experts:
         for gemm in config.gemms:
             problem = make_problem(config, gemm, experts)
             times, entry = _times(config, problem)
             if config.tune:
-                tuning.save(current_device().kind, [entry])
+                save(current_device().kind, [entry])
             row: dict = {
                 "name": f"GEMM {gemm} of {experts} experts",
                 "shape": {

@@ -8,9 +8,9 @@ GEMMs 1 and 3 are one problem: `X W1` and `dY W2^T` both multiply (T, d) by a we
 that is 2:4 along d and give (T, F); the others are listed in `ffn_gemms`. Operands are
 random bfloat16; the result is compared with float32 before anything is timed; sparse
 and dense run in turn. Packing a weight is its soft threshold, read once. With `--tune`
-every shape's configs are searched first and the fastest is kept in
-`pallas_kernels/tuned/`. Where PyTorch has cuSPARSELt, `--peer` times its best algorithm
-in turn with the rest.
+every shape's configs are searched first and the fastest is kept in your cache folder
+(--shipped: in `pallas_kernels/tuned/`, as developers do). Where PyTorch has cuSPARSELt,
+`--peer` times its best algorithm in turn with the rest.
 
 One H200, 24 shapes with --tune --peer --rounds 3: about 7 minutes. Expected there for
 T of 4096 and more: the kernel alone 1.45 to 1.65 times as fast as cuBLAS, held down by
@@ -65,6 +65,8 @@ class Config:
     """By the number of their equation; 1 stands for 3 as well."""
     tune: bool = False
     """Search the configs of every shape first, and keep the fastest."""
+    shipped: bool = False
+    """With --tune: keep it in the table of this package, not in your cache folder."""
     peer: bool = False
     """Also time cuSPARSELt through PyTorch, for GEMMs 1 and 3."""
     rounds: int = 5
@@ -76,13 +78,14 @@ class Config:
 def main(config: Config) -> list[dict]:
     """Checks, times, prints and records every shape; returns the rows."""
     device = current_device().kind
+    save = saver(tune=config.tune, shipped=config.shipped)
     rows = []
     with PowerSampler() as power:
         sizes = [_sizes(text) for text in config.shapes]
         for gemm, size in itertools.product(config.gemms, sizes):
             problem = make_problem(gemm, *size)
             if config.tune:
-                tuning.save(device, [_tune(problem)])
+                save(device, [_tune(problem)])
             row = _row(config, problem, power) | {
                 "device": device,
                 "jax": jax.__version__,
@@ -93,6 +96,14 @@ def main(config: Config) -> list[dict]:
             print(_line(row), flush=True)
             append_rows([row], config.results)
     return rows
+
+
+def saver(*, tune: bool, shipped: bool) -> Callable[[str, list[tuning.Entry]], None]:
+    """Where what was found of a kind of GPU is kept. Raises ValueError for `shipped`
+    where nothing is to be found."""
+    if shipped and not tune:
+        raise ValueError("--shipped says where to keep what --tune finds; add --tune")
+    return tuning.save_shipped if shipped else tuning.save
 
 
 def _sizes(text: str) -> tuple[int, int, int]:

@@ -226,6 +226,11 @@ def _say_paths(
         say("  measured: each GEMM alone, at the nearest tokens timed, in proportion")
     if any(times.estimated_from is not None for times in known):
         say("  estimated: in proportion to a GEMM that is nowhere larger (m x n x k)")
+    here = decisions[0].spec.device.kind
+    for elsewhere in sorted({of.measured_on for of in known if of.measured_on}):
+        say(
+            f"  measured on {elsewhere}, not on {here}: a guess until it is timed there"
+        )
     if known:
         flops = plan.flops_per_token(config.model, config.data.sequence_length)
         _say_expected(decisions, micro_batches, flops.ffn_share())

@@ -1,21 +1,26 @@
 """Which config runs a GEMM fastest, and by how much: searched once, then looked up.
 
-`tuned/<gpu>.json` holds one entry per shape, with the dense time of the same run. A
+`tuned/<gpu>.json` holds one entry per shape, with the dense time of the same run, and
+the user's cache those of his own GPU (`tuning_cache`). A
 GEMM of another shape is estimated from the largest one that is nowhere larger: what
-sparsity gains, packing included, grows with every size.
+sparsity gains, packing included, grows with every size. On a Hopper GPU that has an
+entry for neither it is estimated from what was measured on another one.
 """
 
 import dataclasses
+import hashlib
 import json
 import math
 import operator
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from pallas_kernels.device import Device
+from pallas_kernels import tuning_cache
+from pallas_kernels.device import KNOWN, Device
 from pallas_kernels.sparse_matmul_configs import (
     Config,
     Shape,
@@ -30,7 +35,8 @@ NEIGHBOUR = 2.0
 
 ESTIMATED_GAIN = 1.1
 """How many times as fast as dense a GEMM must be by estimate to be chosen unasked: more
-than any estimate of a shipped entry, made from the others, is above its measurement."""
+than any estimate of a shipped entry, made from the others of its GPU, is above its
+measurement. How far an estimate from another GPU is off, nobody has measured."""
 
 LEAST_FLOPS = 2**34
 """Smaller GEMMs that nobody measured are left to the dense library: what a launch costs
@@ -63,8 +69,15 @@ class Times:
     dense_us: float
     pack_us: float
     entry: Entry
-    estimated: bool
+    smaller: bool
     """Whether no entry was near, and this one is of a smaller GEMM."""
+    measured_on: str | None = None
+    """The kind of another GPU that the entry is of; None: it is of this one."""
+
+    @property
+    def estimated(self) -> bool:
+        """Whether nobody measured this GEMM on this GPU."""
+        return self.smaller or self.measured_on is not None
 
     @property
     def least_gain(self) -> float:
@@ -72,36 +85,126 @@ class Times:
         return ESTIMATED_GAIN if self.estimated else 1.0
 
 
-def file_of(device_kind: str) -> Path:
-    """Where the entries of a GPU are, `device_kind` as in `jax.Device`."""
-    return FOLDER / f"{device_kind.lower().replace(' ', '_')}.json"
+def file_of(kind: str) -> Path:
+    """The table that this package ships of a GPU, `kind` as in `Device`."""
+    return FOLDER / f"{kind.lower().replace(' ', '_')}.json"
+
+
+_given: dict[str, Mapping[Shape, Entry]] = {}
+"""By kind of GPU, the user's entries where they are not those of the cache: given by
+another process, or found by this one, which could not write them."""
 
 
 @lru_cache
-def entries(device_kind: str) -> Mapping[Shape, Entry]:
-    """All entries of a GPU; none where it was never tuned."""
-    file = file_of(device_kind)
-    if not file.exists():
-        return {}
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    known = {}
-    for row in rows:
-        shape, config = Shape(**row["shape"]), Config(**row["config"])
-        known[shape] = Entry(**row | {"shape": shape, "config": config})
-    return known
+def entries(kind: str) -> Mapping[Shape, Entry]:
+    """All entries of a GPU, none where it was never tuned: those that this package
+    ships, and the user's own, which win where both have a shape."""
+    return {**shipped(kind), **own(kind)}
 
 
-def save(device_kind: str, found: Iterable[Entry]) -> None:
-    """Adds entries to a GPU's file, one JSON object per line; those of the same shape
-    are replaced."""
-    known = {**entries(device_kind), **{entry.shape: entry for entry in found}}
-    lines = [
-        json.dumps(dataclasses.asdict(known[shape]))
-        for shape in sorted(known, key=dataclasses.astuple)
-    ]
-    FOLDER.mkdir(exist_ok=True)
-    file_of(device_kind).write_text("".join(f"{line}\n" for line in lines))
+def forget() -> None:
+    """All files are read anew when they are next asked for."""
     entries.cache_clear()
+    shipped.cache_clear()
+
+
+@lru_cache
+def shipped(kind: str) -> Mapping[Shape, Entry]:
+    """The entries of a GPU that came with this package."""
+    file = file_of(kind)
+    return _by_shape(_read(file.read_text())) if file.exists() else {}
+
+
+def own(kind: str) -> Mapping[Shape, Entry]:
+    """The entries of a GPU that its user has measured, with what is installed here. A
+    file that cannot be read is left out, with a warning that names it."""
+    if kind in _given:
+        return _given[kind]
+    found: list[Entry] = []
+    for file in tuning_cache.files(kind):
+        try:
+            (entry,) = _read(file.read_text())
+            found.append(entry)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            warnings.warn(
+                f"{file} cannot be read ({error}) and is not used; delete it, and what "
+                f"it was about is measured again",
+                stacklevel=2,
+            )
+    return _by_shape(found)
+
+
+def save(kind: str, found: Iterable[Entry]) -> None:
+    """Keeps what the user of a GPU has measured, beside what is kept already; instead
+    of it where both have a shape. Where the cache folder cannot be written a warning
+    says so, and the entries are known to this process alone."""
+    found = list(found)
+    known = {**own(kind), **_by_shape(found)}
+    try:
+        for entry in found:
+            tuning_cache.write(kind, _name_of(entry.shape), _text([entry]))
+    except (OSError, RuntimeError) as error:
+        warnings.warn(
+            f"what was measured cannot be kept ({error}), and the next run measures it "
+            f"again; make the folder writable, or name another in "
+            f"{tuning_cache.VARIABLE}",
+            stacklevel=2,
+        )
+        _given[kind] = known
+    if kind in _given:
+        _given[kind] = known
+    forget()
+
+
+def save_shipped(kind: str, found: Iterable[Entry]) -> None:
+    """Adds entries to the table that this package ships of a GPU, one JSON object per
+    line; those of the same shape are replaced. For its developers."""
+    known = {**shipped(kind), **_by_shape(found)}
+    FOLDER.mkdir(exist_ok=True)
+    in_order = sorted(known, key=dataclasses.astuple)
+    file_of(kind).write_text(_text(known[shape] for shape in in_order))
+    forget()
+
+
+def own_as_text(kind: str) -> str:
+    """The user's entries of a GPU, for `take_own` in other processes."""
+    return _text(own(kind).values())
+
+
+def take_own(kind: str, text: str) -> None:
+    """From now on the user's entries are those of another process, as `own_as_text`
+    gave them, whatever the cache of this one has."""
+    _given[kind] = _by_shape(_read(text))
+    forget()
+
+
+def _text(found: Iterable[Entry]) -> str:
+    return "".join(f"{json.dumps(dataclasses.asdict(entry))}\n" for entry in found)
+
+
+def _read(text: str) -> list[Entry]:
+    """What `_text` wrote. Raises ValueError, TypeError or KeyError for other text."""
+    found = []
+    for line in text.splitlines():
+        row = json.loads(line)
+        shape, config = Shape(**row["shape"]), Config(**row["config"])
+        entry = Entry(**row | {"shape": shape, "config": config})
+        for time_us in (entry.sparse_us, entry.dense_us, entry.pack_us):
+            if not 0 < time_us < math.inf:
+                raise ValueError(f"a time of {time_us} us")
+        found.append(entry)
+    return found
+
+
+def _by_shape(found: Iterable[Entry]) -> dict[Shape, Entry]:
+    return {entry.shape: entry for entry in found}
+
+
+def _name_of(shape: Shape) -> str:
+    """A name for a file: the sizes, and what tells apart shapes with the same ones."""
+    text = json.dumps(dataclasses.asdict(shape), sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return f"{shape.m}x{shape.n}x{shape.k}_{digest}"
 
 
 def tokens_axis(shape: Shape) -> Literal["m", "n", "k"]:
@@ -174,24 +277,52 @@ def widths(shape: Shape) -> tuple[int, int]:
     return getattr(shape, first), getattr(shape, second)
 
 
+def nearest_tuned(device: Device) -> Device | None:
+    """The other GPU whose shipped entries speak for `device` where it has none: of the
+    Hoppers that have any, the one whose number of multiprocessors is closest."""
+    if device.why_not_hopper() is not None:
+        return None
+    count = device.count_multiprocessors()
+    others = [
+        other
+        for other in KNOWN.values()
+        if other.is_hopper and other.kind != device.kind and shipped(other.kind)
+    ]
+    return min(
+        others,
+        key=lambda other: abs(other.count_multiprocessors() - count),
+        default=None,
+    )
+
+
 def times(device: Device, shape: Shape, rows_of_token: int = 1) -> Times | None:
-    """Those of the nearest entry, or of the largest inside; None where there is none.
+    """Those of the nearest entry, or of the largest inside; else the same of the
+    nearest tuned GPU, longer by as much as this one has fewer multiprocessors; None
+    where there is no entry.
 
     Args:
       rows_of_token: how many of the shape's rows stand for one of the dense GEMM: a
         token may have several experts. Entries are of one.
     """
-    near = nearest(device, shape)
-    entry = near or largest_inside(device, shape)
-    if entry is None:
+    for source in filter(None, (device, nearest_tuned(device))):
+        near = nearest(source, shape)
+        entry = near or largest_inside(source, shape)
+        if entry is not None:
+            break
+    else:
         return None
+    measured_on, slower = None, 1.0
+    if source.kind != device.kind:
+        measured_on = source.kind
+        slower = source.count_multiprocessors() / device.count_multiprocessors()
     dense = _dense_work(shape) / _dense_work(entry.shape) / rows_of_token
     return Times(
-        sparse_us=entry.sparse_us * _work(shape) / _work(entry.shape),
-        dense_us=entry.dense_us * dense,
-        pack_us=entry.pack_us * _packed(shape) / _packed(entry.shape),
+        sparse_us=slower * entry.sparse_us * _work(shape) / _work(entry.shape),
+        dense_us=slower * entry.dense_us * dense,
+        pack_us=slower * entry.pack_us * _packed(shape) / _packed(entry.shape),
         entry=entry,
-        estimated=near is None,
+        smaller=near is None,
+        measured_on=measured_on,
     )
 
 
@@ -232,9 +363,10 @@ def why_slower(device: Device, shape: Shape) -> str | None:
     if known.sparse_us * known.least_gain < known.dense_us:
         return None
     if known.estimated:
+        where = f", measured on {known.measured_on}" if known.measured_on else ""
         return (
             f"estimated slower, or faster by less than the estimate's error: "
-            f"{known.sparse_us:.1f} us, dense {known.dense_us:.1f} us"
+            f"{known.sparse_us:.1f} us, dense {known.dense_us:.1f} us{where}"
         )
     entry = known.entry
     return (

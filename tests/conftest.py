@@ -41,6 +41,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     COMPILED = tempfile.mkdtemp(prefix="compiled-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED
     jax.config.update("jax_compilation_cache_dir", COMPILED)
+# Nobody's own tuning results are read or written.
+NO_CACHE = tempfile.mkdtemp(prefix="sparsejax-cache-")
+os.environ["SPARSEJAX_CACHE"] = NO_CACHE
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
@@ -82,6 +85,7 @@ def pytest_collection_finish():
 
 
 def pytest_unconfigure():
+    shutil.rmtree(NO_CACHE, ignore_errors=True)
     if COMPILED is not None:
         shutil.rmtree(COMPILED, ignore_errors=True)
 

@@ -105,7 +105,9 @@ class Times:
     """By backend, "dense" included, and of "packing" the sparse operand: measured, for
     this GEMM or the nearest number of tokens and taken in proportion."""
     estimated_from: str | None = None
-    """Where it was not: the smaller GEMM that was."""
+    """Where it was not: what was, a smaller GEMM or one on another GPU, in words."""
+    measured_on: str | None = None
+    """The kind of that other GPU."""
     least_gain: float = 1.0
     """How many times as fast as dense the GEMM must be to be chosen unasked."""
 
@@ -161,13 +163,19 @@ def choose_backend(
             reason = "as requested"
             if requested is None:
                 reason = "the first that can run it" + (f"; {refused}" * bool(refused))
+            times = _times(spec, implementations)
+            if times is not None and times.measured_on is not None:
+                reason += (
+                    f"; its times are estimates, from {times.measured_on}: nobody "
+                    f"measured it on {spec.device.kind}"
+                )
             return Decision(
                 spec=spec,
                 backend=backend,
                 path=path,
                 executed_share=share,
                 reason=reason,
-                times=_times(spec, implementations),
+                times=times,
             )
         refusals[backend] = why
     reasons = "; ".join(f"{name}: {why}" for name, why in refusals.items())

@@ -307,7 +307,12 @@ def _why_slower_together(decisions: Sequence[Decision]) -> str | None:
     known = "measured slower together"
     if least_gain > 1:
         known = "together estimated slower, or faster by less than the estimate's error"
-    return f"{known}: {sparse:.0f} us and {packing:.0f} of packing, dense {dense:.0f}"
+    elsewhere = sorted({of.measured_on for of in times if of and of.measured_on})
+    where = f", measured on {' and '.join(elsewhere)}" if elsewhere else ""
+    return (
+        f"{known}: {sparse:.0f} us and {packing:.0f} of packing, dense {dense:.0f}"
+        f"{where}"
+    )
 
 
 def _alike(packed: list[bool], of: list[int]) -> bool:

@@ -346,23 +346,38 @@ def _times_on_sm90(spec: GemmSpec) -> Times | None:
         source = f"{at.m} x {at.n} x {at.k}" + (
             f" of {at.experts} experts" if spec.experts is not None else ""
         )
+    if known.measured_on is not None:
+        source = f"{source} on {known.measured_on}"
     us = {
         "mosaic_sm90": known.sparse_us,
         "dense": known.dense_us,
         "packing": known.pack_us,
     }
-    return Times(us=us, estimated_from=source, least_gain=known.least_gain)
+    return Times(
+        us=us,
+        estimated_from=source,
+        measured_on=known.measured_on,
+        least_gain=known.least_gain,
+    )
 
 
 def _describe_on_sm90(spec: GemmSpec) -> tuple[str, float]:
     operand = "weight" if spec.sparse_weight else "activation"
     features = spec.expert_features or _all_neurons(spec)
     share = 0.5 * (1 + _whole_rows(spec) / features)
+    cores = f"the sparse tensor cores{_cut_up_as_on(spec)}"
     if spec.experts is None:
-        return f"2:4 {operand} on the sparse tensor cores", share
+        return f"2:4 {operand} on {cores}", share
     share *= spec.experts_per_token / spec.experts
-    what = f"2:4 {operand} of {spec.experts} experts on the sparse tensor cores"
-    return what, share
+    return f"2:4 {operand} of {spec.experts} experts on {cores}", share
+
+
+def _cut_up_as_on(spec: GemmSpec) -> str:
+    """Where the kernel's config comes from, if from another GPU."""
+    known = _times_on_sm90(spec)
+    if known is None or known.measured_on is None:
+        return ""
+    return f", cut up as on {known.measured_on}"
 
 
 def _multiply_on_sm90(lhs, rhs) -> jax.Array:

@@ -8,7 +8,7 @@ import pytest
 import hopper
 from experiments import bench_experts
 from experiments.sparse_modes import sparse_modes
-from pallas_kernels import grouped_matmul_sm90, tuning
+from pallas_kernels import grouped_matmul_sm90, tuning, tuning_cache
 from sparsejax.ops import sparse_matmul
 from sparsejax.ops.ffn_spec import FFNSpec
 
@@ -32,10 +32,10 @@ def test_every_gemm_is_compared_and_timed(monkeypatch, tmp_path):
 def test_what_an_ffn_will_ask_for_is_kept(monkeypatch, tmp_path):
     hopper.pretend(monkeypatch)
     monkeypatch.setattr(tuning, "FOLDER", tmp_path)
-    tuning.entries.cache_clear()
-    kind = hopper.H200.kind
+    monkeypatch.setenv(tuning_cache.VARIABLE, str(tmp_path / "cache"))
+    tuning.forget()
     rows = bench_experts.main(replace(TINY, tune=True))
-    known = tuning.entries(kind)
+    known = tuning.entries(hopper.H200.kind)
     spec = FFNSpec(
         tokens=512,
         d_model=64,
@@ -49,7 +49,7 @@ def test_what_an_ffn_will_ask_for_is_kept(monkeypatch, tmp_path):
     assert [row["pack_us"] > 0 for row in rows] == [True] * 5
     with pytest.raises(ValueError, match=r"share_of_first=0\.9 is not usual"):
         bench_experts.main(replace(TINY, tune=True, share_of_first=0.9))
-    tuning.entries.cache_clear()
+    tuning.forget()
 
 
 def test_a_wrong_product_stops_the_benchmark(monkeypatch):

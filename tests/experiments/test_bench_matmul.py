@@ -1,6 +1,7 @@
 """The GEMM benchmark at a tiny size, its kernels emulated."""
 
 import json
+from dataclasses import replace
 from typing import get_args
 
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import pytest
 
 import hopper
 from experiments import bench_matmul, ffn_gemms
-from pallas_kernels import sparse_matmul_sm90, tuning
+from pallas_kernels import sparse_matmul_sm90, tuning, tuning_cache
 from pallas_kernels.sparse_matmul_configs import default_config
 from sparsejax.ops import sparse_matmul
 from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
@@ -20,9 +21,10 @@ from sparsejax.patterns import NM
 def tuned(monkeypatch, tmp_path):
     hopper.pretend(monkeypatch)
     monkeypatch.setattr(tuning, "FOLDER", tmp_path / "tuned")
-    tuning.entries.cache_clear()
+    monkeypatch.setenv(tuning_cache.VARIABLE, str(tmp_path / "cache"))
+    tuning.forget()
     yield
-    tuning.entries.cache_clear()
+    tuning.forget()
 
 
 def test_rows_hold_what_was_measured_and_tuning_is_kept(tuned, tmp_path):
@@ -40,6 +42,16 @@ def test_rows_hold_what_was_measured_and_tuning_is_kept(tuned, tmp_path):
     assert row["peer_us"] is None and row["speedup_vs_peer"] is None
     shapes = {(s.n, s.k, s.m) for s in tuning.entries(row["device"])}
     assert shapes == {(32, 64, 128), (1, 64, 64)}
+
+
+def test_a_developer_tunes_what_is_shipped(tuned):
+    config = bench_matmul.Config(
+        shapes=("32,64,64",), tune=True, shipped=True, rounds=1, results=None
+    )
+    device = bench_matmul.main(config)[0]["device"]
+    assert len(tuning.shipped(device)) == 1 and not tuning.own(device)
+    with pytest.raises(ValueError, match="add --tune"):
+        bench_matmul.main(replace(config, tune=False))
 
 
 def test_every_gemm_is_timed_and_tuned(tuned, monkeypatch):

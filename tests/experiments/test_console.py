@@ -199,6 +199,17 @@ def test_an_estimate_is_said_with_what_it_comes_from(capsys, monkeypatch):
     assert "measured: each GEMM alone" not in shown
 
 
+def test_times_of_another_gpu_are_said_to_be_no_more_than_that(capsys, monkeypatch):
+    hopper.see_device(monkeypatch, hopper.H100)
+    one_device = "--preset llama-1b --recipe weights --mesh.data 1 --dry-run"
+    assert pretrain.run(one_device.split()) == 0
+    shown = capsys.readouterr().out
+    assert "cut up as on NVIDIA H200 (50%); estimated " in shown
+    guess = "measured on NVIDIA H200, not on NVIDIA H100 80GB HBM3: a guess until it is"
+    assert shown.count(guess) == 1
+    assert "measured: each GEMM alone" not in shown
+
+
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_a_gpu_without_a_kernel_for_experts_is_told(platform, capsys, monkeypatch):
     device = hopper.A100 if platform == "gpu" else CPU

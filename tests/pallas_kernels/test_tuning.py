@@ -1,8 +1,12 @@
-"""The tuned file: written, read back, asked about neighbours; the search."""
+"""Tuned entries: written, read back, asked about neighbours; the search."""
 
 import json
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +14,8 @@ import pytest
 
 import hopper
 from pallas_kernels import grouped_matmul_sm90 as grouped
-from pallas_kernels import tuning
+from pallas_kernels import tuning, tuning_cache
+from pallas_kernels.device import CPU, Device
 from pallas_kernels.sparse_matmul_configs import (
     Config,
     Shape,
@@ -96,9 +101,11 @@ def lowered_text(shape: Shape, config: Config) -> str:
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "FOLDER", tmp_path / "tuned")
-    tuning.entries.cache_clear()
+    monkeypatch.setattr(tuning, "_given", {})
+    monkeypatch.setenv(tuning_cache.VARIABLE, str(tmp_path / "cache"))
+    tuning.forget()
     yield
-    tuning.entries.cache_clear()
+    tuning.forget()
 
 
 def test_entries_come_back_and_replace_those_of_their_shape():
@@ -110,8 +117,140 @@ def test_entries_come_back_and_replace_those_of_their_shape():
         SHAPE: entry(SHAPE, 5.0),
         other: entry(other, width=3),
     }
+    assert len(tuning_cache.files(GPU.kind)) == 2
+    assert tuning.entries(hopper.H100.kind) == tuning.shipped(GPU.kind) == {}
+
+
+def test_what_a_developer_ships_is_one_file_of_lines():
+    other = replace(SHAPE, n=64)
+    tuning.save_shipped(GPU.kind, [entry(SHAPE), entry(other, width=3)])
+    tuning.save_shipped(GPU.kind, [entry(SHAPE, 5.0)])
     assert len(tuning.file_of(GPU.kind).read_text().splitlines()) == 2
-    assert tuning.entries("NVIDIA H100") == {}
+    assert tuning.entries(GPU.kind)[SHAPE].sparse_us == 5.0
+    assert tuning_cache.files(GPU.kind) == []
+
+
+def test_the_users_entries_win_over_those_of_the_package():
+    other = replace(SHAPE, n=8000)
+    tuning.save_shipped(GPU.kind, [entry(SHAPE, 1.0), entry(other, 1.5)])
+    table = tuning.file_of(GPU.kind).read_bytes()
+    tuning.save(GPU.kind, [entry(SHAPE, 5.0)])
+    assert tuning.entries(GPU.kind)[SHAPE].sparse_us == 5.0
+    assert tuning.entries(GPU.kind)[other].sparse_us == 1.5
+    assert tuning.file_of(GPU.kind).read_bytes() == table
+
+
+@pytest.mark.parametrize("stale", ["driver", "jax", "kernels"])
+def test_what_was_measured_with_anything_else_is_not_read(stale, monkeypatch):
+    tuning.save(GPU.kind, [entry(SHAPE)])
+    match stale:
+        case "driver":
+            monkeypatch.setattr(tuning_cache, "driver_version", lambda: "999.1")
+        case "jax":
+            monkeypatch.setattr(jax, "__version__", "99.0")
+        case "kernels":
+            monkeypatch.setattr(tuning_cache, "kernel_hash", lambda: "0" * 16)
+    tuning.forget()
+    assert tuning.entries(GPU.kind) == {}
+
+
+def test_the_key_is_in_the_path(monkeypatch, tmp_path):
+    monkeypatch.setattr(tuning_cache, "driver_version", lambda: "580.65 (open)")
+    place = tuning_cache.folder(GPU.kind)
+    assert place.parent == tmp_path / "cache" / "tuned" / "nvidia-h200"
+    kernels = tuning_cache.kernel_hash()
+    key = f"driver-580.65-open-_jax-{jax.__version__}_kernels-{kernels}"
+    assert place.name == key and len(kernels) == 16
+    monkeypatch.delenv(tuning_cache.VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert str(tuning_cache.root()) == "/somewhere/sparsejax"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/of-a-user")
+    assert str(tuning_cache.root()) == "/home/of-a-user/.cache/sparsejax"
+
+
+def test_the_driver_is_nvmls_or_the_backends(monkeypatch):
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlSystemGetDriverVersion=lambda: b"580.65.06",
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    version = tuning_cache.driver_version.__wrapped__
+    assert version() == "580.65.06"
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # not importable
+    backend = SimpleNamespace(platform_version="PJRT C API\ncuda 13000")
+    monkeypatch.setattr(tuning_cache, "get_backend", lambda: backend)
+    assert version() == "PJRT C API cuda 13000"
+    backend.platform_version = ""
+    assert version() == "unknown"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "{}", "[]", '{"shape": {"m": 1}}', "\udcff", "negative"]
+)
+def test_a_damaged_file_is_left_out_and_named(text):
+    tuning.save(GPU.kind, [entry(SHAPE), entry(replace(SHAPE, n=64))])
+    damaged, whole = tuning_cache.files(GPU.kind)
+    if text == "negative":
+        text = damaged.read_text().replace('"sparse_us": 1.0', '"sparse_us": -1.0')
+    damaged.write_bytes(text.encode(errors="surrogateescape"))
+    tuning.forget()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        known = tuning.entries(GPU.kind)
+        assert tuning.entries(GPU.kind) == known
+    assert len(known) == 1 and whole.stem.startswith("256x")
+    assert [str(damaged) in str(warning.message) for warning in told] == [True]
+
+
+def test_processes_that_tune_at_once_lose_nothing(tmp_path):
+    shapes = [replace(SHAPE, n=64 * count) for count in range(1, 25)]
+
+    def one(shape):
+        tuning.save(GPU.kind, [entry(shape), entry(SHAPE, shape.n)])
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, shapes))
+    assert set(tuning.own(GPU.kind)) == {SHAPE, *shapes}
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_a_write_that_fails_leaves_what_was_there(monkeypatch, tmp_path):
+    tuning.save(GPU.kind, [entry(SHAPE)])
+    (file,) = tuning_cache.files(GPU.kind)
+    before = file.read_bytes()
+
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(tuning_cache.os, "replace", full)
+    with pytest.warns(UserWarning, match="cannot be kept .no space left.* SPARSEJAX_C"):
+        tuning.save(GPU.kind, [entry(SHAPE, 5.0)])
+    assert file.read_bytes() == before and not list(tmp_path.rglob("*.part"))
+    # This process knows it nevertheless.
+    assert tuning.entries(GPU.kind)[SHAPE].sparse_us == 5.0
+
+
+def test_a_cache_that_is_no_folder_is_a_warning(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(tuning_cache.VARIABLE, str(tmp_path / "file"))
+    assert tuning.entries(GPU.kind) == {}
+    with pytest.warns(UserWarning, match="cannot be kept"):
+        tuning.save(GPU.kind, [entry(SHAPE)])
+    with pytest.warns(UserWarning, match="cannot be kept"):
+        tuning.save(GPU.kind, [entry(replace(SHAPE, n=64))])
+    assert set(tuning.entries(GPU.kind)) == {SHAPE, replace(SHAPE, n=64)}
+
+
+def test_another_process_gives_its_entries_instead_of_the_caches():
+    tuning.save(GPU.kind, [entry(SHAPE, 3.0)])
+    given = tuning.own_as_text(GPU.kind)
+    tuning.save(GPU.kind, [entry(SHAPE, 5.0), entry(replace(SHAPE, n=64))])
+    tuning.take_own(GPU.kind, given)
+    assert tuning.entries(GPU.kind) == {SHAPE: entry(SHAPE, 3.0)}
+    tuning.save(GPU.kind, [entry(replace(SHAPE, n=8000))])
+    assert set(tuning.entries(GPU.kind)) == {SHAPE, replace(SHAPE, n=8000)}
 
 
 def test_an_entry_speaks_for_its_neighbours_alone():
@@ -206,6 +345,50 @@ def test_groups_are_estimated_from_fewer_and_smaller_ones():
     # An eighth of the tokens for each expert.
     assert tuning.times(GPU, replace(more, m=ROWS.m, experts=32)) is None
     assert tuning.times(GPU, replace(more, experts=1, group_tile=0)) is None
+
+
+def test_a_hopper_without_an_entry_takes_those_of_another_as_estimates():
+    tuning.save_shipped(GPU.kind, [entry(SHAPE, width=3)])
+    near, wide = replace(SHAPE, n=1500), replace(SHAPE, m=512, n=8000)
+    for shape in (SHAPE, near, wide):
+        known = tuning.times(GPU, shape)
+        guess = tuning.times(hopper.H100, shape)
+        assert guess == replace(known, measured_on=GPU.kind)
+        assert guess.estimated and guess.least_gain == tuning.ESTIMATED_GAIN
+        assert tuning.config_for(hopper.H100, shape).width == 3
+    assert not tuning.times(GPU, near).estimated
+    # Fewer multiprocessors take longer for everything.
+    slower = tuning.times(Device.named("NVIDIA H20"), SHAPE)
+    scale = 132 / 78
+    assert (slower.sparse_us, slower.dense_us, slower.pack_us) == pytest.approx(
+        (1.0 * scale, 2.0 * scale, 10.0 * scale)
+    )
+    # Their own speak first, even of a smaller GEMM.
+    tuning.save(hopper.H100.kind, [entry(SHAPE, 5.0)])
+    assert tuning.times(hopper.H100, SHAPE).measured_on is None
+    assert tuning.times(hopper.H100, wide).measured_on is None
+    assert tuning.times(GPU, SHAPE).sparse_us == 1.0
+    assert tuning.times(hopper.A100, SHAPE) is None
+    assert tuning.times(CPU, SHAPE) is None
+
+
+def test_of_several_tuned_gpus_the_one_of_most_alike_size_is_taken():
+    small, large = Device.named("NVIDIA H20"), Device.named("NVIDIA H100 PCIe")
+    for device, sparse_us in ((small, 3.0), (GPU, 4.0)):
+        tuning.save_shipped(device.kind, [entry(SHAPE, sparse_us)])
+    assert tuning.nearest_tuned(large) == GPU
+    assert tuning.nearest_tuned(GPU) == small
+    assert tuning.nearest_tuned(replace(GPU, multiprocessors=None)) is None
+
+
+def test_what_another_gpu_gained_must_be_more_than_an_estimates_error():
+    tuning.save_shipped(GPU.kind, [entry(SHAPE, 1.8)])
+    assert tuning.why_slower(hopper.H100, SHAPE) is None
+    tuning.save_shipped(GPU.kind, [entry(SHAPE, 1.85)])
+    assert tuning.why_slower(GPU, SHAPE) is None
+    why = tuning.why_slower(hopper.H100, SHAPE)
+    assert why.startswith("estimated slower, or faster by less than the estimate's")
+    assert why.endswith("dense 2.0 us, measured on NVIDIA H200")
 
 
 def test_an_estimate_must_gain_more_than_its_error():

@@ -43,6 +43,28 @@ def spec(sparsity: FFNSparsity, **changes) -> FFNSpec:
     return FFNSpec(sparsity=sparsity, **facts | changes)
 
 
+def test_a_hopper_that_nobody_tuned_chooses_as_the_h200_where_that_gains_much():
+    sizes = {"tokens": 16384, "d_model": 4096, "d_hidden": 16384}
+    measured = spec(ALL_SIX, **sizes).explain()
+    guessed = spec(ALL_SIX, device=hopper.H100, **sizes).explain()
+    assert backends(measured) == backends(guessed) == [True] * 6
+    for own, decision in zip(measured, guessed, strict=True):
+        assert own.times.measured_on is None and "NVIDIA" not in own.path + own.reason
+        assert decision.times.us == own.times.us
+        assert decision.times.measured_on == "NVIDIA H200"
+        assert decision.times.estimated_from.endswith(" on NVIDIA H200")
+        assert ", cut up as on NVIDIA H200" in decision.path
+        where = "estimates, from NVIDIA H200: nobody measured it on NVIDIA H100 80GB"
+        assert where in decision.reason
+    # GEMMs 5 and 6 together gain less than an estimate is asked for.
+    sizes = {"tokens": 8192, "d_model": 2048, "d_hidden": 8192}
+    assert backends(spec(ALL_SIX, **sizes).explain()) == [True] * 6
+    guessed = spec(ALL_SIX, device=hopper.H100, **sizes).explain()
+    assert backends(guessed) == [True] * 4 + [False] * 2
+    assert "together estimated slower" in guessed[4].reason
+    assert ", measured on NVIDIA H200" in guessed[4].reason
+
+
 def backends(decisions) -> list[bool]:
     """Which GEMMs run on the kernel."""
     return [decision.backend == "mosaic_sm90" for decision in decisions]

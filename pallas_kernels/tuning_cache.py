@@ -1,0 +1,107 @@
+"""Where a user's own tuning results are kept: a file per GEMM, in a cache folder.
+
+    CACHE/tuned/<gpu>/driver-<version>_jax-<version>_kernels-<hash>/<gemm>.json
+
+What the times depend on is part of the path, so that what is stale is not found. CACHE
+is $SPARSEJAX_CACHE, or sparsejax/ in $XDG_CACHE_HOME or in ~/.cache. A file is whole or
+not there, and processes may write at once: each GEMM has a file of its own.
+"""
+
+import contextlib
+import hashlib
+import importlib
+import os
+import re
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import jax
+from jax.extend.backend import get_backend
+
+VARIABLE = "SPARSEJAX_CACHE"
+"""The environment variable that names the folder."""
+
+NO_KERNELS = ("__init__.py", "device.py", "tuning.py", "tuning_cache.py")
+"""Files of this package that no measured time depends on."""
+
+
+def root() -> Path:
+    """CACHE.
+
+    Raises:
+      RuntimeError: no variable is set, and the user has no home.
+    """
+    if named := os.environ.get(VARIABLE):
+        return Path(named)
+    if caches := os.environ.get("XDG_CACHE_HOME"):
+        return Path(caches) / "sparsejax"
+    return Path.home() / ".cache" / "sparsejax"
+
+
+def folder(kind: str) -> Path:
+    """The files of a kind of GPU, measured with what is installed here; it need not
+    exist. Raises as `root`."""
+    versions = f"driver-{driver_version()}_jax-{jax.__version__}"
+    key = f"{versions}_kernels-{kernel_hash()}"
+    return root() / "tuned" / _as_name(kind.lower()) / _as_name(key)
+
+
+@lru_cache
+def driver_version() -> str:
+    """Of the GPU's driver by NVML, where Python has it; else what JAX's backend says of
+    itself; else "unknown"."""
+    try:
+        # Not one of our dependencies.
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        version = nvml.nvmlSystemGetDriverVersion()
+        nvml.nvmlShutdown()
+    except Exception:  # of a library that need not be there, or find a GPU
+        version = get_backend().platform_version
+    if isinstance(version, bytes):  # as older ones have it
+        version = version.decode(errors="replace")
+    return " ".join(version.split()) or "unknown"
+
+
+@lru_cache
+def kernel_hash() -> str:
+    """Of the sources of all kernels, whatever the order of the files."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        if source.name not in NO_KERNELS:
+            digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def files(kind: str) -> list[Path]:
+    """What was kept of a kind of GPU, in the order of the names; nothing where the
+    folder cannot be read."""
+    try:
+        return sorted(folder(kind).glob("*.json"))
+    except (OSError, RuntimeError):
+        return []
+
+
+def write(kind: str, name: str, text: str) -> None:
+    """Keeps `text` under `name`, instead of what was there, all of it or nothing.
+
+    Raises:
+      OSError, RuntimeError: the folder cannot be made or written; says which.
+    """
+    place = folder(kind)
+    place.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=place, prefix=name, suffix=".part")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(temporary, place / f"{name}.json")
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _as_name(text: str) -> str:
+    """As a name of a folder: letters, digits, dots, underscores, hyphens."""
+    return re.sub(r"[^\w.-]+", "-", text)[:128]
