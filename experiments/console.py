@@ -31,6 +31,7 @@ from sparsejax.ops.ffn_spec import FFNSparsity
 from sparsejax.patterns import Pattern
 from sparsejax.recipe import Phase, phases
 from sparsejax.sharding import check_shardable
+from sparsejax.step_times import StepTimes, phases_run_dense
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 """The flag with which XLA's GPU kernels repeat their bits."""
@@ -65,10 +66,15 @@ def fail(error: Exception, reason: str | None = None) -> int:
     return 1
 
 
-def announce(config: TrainConfig, *, predicted: bool = False) -> None:
+def announce(
+    config: TrainConfig,
+    *,
+    predicted: bool = False,
+    step_times: StepTimes | None = None,
+) -> None:
     """Devices, mesh, size, FLOPs, phases, the path of each GEMM; with `predicted` also
     memory, communication and the expected speed-up, for a mesh whose devices need not
-    exist.
+    exist; with `step_times` how fast the steps were, and what follows from it.
 
     Raises:
       ValueError: before anything is printed, for phases, patterns or a mesh that do not
@@ -112,6 +118,37 @@ def announce(config: TrainConfig, *, predicted: bool = False) -> None:
                 config, mesh, tokens_per_device, sparsities, micro_batches
             )
         _predict(config, planned)
+    if step_times is not None:
+        _say_step_times(config, planned, step_times)
+
+
+def _say_step_times(
+    config: TrainConfig, planned: tuple[Phase, ...], times: StepTimes
+) -> None:
+    say(
+        f"steps timed on {_count(times.devices, 'device')} ({times.device}) in "
+        f"{times.seconds:.0f} s: dense {times.dense_ms:.1f} ms "
+        f"({times.fastest_dense_ms:.1f}-{times.slowest_dense_ms:.1f})"
+    )
+    run_dense = phases_run_dense(
+        times, planned, new_process_minutes=config.new_process_minutes
+    )
+    for of in times.sparse:
+        kind = planned[of.phase].kind
+        say(
+            f"  {kind} phase: {of.step_ms:.1f} ms "
+            f"({of.fastest_ms:.1f}-{of.slowest_ms:.1f}), "
+            f"{times.speedup(of.phase):.2f} times as fast as dense; a dense step after "
+            f"it {of.dense_after_ms:.1f} ms"
+        )
+        if of.phase in run_dense and config.keep_slower:
+            say(f"  the {kind} phase loses time here, and is kept (--keep-slower)")
+        elif of.phase in run_dense:
+            say(
+                f"  the {kind} phase would lose time here and is trained dense; "
+                f"--keep-slower trains it sparse",
+                style="yellow",
+            )
 
 
 def _mesh_of(config: TrainConfig, *, predicted: bool) -> MeshConfig:
@@ -457,7 +494,11 @@ def _line_of(record: dict[str, Any]) -> str | None:
     if record["event"] == "saved":
         return f"last good checkpoint: {record['checkpoint']}"
     if record["event"] == "resume":
-        return f"{step}: continues from {record['checkpoint']}"
+        line = f"{step}: continues from {record['checkpoint']}"
+        if record.get("run_dense"):
+            numbers = ", ".join(map(str, record["run_dense"]))
+            line += f"; phase {numbers} is trained dense, which was timed faster"
+        return line
     if record["event"] == "damaged":
         return (
             f"{record['checkpoint']} is damaged ({record['reason']}) and set aside; "
@@ -481,6 +522,32 @@ def summarise(records: list[dict[str, Any]]) -> None:
         perplexity = math.exp(loss) if loss < 700 else math.inf
         table.add_row(kind, step, f"{loss:.4f}", f"{perplexity:.2f}")
     STDOUT.print(table)
+
+
+def say_speedup(records: list[dict[str, Any]]) -> None:
+    """How much faster the sparse steps of a run were than its dense ones, by the median
+    of what its records say; nothing where one of the two is not among them."""
+    phases_of: dict[bool, dict[int, list[float]]] = {True: {}, False: {}}
+    for record in records:
+        if (
+            record["event"] == "step"
+            and {"tokens_per_second", "sparse"} <= record.keys()
+        ):
+            of = phases_of[record["sparse"]].setdefault(record["phase"], [])
+            of.append(record["tokens_per_second"])
+    if not phases_of[True] or not phases_of[False]:
+        return
+    # The dense phase with the fastest steps: those after sparse ones may be slower.
+    medians = {
+        sparse: {phase: statistics.median(rates) for phase, rates in of.items()}
+        for sparse, of in phases_of.items()
+    }
+    dense = max(medians[False].values())
+    for phase, rate in medians[True].items():
+        say(
+            f"sparse steps (phase {phase}): {rate:,.0f} tokens/s, dense ones "
+            f"{dense:,.0f}: {rate / dense:.2f} times as fast, in this run"
+        )
 
 
 def show_sample(prompt: str, continuation: str) -> None:

@@ -28,24 +28,26 @@ import sys
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, get_args
 
 import jax
 import numpy as np
 import tyro
 
-from experiments import console
+from experiments import before_training, console
 from experiments.export import export
+from experiments.own_process import Terminated
 from experiments.plot import plot_run
 from sparsejax.batches import train_batches, validation_batches
-from sparsejax.config import TrainConfig
+from sparsejax.config import RecipeName, TrainConfig
 from sparsejax.config_file import check_resumable, read_config
-from sparsejax.corpus import load_corpus
+from sparsejax.corpus import Corpus, load_corpus
 from sparsejax.loop import NonFiniteLoss, Outcome, train
 from sparsejax.model import greedy_sample
 from sparsejax.presets import PRESETS
 from sparsejax.processes import Exchange, ProcessLost, join
 from sparsejax.records import check_writable
+from sparsejax.step_times import StepTimes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +70,32 @@ class Options:
     """With --distributed: a process that is silent for this long counts as dead."""
 
 
-def main(config: TrainConfig, run_folder: Path | None = None) -> Outcome:
+def main(
+    config: TrainConfig,
+    run_folder: Path | None = None,
+    *,
+    corpus: Corpus | None = None,
+    step_times: StepTimes | None = None,
+) -> Outcome:
     """Trains `config` in `run_folder`, or continues the run that is in it, to its end
-    or to where a new process is to resume it."""
+    or to where a new process is to resume it. `corpus` and `step_times` as in
+    `sparsejax.loop.train`."""
     if run_folder is None:
         now = datetime.now().strftime("%Y%m%d-%H%M%S")
         name = f"{config.preset}-{config.recipe}-{now}"
         names = Exchange("run folder").gather("name", name, timeout_seconds=60)
         run_folder = Path("runs") / names[0]
     check_writable(run_folder)
-    console.announce(config)
+    console.announce(config, step_times=step_times)
     with console.progress(config) as observe:
-        outcome = train(config, run_folder, observe=observe, stop_after_sparse=True)
+        outcome = train(
+            config,
+            run_folder,
+            observe=observe,
+            stop_after_sparse=True,
+            corpus=corpus,
+            step_times=step_times,
+        )
     if outcome.resume_in_new_process:
         return outcome
     try:
@@ -91,6 +107,8 @@ def main(config: TrainConfig, run_folder: Path | None = None) -> Outcome:
             f"disk, then --resume {run_folder}"
         ) from error
     console.say(f"run folder: {run_folder}")
+    if outcome.completed:
+        console.say_speedup(read_metrics(run_folder))
     return outcome
 
 
@@ -154,11 +172,15 @@ def parse(arguments: list[str]) -> Options:
         may not change.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--preset", choices=list(PRESETS), default="tiny")
+    first.add_argument("--preset", choices=list(PRESETS))
+    first.add_argument("--recipe")
     first.add_argument("--resume", type=Path)
     start, _ = first.parse_known_args(arguments)
-    default = PRESETS[start.preset]()
-    if start.resume is not None:
+    if start.resume is None:
+        default = PRESETS[start.preset or before_training.default_preset()]()
+        if start.recipe in get_args(RecipeName) and start.recipe != default.recipe:
+            default = default.with_recipe(start.recipe)
+    else:
         saved = start.resume / "config.json"
         if not saved.is_file():
             raise ValueError(
@@ -194,12 +216,18 @@ def run(arguments: list[str]) -> int:
             return 0
         if options.config.deterministic:
             console.repeat_bits()
+        run_folder = options.resume or options.run_folder
+        corpus, step_times = timed_first(options, run_folder)
         if options.distributed:
             join(heartbeat_seconds=options.heartbeat_seconds)
             console.STDOUT.quiet = jax.process_index() > 0
-        outcome = main(options.config, options.resume or options.run_folder)
+            step_times = before_training.agreed(step_times)
+        outcome = main(options.config, run_folder, corpus=corpus, step_times=step_times)
         if outcome.resume_in_new_process:
             resume_in_new_process(options, outcome.folder)
+    except Terminated:
+        console.say("stopped by SIGTERM before the first step")
+        return 0
     except (
         ValueError,
         NotImplementedError,
@@ -220,6 +248,23 @@ def run(arguments: list[str]) -> int:
             f"a mesh of more devices need less",
         )
     return 0
+
+
+def timed_first(
+    options: Options, run_folder: Path | None
+) -> tuple[Corpus | None, StepTimes | None]:
+    """The run's tokens, and how long its steps take on the GPUs of this machine; nothing
+    where that is not timed (`before_training.why_untimed`). JAX is not yet asked for
+    its devices in this process."""
+    config = options.config
+    if before_training.why_untimed(config, run_folder) is not None:
+        return None, None
+    if run_folder is not None:
+        check_writable(run_folder)
+    corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
+    heartbeat = options.heartbeat_seconds if options.distributed else None
+    times = before_training.times_of_steps(config, corpus, heartbeat_seconds=heartbeat)
+    return corpus, times
 
 
 def resume_in_new_process(options: Options, run_folder: Path) -> NoReturn:

@@ -27,6 +27,12 @@ _COMMITTED = re.compile(r"step_(\d+)(?:_(\d+))?")
 _LEFTOVER = re.compile(r"step_\d+(_\d+)?\.(writing|orbax-checkpoint-tmp.*|deleting)")
 
 
+def latest_step(folder: Path) -> int | None:
+    """The step of the newest complete checkpoint in a folder, which need not exist;
+    None where there is none."""
+    return CheckpointFolder(folder, keep=None, keep_every=0).latest_step()
+
+
 class CheckpointFolder:
     """What a folder holds, and what of it is deleted."""
 

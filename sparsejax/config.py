@@ -423,6 +423,15 @@ class TrainConfig:
                     f"{' or '.join(recipes)}"
                 )
 
+    def with_recipe(self, recipe: RecipeName) -> "TrainConfig":
+        """The same with another recipe, whose phases are as long, and which has none of
+        the settings that this one's sparse phase has beyond its recipe."""
+        lengths = {
+            name: getattr(self.phases, name)
+            for name in ("warmup_share", "sparse_share", "fold")
+        }
+        return replace(self, recipe=recipe, phases=RecipeConfig(**lengths))
+
     @property
     def tokens_per_step(self) -> int:
         return self.batch_size * self.data.sequence_length

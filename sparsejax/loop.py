@@ -182,7 +182,11 @@ class _Loop:
                 )
         else:
             self.restore()
-            self.observe_only("resume", checkpoint=str(checkpoints.path()))
+            self.observe_only(
+                "resume",
+                checkpoint=str(checkpoints.path()),
+                run_dense=self.run_dense,
+            )
         for checkpoint in damaged:
             path, reason = str(checkpoint.path), checkpoint.reason
             self.observe_only("damaged", checkpoint=path, reason=reason)
@@ -343,6 +347,7 @@ class _Loop:
             "step",
             loss=float(report["loss"]),
             gradient_norm=float(report["gradient_norm"]),
+            sparse=not self.phase.sparsity.is_dense,
             learning_rate=float(jnp.asarray(schedule(self.step - 1))),
             saving_seconds=self.saving_seconds,
             **speed,

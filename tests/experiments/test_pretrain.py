@@ -75,7 +75,7 @@ def test_help_explains_the_flags_with_their_units(capsys):
     assert caught.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     for part in (
-        "--preset {tiny,gpt-124m,llama-1b,llama-7b}",
+        "--preset {tiny,wide-200m,gpt-124m,llama-1b,llama-7b}",
         "--recipe {default,paper,activations,weights,dense}",
         "--model.d-hidden",
         "--dry-run",
@@ -297,7 +297,7 @@ def test_an_error_of_ours_keeps_its_traceback(monkeypatch):
 
 
 def raising(error: Exception):
-    def fail(*_):
+    def fail(*_, **__):
         raise error
 
     return fail
@@ -443,7 +443,8 @@ def test_a_process_joins_the_others_before_it_trains(monkeypatch):
     happened = []
     monkeypatch.setattr(pretrain, "join", lambda **said: happened.append(said))
     ended = SimpleNamespace(resume_in_new_process=False)
-    monkeypatch.setattr(pretrain, "main", lambda *_: happened.append("main") or ended)
+    main = lambda *_, **__: happened.append("main") or ended
+    monkeypatch.setattr(pretrain, "main", main)
     assert pretrain.run(["--distributed", "--heartbeat-seconds", "7"]) == 0
     assert happened == [{"heartbeat_seconds": 7}, "main"]
     assert pretrain.run(["--heartbeat-seconds", "7"]) == 0
