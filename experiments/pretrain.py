@@ -253,9 +253,9 @@ def run(arguments: list[str]) -> int:
 def timed_first(
     options: Options, run_folder: Path | None
 ) -> tuple[Corpus | None, StepTimes | None]:
-    """The run's tokens, and how long its steps take on the GPUs of this machine; nothing
-    where that is not timed (`before_training.why_untimed`). JAX is not yet asked for
-    its devices in this process."""
+    """The run's tokens, and how long its steps take on the GPUs of this machine; None
+    and None where that is not timed (`before_training.why_untimed`). JAX is not yet
+    asked for its devices in this process."""
     config = options.config
     if before_training.why_untimed(config, run_folder) is not None:
         return None, None

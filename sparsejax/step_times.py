@@ -18,6 +18,7 @@ from sparsejax.config import TrainConfig
 from sparsejax.config_file import from_plain
 from sparsejax.corpus import Corpus
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
+from sparsejax.processes import Exchange
 from sparsejax.recipe import Phase
 from sparsejax.train import Run, TrainState
 
@@ -171,6 +172,7 @@ class _Stepper:
     ) -> None:
         self.run, self.state, self.sparsity = run, state, sparsity
         self.tokens = tokens
+        self.exchange, self.timed = Exchange("time steps"), 0
 
     def switch(self, sparsity: FFNSparsity) -> None:
         if sparsity != self.sparsity:
@@ -189,9 +191,13 @@ class _Stepper:
     def time(self) -> list[float]:
         """The milliseconds of a step in each round."""
         self.steps(1)  # compiles
-        one, warm = self.steps(1), 0.0
-        while warm < WARM_SECONDS:
-            warm += self.steps(_within(WARM_SECONDS, one))
+        # Steps are taken by all processes together: they have to agree on how many.
+        self.timed += 1
+        seconds = self.exchange.gather(
+            str(self.timed), str(self.steps(1)), timeout_seconds=600
+        )
+        one = float(seconds[0])
+        self.steps(_within(WARM_SECONDS, one))
         count = _within(ROUND_SECONDS, one)
         return [1e3 * self.steps(count) / count for _ in range(ROUNDS)]
 

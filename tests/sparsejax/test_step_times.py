@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from sparsejax import step_times
 from sparsejax.checkpoint import Checkpoints
 from sparsejax.corpus import load_corpus
 from sparsejax.loop import train
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
 from sparsejax.patterns import NM
+from sparsejax.processes import Exchange
 from sparsejax.recipe import Phase, phases
 from sparsejax.step_times import (
     NEW_PROCESS_SECONDS,
@@ -192,3 +194,23 @@ def test_a_resume_does_as_the_run_began_whatever_it_is_told(slower, tmp_path):
         train(config, tmp_path / "sparse", observe=kill_at("step", 5))
     resumed = train(config, tmp_path / "sparse", step_times=slower)
     assert_same_bits(resumed.state, train(config, tmp_path / "plain").state)
+
+
+def test_processes_take_as_many_steps_as_the_first_one_says(tmp_path, monkeypatch):
+    """Steps are collective: counts that each process chose by its own clock would leave
+    one of them waiting for the others."""
+    counts = []
+    steps = step_times._Stepper.steps
+
+    def counting(stepper, count):
+        counts.append(count)
+        return steps(stepper, min(count, 1))
+
+    monkeypatch.setattr(step_times._Stepper, "steps", counting)
+    seconds = str(step_times.ROUND_SECONDS / 7)
+    monkeypatch.setattr(Exchange, "gather", lambda *_, **__: [seconds, "1e-3"])
+    config = micro_config(write_text(tmp_path), recipe="dense")
+    corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
+    time_steps(config, corpus)
+    warm = round(7 * step_times.WARM_SECONDS / step_times.ROUND_SECONDS)
+    assert counts == [1, 1, warm, 7, 7, 7]
