@@ -54,11 +54,12 @@ def check_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=there) as probe:
             probe.write(b"probe")
             probe.flush()
+            os.fsync(probe.fileno())  # where a file system over a network says no
     except OSError as error:
         how = "written in" if there == folder.absolute() else "made"
         raise ValueError(
             f"the run folder {folder} cannot be {how} ({there}: {error.strerror}); "
-            f"choose another, or free what is in its way"
+            f"choose another, or make this one writable"
         ) from error
 
 

@@ -335,7 +335,7 @@ def test_a_folder_that_cannot_be_made_ends_it_before_anything_else(
     assert captured.out == ""
     assert captured.err == (
         f"ValueError: the run folder {folder} cannot be made ({tmp_path / 'file'}: Not "
-        f"a directory); choose another, or free what is in its way\n"
+        f"a directory); choose another, or make this one writable\n"
     )
 
 

@@ -79,7 +79,7 @@ def test_a_place_that_cannot_be_written_is_named_with_the_reason(
         check_writable(tmp_path / folder)
     expected = f"the run folder TMP/{reason}".replace("TMP", str(tmp_path))
     assert str(caught.value).startswith(expected)
-    assert str(caught.value).endswith("; choose another, or free what is in its way")
+    assert str(caught.value).endswith("; choose another, or make this one writable")
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.ENOSPC, errno.EROFS])
