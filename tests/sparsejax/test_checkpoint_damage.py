@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sparsejax import manifest
 from sparsejax.checkpoint import Checkpoints, Damaged
 
 
@@ -131,6 +132,30 @@ def test_all_damaged_ones_down_to_the_first_intact_are_set_aside(folder):
         assert damaged.reason == "record.json is missing"
         assert checkpoints.latest_step() is None
         assert checkpoints.last_good() is None
+
+
+@pytest.mark.parametrize("newest", ["intact", "damaged"])
+def test_what_lies_behind_an_intact_one_is_not_read(folder, newest, monkeypatch):
+    """A resume takes the first intact one: what is older costs no time, and a damaged
+    one there keeps its name, for it is not in the way."""
+    cut(5)(folder / "step_00000001" / "record.json")
+    if newest == "damaged":
+        cut(5)(folder / "step_00000003" / "record.json")
+    read, find_damage = [], manifest.find_damage
+
+    def remember(path: Path) -> str | None:
+        read.append(path.name)
+        return find_damage(path)
+
+    monkeypatch.setattr(manifest, "find_damage", remember)
+    with Checkpoints(folder) as checkpoints:
+        found = [damaged.step for damaged in checkpoints.set_aside_damaged()]
+        assert found == ([3] if newest == "damaged" else [])
+        kept = [1, 2] if newest == "damaged" else [1, 2, 3]
+        assert checkpoints.steps() == kept
+    expected = ["step_00000003", "step_00000002"]
+    assert read == expected[: 2 if newest == "damaged" else 1]
+    assert_restores(folder, kept[-1])
 
 
 def test_a_step_damaged_again_takes_no_name_that_is_taken(folder):
