@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -257,6 +258,72 @@ def test_what_cannot_be_deleted_is_deleted_later(tmp_path, monkeypatch):
         assert checkpoints.steps() == [1, 2]
         checkpoints.save(3, state_of(3), blocking=True)
         assert checkpoints.steps() == [3]
+
+
+@pytest.fixture
+def calls(tmp_path, monkeypatch):
+    """What reaches the disk from now on, in order: ("flush", name), ("rename", new
+    name) and ("remove", name), names relative to the folder of checkpoints."""
+    made: list[tuple[str, str]] = []
+    fsync, rename, rmtree = os.fsync, os.rename, shutil.rmtree
+
+    def note(what: str, path: str | os.PathLike[str]) -> None:
+        made.append((what, Path(path).relative_to(tmp_path).as_posix()))
+
+    def note_flush(descriptor: int) -> None:
+        number = os.fstat(descriptor).st_ino
+        paths = (tmp_path, *tmp_path.rglob("*"))
+        note("flush", next(p for p in paths if p.stat().st_ino == number))
+        fsync(descriptor)
+
+    def note_rename(source, target, **options) -> None:
+        note("rename", target)
+        rename(source, target, **options)
+
+    def note_remove(path, *arguments, **options) -> None:
+        note("remove", path)
+        rmtree(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "fsync", note_flush)
+    monkeypatch.setattr(os, "rename", note_rename)
+    monkeypatch.setattr(shutil, "rmtree", note_remove)
+    return made
+
+
+def test_flushed_named_flushed_and_only_then_are_older_ones_deleted(tmp_path, calls):
+    """A power failure at any line leaves a whole checkpoint under its name."""
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, state_of(1), blocking=True)
+        calls.clear()
+        checkpoints.save(2, state_of(2), blocking=True)
+    new, old = "step_00000002", "step_00000001"
+    named = calls.index(("rename", new))
+    flushed = [name for what, name in calls[:named] if what == "flush"]
+    found = {True: [], False: []}
+    for path in (tmp_path / new).rglob("*"):
+        name = path.relative_to(tmp_path / new).as_posix()
+        found[path.is_dir()].append(f"{new}.writing/{name}")
+    folders, files = (found[True], found[False])
+    assert len(files) > 5
+    # Files, then the manifest that names them, then the folders that hold them all.
+    sealed = flushed.index(f"{new}.writing/manifest.json")
+    assert set(files) <= set(flushed[: sealed + 1])
+    assert set(folders) <= set(flushed[sealed:])
+    assert flushed[-1] == f"{new}.writing"
+    assert calls[named + 1 :] == [
+        ("flush", "."),
+        ("rename", f"{old}.deleting"),
+        ("remove", f"{old}.deleting"),
+    ]
+
+
+def test_a_damaged_one_is_set_aside_on_the_disk_as_well(tmp_path, calls):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state_of(1), blocking=True)
+        (tmp_path / "step_00000001" / "record.json").unlink()
+        calls.clear()
+        checkpoints.set_aside_damaged()
+    assert calls == [("rename", "step_00000001.damaged"), ("flush", ".")]
 
 
 # The disk is full in the middle of the arrays: 4 MB fit, or 1 MB into one file, and
