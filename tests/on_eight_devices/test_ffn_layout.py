@@ -178,6 +178,36 @@ def test_every_device_draws_for_itself():
     assert len(set(np.asarray(drawn).tolist())) == 8
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_each_device_estimates_its_gradients_with_its_own_key(gated, double):
+    """The gradients of a mesh are the sum of those of its devices' tokens, each drawn
+    with the device's key. All have the same tokens, and so would draw the same."""
+    sparsity = FFNSparsity(activations=TWO_FOUR, token_sparsity="mvue")
+    x, w_up, w_down, dy = (jnp.asarray(a) for a in make_inputs(5, TOKENS))
+    x, dy = (jnp.tile(a[: TOKENS // 8], (8, 1)) for a in (x, dy))
+    weights, run = (w_up, w_down), ffn
+    if gated:
+        weights = (jnp.flip(w_up, axis=1), w_up, w_down)
+        run = partial(gated_ffn, activation="reglu2")
+
+    @partial(jax.jit, static_argnums=0)
+    def gradients(layout, x, dy, key):
+        options = {"sparsity": sparsity, "key": key, "layout": layout}
+        return jax.vjp(partial(run, x, **options), *weights)[1](dy)
+
+    key = jax.random.key(3)
+    got = gradients(layout_of((4, 2, 1)), x, dy, key)
+    size = TOKENS // 8
+    parts = [
+        gradients(None, x[:size], dy[:size], jax.random.fold_in(key, device))
+        for device in range(8)
+    ]
+    assert not np.array_equal(parts[0][0], parts[1][0])
+    expected = jax.tree.map(lambda *of_devices: sum(of_devices), *parts)
+    # what is drawn is float32, sums are float64
+    chex.assert_trees_all_close(got, expected, rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.parametrize("method", ["mvue", "mvue_approximate"])
 def test_random_estimators_run_on_a_mesh_and_repeat(method, double):
     sparsity = FFNSparsity(activations=TWO_FOUR, token_sparsity=method)
