@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 
 import hopper
 from pallas_kernels import tuning
+from sparsejax.ops import sparse_matmul
 from sparsejax.ops.ffn import ffn
 from sparsejax.ops.ffn_layout import FFNLayout
 from sparsejax.ops.ffn_spec import FFNSparsity
@@ -126,6 +127,43 @@ def test_experts_packed_on_every_device_compute_what_one_device_does(
         ours, theirs = (np.asarray(a, np.float64) for a in (ours, theirs))
         # Partial sums over the experts are rounded to bfloat16 on each device.
         assert np.linalg.norm(ours - theirs) <= 2**-8 * np.linalg.norm(theirs)
+
+
+def test_each_device_estimates_from_packed_activations_with_its_own_key(
+    calls, monkeypatch
+):
+    """As in test_ffn_layout: all devices have the same tokens, and their own draws."""
+    # Kernels for GEMMs 2 to 4 as where they were measured faster; a named backend
+    # would have to run GEMMs 5 and 6 too, which draw.
+    kernel = replace(
+        sparse_matmul.IMPLEMENTATIONS["mosaic_sm90"], why_slower=lambda spec: None
+    )
+    monkeypatch.setitem(sparse_matmul.IMPLEMENTATIONS, "mosaic_sm90", kernel)
+    x, weights, _, dy = operands(gated=True)
+    sparsity = FFNSparsity(activations=NM(2, 4), token_sparsity="mvue")
+
+    @partial(jax.jit, static_argnums=0)
+    def gradients(layout, x, dy, key):
+        options = {"sparsity": sparsity, "key": key, "layout": layout}
+        run = partial(gated_ffn, x, activation="reglu2", **options)
+        return jax.vjp(run, *weights)[1](dy)
+
+    key = jax.random.key(3)
+    together = (jnp.tile(a, (8, 1)) for a in (x, dy))
+    got = gradients(layout_of((4, 2, 1)), *together, key)
+    assert {"keep_gated_features", "gated_backward"} <= set(calls)
+    parts = [
+        gradients(None, x, dy, jax.random.fold_in(key, device)) for device in range(8)
+    ]
+    assert not np.array_equal(parts[0][0], parts[1][0])
+    for ours, *theirs in zip(got, *parts, strict=True):
+        expected = sum(np.asarray(part, np.float64) for part in theirs)
+        # What is drawn from is rounded to bfloat16 where a fusion ends, and the two
+        # programs have other fusions. Other draws are a tenth of the norm away.
+        error = np.linalg.norm(np.asarray(ours, np.float64) - expected)
+        assert error <= 2**-7 * np.linalg.norm(expected)
+        other = np.linalg.norm(8 * np.asarray(theirs[0], np.float64) - expected)
+        assert other >= 0.1 * np.linalg.norm(expected)
 
 
 def test_what_is_gathered_is_what_was_packed():
