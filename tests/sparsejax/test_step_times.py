@@ -182,12 +182,12 @@ def test_a_faster_phase_or_one_that_is_to_be_kept_runs_sparse(
 def test_a_resume_does_as_the_run_began_whatever_it_is_told(slower, tmp_path):
     config = micro_config(write_text(tmp_path))
     whole = train(config, tmp_path / "whole", step_times=slower)
-    for step_times in (None, times_of(phase_time(step_ms=50.0))):
-        folder = tmp_path / f"stopped-{step_times is None}"
+    for given in (None, times_of(phase_time(step_ms=50.0))):
+        folder = tmp_path / f"stopped-{given is None}"
         with pytest.raises(Killed):
             train(config, folder, observe=kill_at("step", 5), step_times=slower)
         assert Checkpoints(folder / "checkpoints").metadata()["run_dense"] == [1]
-        resumed = train(config, folder, step_times=step_times)
+        resumed = train(config, folder, step_times=given)
         assert_same_bits(resumed.state, whole.state)
     # ... also one that began without times.
     with pytest.raises(Killed):
