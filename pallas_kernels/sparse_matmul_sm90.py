@@ -436,6 +436,13 @@ def _by_eight(ref):
     return utils.memref_unfold(ref, 0, (None, 1, 8))
 
 
+def _reads_beyond(shape: Shape, config: Config, half: int) -> bool:
+    """Whether a half of a pair may be copied from beyond A: past its last rows, or past
+    k where that is half a pair too short. What is there is zero."""
+    tail = half == 1 and shape.k % (2 * TILE_K) != 0
+    return tail or shape.m % (config.tile_m * config.cluster) != 0
+
+
 def _multiply_add(shape: Shape, config: Config, half: int):
     """sums + A's rows of a warpgroup @ B's tile, as a function of Pallas values."""
 
@@ -455,7 +462,13 @@ def _multiply_add(shape: Shape, config: Config, half: int):
     def run(_, sums, values, b, *words):
         b = _by_eight(b) if shape.b_k_major else b
         return sparse_wgmma(
-            sums, _by_eight(values), words, b, half=half, b_k_major=shape.b_k_major
+            sums,
+            _by_eight(values),
+            words,
+            b,
+            half=half,
+            b_k_major=shape.b_k_major,
+            beyond=_reads_beyond(shape, config, half),
         )
 
     return run

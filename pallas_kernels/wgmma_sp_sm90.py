@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array, mma_utils, utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, nvvm, vector
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 # The package has a function of the same name.
 _wgmma = importlib.import_module("jax.experimental.mosaic.gpu.wgmma")
@@ -26,6 +26,11 @@ kept."""
 
 SWIZZLE_B = 128
 """Bytes of a row of B in shared memory: 64 columns."""
+
+FIRST_TWO = 0x44444444
+"""Metadata of groups that keep their first two entries. Of the two positions in four
+bits the second must be larger: no bits that the instruction knows are below 0100, and
+so no word of metadata is below this one."""
 
 _PTX_TYPES = {"bf16": "bf16", "f16": "f16"}
 
@@ -38,6 +43,7 @@ def sparse_wgmma(
     *,
     half: int,
     b_k_major: bool,
+    beyond: bool = False,
 ) -> fragmented_array.FragmentedArray:
     """`accumulator + A B` over 64 columns of A; waits for the result.
 
@@ -50,6 +56,8 @@ def sparse_wgmma(
         (n / 8, 1, 8, 64); else 64 rows of n, tiled (8, n / 64, 8, 64).
       half: of the 128 columns of A, 0 or 1.
       b_k_major: whether k is the contiguous axis of b.
+      beyond: whether A may have words of zeros, as a copy leaves them where it reaches
+        beyond the metadata in memory. They are no metadata, and are replaced.
     """
     n = accumulator.shape[1]
     # Also keeps the compiler from moving accesses of the registers past this point.
@@ -68,17 +76,21 @@ def sparse_wgmma(
         mma_bytewidth_k=64,
     )
     element = ir.MemRefType(values.type).element_type
+    words = [
+        vector.extract(word.registers.item(), dynamic_position=[], static_position=[0])
+        for word in metadata
+    ]
+    if beyond:
+        words = [arith.maxui(word, _constant(FIRST_TWO)) for word in words]
     for step in range(2):  # an instruction takes 32 columns of A
-        for block, word in enumerate(metadata):
+        for block, word in enumerate(words):
             blocks[block] = _instruction(
                 list(blocks[block]),
                 _advance(
                     a_start, block * a_block_stride + (2 * half + step) * a_stride
                 ),
                 _advance(b_start, step * b_strides[-1]),
-                vector.extract(
-                    word.registers.item(), dynamic_position=[], static_position=[0]
-                ),
+                word,
                 n=n,
                 ptx_type=_PTX_TYPES[str(element)],
                 # Which threads of each four hold the metadata of these columns.

@@ -79,10 +79,13 @@ def pack(c: Compressed) -> Packed:
             f"pad it to {in_blocks(2 * kept)}"
         )
     row_blocks = math.ceil(rows / BLOCK)
-    fill = [(0, 0)] * len(batch) + [(0, row_blocks * BLOCK - rows), (0, 0)]
     # (block, warp, half, row, block, quarter, eight positions)
     shape = (*batch, row_blocks, 4, 2, 8, 2 * kept // BLOCK, 4, 8)
-    positions = jnp.pad(positions, fill).reshape(shape).astype(jnp.uint32)
+    # Rows of the last block that are none have legal positions too: the first two.
+    none = jnp.arange(kept, dtype=positions.dtype) % 2
+    none = jnp.broadcast_to(none, (*batch, row_blocks * BLOCK - rows, kept))
+    positions = jnp.concatenate([positions, none], axis=-2)
+    positions = positions.reshape(shape).astype(jnp.uint32)
     halves = jnp.zeros(shape[:-1], jnp.uint32)
     for i in range(8):
         halves |= lax.index_in_dim(positions, i, -1, keepdims=False) << (2 * i)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import sparse_matmul_sm90
+from pallas_kernels import sparse_matmul_sm90, wgmma_sp_sm90
 from pallas_kernels.sparse_matmul_configs import (
     Config,
     Shape,
@@ -20,6 +20,7 @@ from pallas_kernels.sparse_matmul_configs import (
 )
 from sparsejax.formats import compress, decompress
 from sparsejax.packing import pack
+from tests.pallas_kernels.emitted import modules
 
 MULTIPROCESSORS = 132
 ORDERS = [(True, True), (True, False), (False, True), (False, False)]
@@ -167,6 +168,39 @@ def test_the_heuristic_is_always_valid():
             assert (
                 why_invalid(default_config(ordered, MULTIPROCESSORS), ordered) is None
             ), ordered
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "replaced"),
+    [
+        (1024, 128, 0),  # whole tiles of a cluster, whole pairs of steps
+        (1024, 192, 1),  # the second half of the last pair is beyond k
+        (1024, 64, 1),
+        (1088, 128, 2),  # rows of the last tile are beyond m, in both halves
+        (1000, 192, 2),
+    ],
+)
+def test_words_beyond_the_metadata_are_replaced_by_legal_ones(m, k, replaced):
+    """A copy fills what is beyond with zeros, and 0000 names one position twice. Where
+    nothing is beyond, the loop has no instruction more."""
+    shape, config = Shape(m=m, n=256, k=k, transpose_out=False), Config(row_blocks=2)
+    a, b = jax.eval_shape(lambda: arguments(shape))
+    (text,) = modules(partial(product, shape, config=config), a, b)
+    # Each of the two blocks of 64 rows has its word.
+    assert text.count("arith.maxui") == config.row_blocks * replaced
+    constant = "value = 1145324612 : i32"  # 0x44444444
+    assert (constant in text) == bool(replaced)
+
+
+def test_no_word_of_legal_positions_is_below_what_stands_for_none():
+    legal = [first | second << 2 for second in range(4) for first in range(second)]
+    assert min(legal) == 0b0100 and 0 not in legal
+    lowest = sum(min(legal) << 4 * i for i in range(8))
+    assert lowest == wgmma_sp_sm90.FIRST_TWO
+    # Rows that fill the last block have such positions too.
+    words = pack(compress(jnp.ones((72, 64)))).metadata
+    nibbles = np.asarray(words)[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
+    assert set(np.unique(nibbles)) <= set(legal)
 
 
 @pytest.mark.newest_jax

@@ -27,11 +27,11 @@ def words_by_thread(w: np.ndarray) -> np.ndarray:
     for block_row, block_column, thread in np.ndindex(words.shape):
         for half in range(2):
             row = 64 * block_row + 16 * (thread // 32) + thread % 32 // 4 + 8 * half
-            if row >= rows:
-                continue
             for group in range(4):
                 column = 64 * block_column + 16 * (thread % 4) + 4 * group
-                first, second = np.flatnonzero(w[row, column : column + 4])
+                first, second = 0, 1  # of a row that fills the block: it must be legal
+                if row < rows:
+                    first, second = np.flatnonzero(w[row, column : column + 4])
                 bits = int(first) | int(second) << 2
                 words[block_row, block_column, thread] |= bits << (
                     16 * half + 4 * group
