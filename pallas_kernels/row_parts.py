@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import nvvm
 
 TILE = 256
 """Rows and columns of C that two multiprocessors have at a time, near enough: bits must
@@ -116,6 +117,13 @@ class RowParts:
         return (2 * own + self.size) // (2 * self.size)
 
 
+@plgpu.inline_mgpu(arg_types=())
+def order_copies(_) -> None:
+    """What a warpgroup's threads know of main memory its next copies to it know too:
+    they are of another proxy, to which a flag that was waited for says nothing."""
+    nvvm.fence_proxy(nvvm.ProxyKind.async_global)
+
+
 def _rows(ends, expert) -> tuple[Any, Any]:
     """An expert's first group tile, and how many it has."""
     first = jnp.where(expert > 0, ends[jnp.maximum(expert - 1, 0)], 0)
@@ -156,6 +164,7 @@ class Turns:
         @pl.when(task.part > 0)
         def _():
             pl.semaphore_wait(self._flag(task.index - self.tiles_of_c))
+            order_copies()
 
     def done(self, task) -> None:
         """The warpgroup has issued the last write of its task."""

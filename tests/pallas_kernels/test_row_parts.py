@@ -12,8 +12,10 @@ from pallas_kernels.dense_over_rows_sm90 import dense_over_rows
 from pallas_kernels.gemm_tasks import OverTokensOfExpert, Tiling
 from pallas_kernels.grouped_matmul_sm90 import sparse_over_rows
 from pallas_kernels.row_parts import RowParts, Turns
+from tests.pallas_kernels.emitted import modules
 
 MULTIPROCESSORS, GROUP_TILE = 132, 128
+FENCE = "#nvvm.proxy_kind<async.global>"
 
 
 @partial(jax.jit, static_argnums=0)
@@ -132,6 +134,7 @@ def test_parts_are_added_in_their_order_whichever_block_goes_on(monkeypatch, blo
     monkeypatch.setattr(row_parts.pl, "semaphore_wait", flags.wait)
     monkeypatch.setattr(row_parts.pl, "semaphore_signal", flags.signal)
     monkeypatch.setattr(row_parts.plgpu, "wait_smem_to_gmem", waited_for_writes.append)
+    monkeypatch.setattr(row_parts, "order_copies", lambda: None)
     monkeypatch.setattr(row_parts.lax, "axis_index", lambda name: 0)
     turns = Turns(flags, tiles_of_c=6)
     written: dict[tuple, list] = {}
@@ -180,3 +183,9 @@ def test_the_kernels_wait_and_add_where_experts_may_be_cut_up(m, n, cut_up):
         traced = str(jax.make_jaxpr(run)(*a, b, ends))
         for operation in ("semaphore_wait", "semaphore_signal", "reduction_op=add"):
             assert (operation in traced) == cut_up
+        (text,) = modules(run, *a, b, ends)
+        assert text.count(FENCE) == cut_up * text.count("fence.acquire.") == cut_up
+        if cut_up:
+            # A flag, then the fence, then the copies that add.
+            flag, fence = text.index("fence.acquire."), text.index(FENCE)
+            assert flag < fence < text.index("cp.reduce.async.bulk")
