@@ -103,13 +103,19 @@ def on_tiles(
     name: str,
     scratch: tuple = (),
 ):
-    """`kernel` on every tile: of 64 features, and of the tokens that it takes."""
+    """`kernel` on every tile of a grid, blocks of tokens by blocks of features: of 64
+    features, and of the tokens that it takes.
+
+    The tiles are launched in a row: along the second axis of a launch there may be no
+    more than 65,535 blocks, 4.19 million tokens.
+    """
+    tokens, features = grid
     return plgpu.kernel(
-        partial(_on_tile, kernel, len(operands) + len(out_type)),
+        partial(_on_tile, kernel, features, len(operands) + len(out_type)),
         out_type=out_type,
         scratch_types=scratch,
-        grid=grid,
-        grid_names=("token_block", "feature_block"),
+        grid=(tokens * features,),
+        grid_names=("tile",),
         kernel_name=f"activations_{name}",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup
@@ -117,8 +123,9 @@ def on_tiles(
     )(*operands)
 
 
-def _on_tile(kernel, arrays: int, *refs) -> None:
-    blocks = [lax.axis_index(name) for name in ("token_block", "feature_block")]
+def _on_tile(kernel, features: int, arrays: int, *refs) -> None:
+    tile = lax.axis_index("tile")
+    blocks = lax.div(tile, jnp.int32(features)), lax.rem(tile, jnp.int32(features))
     scratch = [plgpu.RefType()] * (len(refs) - arrays)
 
     @plgpu.inline_mgpu(

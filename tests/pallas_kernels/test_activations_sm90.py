@@ -16,6 +16,7 @@ from sparsejax.ops.token_sparsity import fixed_token_order
 from sparsejax.packing import Packed, pack, unpack
 from sparsejax.patterns import NM
 from sparsejax.pruning import magnitude_mask, nm_mask
+from tests.pallas_kernels.emitted import grid, modules
 from tests.pallas_kernels.lanes import Memory, emulated, lanes
 
 TOKENS = [1, 100]
@@ -327,6 +328,35 @@ def lowered(function, *shapes) -> str:
     operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     traced = jax.jit(function).trace(*operands)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+TOKENS = 64 * 65536
+"""In blocks of 64 one more than a launch may have along y."""
+MANY = {
+    "y": jax.ShapeDtypeStruct((TOKENS, 128), "bfloat16"),
+    "kept": jax.ShapeDtypeStruct((TOKENS, 64), "bfloat16"),
+    "words": jax.ShapeDtypeStruct((TOKENS // 64, 2, 128), "uint32"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "operands"),
+    [
+        (activations_sm90.keep_features, ("y",)),
+        (activations_sm90.keep_gated_features, ("y", "y")),
+        (activations_sm90.backward, ("y", "kept", "words")),
+        (activations_sm90.gated_backward, ("y", "kept", "kept", "words")),
+        (partial(over_tokens_sm90.keep_tokens, by_segments=True), ("kept", "words")),
+        (
+            partial(over_tokens_sm90.backward, by_segments=True),
+            ("y", "kept", "words"),
+        ),
+    ],
+    ids=lambda value: getattr(getattr(value, "func", value), "__name__", None),
+)
+def test_any_number_of_tokens_can_be_launched(kernel, operands):
+    (text,) = modules(kernel, *(MANY[name] for name in operands))
+    assert grid(text) == (TOKENS // 64 * 2, 1, 1)
 
 
 @pytest.mark.newest_jax
