@@ -6,7 +6,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -22,11 +22,12 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from pallas_kernels.device import Device
 from sparsejax import plan
 from sparsejax.config import MeshConfig, TrainConfig
 from sparsejax.layers import attention_implementation
 from sparsejax.metrics import ffn_decisions
-from sparsejax.ops.backend import Decision
+from sparsejax.ops.backend import Decision, current_device
 from sparsejax.ops.ffn_spec import FFNSparsity
 from sparsejax.patterns import Pattern
 from sparsejax.recipe import Phase, phases
@@ -35,6 +36,9 @@ from sparsejax.step_times import StepTimes, phases_run_dense
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 """The flag with which XLA's GPU kernels repeat their bits."""
+
+JAX_SHARE = 0.75
+"""Of a GPU's memory, what JAX takes (XLA_PYTHON_CLIENT_MEM_FRACTION changes it)."""
 
 STDOUT = Console(highlight=False)
 STDERR = Console(highlight=False, stderr=True)
@@ -70,12 +74,15 @@ def announce(
     config: TrainConfig,
     *,
     predicted: bool = False,
+    absent: "Absent | None" = None,
     step_times: StepTimes | None = None,
 ) -> None:
     """Devices, mesh, size, FLOPs, phases, the path of each GEMM; with `predicted` also
     memory, communication and the expected speed-up, for a mesh whose devices need not
     exist; with `step_times` how fast the steps were, and what follows from it.
 
+    Args:
+      absent: with `predicted`, the GPUs that are planned for instead of those here.
     Raises:
       ValueError: before anything is printed, for phases, patterns or a mesh that do not
         fit the model, the batch or, unless `predicted`, the devices.
@@ -84,18 +91,26 @@ def announce(
     model = config.model
     planned = phases(config)
     sparsities = tuple(dict.fromkeys(phase.sparsity for phase in planned))
+    device = current_device() if absent is None else absent.device
     mesh = _mesh_of(config, predicted=predicted)
+    if absent is not None:
+        mesh = absent.mesh(config.mesh)
     micro_batches = config.micro_batches_on(mesh)
     micro_batch = config.batch_size // micro_batches
     check_shardable(model, sparsities, mesh, micro_batch=micro_batch)
     tokens = micro_batch * config.data.sequence_length
     tokens_per_device = tokens // mesh.token_shards
     decisions = {
-        sparsity: ffn_decisions(model, sparsity, tokens, config.backend, mesh=mesh)
+        sparsity: ffn_decisions(
+            model, sparsity, tokens, config.backend, mesh=mesh, device=device
+        )
         for sparsity in sparsities
     }
 
-    _say_devices(config, mesh)
+    if absent is None:
+        _say_devices(config, mesh)
+    else:
+        absent.say(config, mesh)
     how = "as named" if config.micro_batches else "chosen for this mesh"
     say(
         f"micro-batches: {micro_batches} of {micro_batch} sequences, "
@@ -112,7 +127,8 @@ def announce(
     for sparsity in sparsities:
         _say_paths(config, sparsity, decisions[sparsity], micro_batches)
     if predicted:
-        STDOUT.print(_memory_table(config, mesh, tokens_per_device, sparsities))
+        table = _memory_table(config, mesh, tokens_per_device, sparsities, absent)
+        STDOUT.print(table)
         if mesh.devices > 1:
             _say_communication(
                 config, mesh, tokens_per_device, sparsities, micro_batches
@@ -149,6 +165,33 @@ def _say_step_times(
                 f"--keep-slower trains it sparse",
                 style="yellow",
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Absent:
+    """GPUs that a run is planned for and that need not be here."""
+
+    device: Device
+    """Each of them."""
+    count: int | None = None
+    """How many; None: as many as the mesh says, one where it leaves that open."""
+
+    def mesh(self, given: MeshConfig) -> MeshConfig:
+        """The mesh on all of them. Raises ValueError where its axes do not multiply to
+        their number."""
+        least = (given.data or 1) * given.fsdp * given.tensor
+        return given.resolve(least if self.count is None else self.count)
+
+    def say(self, config: TrainConfig, mesh: MeshConfig) -> None:
+        """What is printed of them."""
+        model, device = config.model, self.device
+        attention, why = attention_implementation(model.head_dim, model.dtype, device)
+        say(
+            f"device: {device.kind}, {mesh.devices} that need not be here; compute "
+            f"{model.dtype}, masters float32; attention: {attention} ({why})"
+        )
+        axes = f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}"
+        say(f"mesh: {axes} = {_count(mesh.devices, 'device')}, planned from tables")
 
 
 def _mesh_of(config: TrainConfig, *, predicted: bool) -> MeshConfig:
@@ -261,12 +304,13 @@ def _say_paths(
     known = [decision.times for decision in decisions if decision.times is not None]
     if any(times.estimated_from is None for times in known):
         say("  measured: each GEMM alone, at the nearest tokens timed, in proportion")
-    if any(times.estimated_from is not None for times in known):
+    if any(times.estimated_from and not times.measured_on for times in known):
         say("  estimated: in proportion to a GEMM that is nowhere larger (m x n x k)")
     here = decisions[0].spec.device.kind
     for elsewhere in sorted({of.measured_on for of in known if of.measured_on}):
         say(
-            f"  measured on {elsewhere}, not on {here}: a guess until it is timed there"
+            f"  estimated: in proportion to what was measured on {elsewhere}, not on "
+            f"{here}: a guess until it is timed there"
         )
     if known:
         flops = plan.flops_per_token(config.model, config.data.sequence_length)
@@ -359,6 +403,7 @@ def _memory_table(
     mesh: MeshConfig,
     tokens_per_device: int,
     sparsities: tuple[FFNSparsity, ...],
+    absent: Absent | None,
 ) -> Table:
     table = Table(title="memory, GiB per device")
     table.add_column("use")
@@ -377,6 +422,13 @@ def _memory_table(
     for use in (*uses, "total"):
         values = (getattr(memory, use) / 2**30 for memory in memories)
         table.add_row(use, *(f"{value:,.2f}" for value in values))
+    if absent is not None and absent.device.memory_bytes is not None:
+        has = absent.device.memory_bytes
+        taken = JAX_SHARE * has
+        for use, of_each in (("the GPU has", has), ("of which JAX takes", taken)):
+            table.add_row(use, *[f"{of_each / 2**30:,.2f}"] * len(memories))
+        fits = ("yes" if memory.total <= taken else "no" for memory in memories)
+        table.add_row("fits", *fits)
     return table
 
 

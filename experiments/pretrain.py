@@ -13,6 +13,8 @@ The same on a GPU, the method of arXiv 2602.06183, own text, a larger model:
 What it would cost, without running it; and continuing a stopped run:
 
     uv run experiments/pretrain.py --preset llama-1b --dry-run
+    uv run experiments/pretrain.py --preset llama-1b --dry-run \\
+        --device 'NVIDIA H100 80GB HBM3' --devices 8
     uv run experiments/pretrain.py --resume runs/tiny-default-20260101-120000
 
 The run folder receives config.json, metrics.jsonl, checkpoints/, loss.png and
@@ -38,6 +40,7 @@ from experiments import before_training, console
 from experiments.export import export
 from experiments.own_process import Terminated
 from experiments.plot import plot_run
+from pallas_kernels.device import Device
 from sparsejax.batches import train_batches, validation_batches
 from sparsejax.config import RecipeName, TrainConfig
 from sparsejax.config_file import check_resumable, read_config
@@ -62,6 +65,11 @@ class Options:
     dry_run: bool = False
     """Print the plan and stop: the data is read and checked, nothing is allocated or
     written."""
+    device: str | None = None
+    """With --dry-run: plan for a GPU of this name, as "NVIDIA H100 80GB HBM3", from
+    tables; none needs to be here."""
+    devices: int | None = None
+    """With --device: for so many of them. Default: as many as the mesh says."""
     distributed: bool = False
     """One of several processes, on one host or on many: found through SLURM, Open MPI
     or Kubernetes, or through JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
@@ -204,14 +212,38 @@ def parse(arguments: list[str]) -> Options:
     return options
 
 
+def absent_gpus(options: Options) -> console.Absent | None:
+    """The GPUs of --device and --devices; None for those that are here.
+
+    Raises:
+      ValueError: they are asked for without --dry-run, --devices without --device or
+        below 1, or nothing is known of the GPU.
+    """
+    if options.device is None and options.devices is None:
+        return None
+    if not options.dry_run:
+        raise ValueError(
+            "--device and --devices plan for GPUs that need not be here; add --dry-run"
+        )
+    if options.device is None:
+        raise ValueError(
+            f"--devices {options.devices} does not say which GPUs; add --device NAME, "
+            f"or set the mesh to plan for more devices like the one here"
+        )
+    if options.devices is not None and options.devices < 1:
+        raise ValueError(f"--devices {options.devices} is not 1 or more")
+    return console.Absent(device=Device.named(options.device), count=options.devices)
+
+
 def run(arguments: list[str]) -> int:
     """The command: its exit status."""
     console.quiet_orbax()
     try:
         options = parse(arguments)
+        absent = absent_gpus(options)
         if options.dry_run:
             said = what_data(options.config)
-            console.announce(options.config, predicted=True)
+            console.announce(options.config, predicted=True, absent=absent)
             console.say(said)
             return 0
         if options.config.deterministic:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
+from pallas_kernels.device import Device
 from sparsejax.annotations import check_value
 from sparsejax.ops.backend import Backend
 from sparsejax.ops.ffn import ffn
@@ -108,7 +109,7 @@ def rotary_embedding(
 
 
 def attention_implementation(
-    head_dim: int, dtype: DTypeLike, device: jax.Device | None = None
+    head_dim: int, dtype: DTypeLike, device: jax.Device | Device | None = None
 ) -> tuple[Literal["cudnn", "xla"], str]:
     """The implementation of `jax.nn.dot_product_attention` to ask for, and the reason.
 
@@ -121,8 +122,8 @@ def attention_implementation(
     if dtype not in (jnp.bfloat16, jnp.float16):
         return "xla", f"cuDNN attention takes bfloat16 or float16, not {dtype}"
     # Limits of cuDNN's flash attention as checked in jax._src.cudnn, jax 0.11.2.
-    hopper = float(device.compute_capability) >= 9.0
-    widest = 256 if hopper else 128
+    hopper_or_later = float(device.compute_capability or 0) >= 9.0
+    widest = 256 if hopper_or_later else 128
     if head_dim % 8 or head_dim > widest:
         return "xla", (
             f"cuDNN attention takes a head_dim that is a multiple of 8 up to {widest} "

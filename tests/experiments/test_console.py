@@ -199,6 +199,62 @@ def test_an_estimate_is_said_with_what_it_comes_from(capsys, monkeypatch):
     assert "measured: each GEMM alone" not in shown
 
 
+def planned(capsys, *arguments: str) -> str:
+    assert pretrain.run([*arguments, "--dry-run"]) == 0
+    return capsys.readouterr().out
+
+
+def memory_row(shown: str, use: str) -> list[str]:
+    *_, row = (line for line in shown.splitlines() if line.startswith(f"│ {use} "))
+    return [cell.strip() for cell in row.split("│")[2:-1]]
+
+
+def test_a_plan_for_gpus_that_are_not_here(capsys):
+    """On whatever this machine has: kernels, mesh and memory are theirs."""
+    llama = "--preset", "llama-1b", "--recipe", "weights", "--micro-batches", "8"
+    h100s = "--device", "NVIDIA H100 80GB HBM3", "--devices", "8"
+    shown = planned(capsys, *llama, *h100s)
+    assert "device: NVIDIA H100 80GB HBM3, 8 that need not be here" in shown
+    assert "attention: cudnn" in shown
+    assert "mesh: data 8 x fsdp 1 x tensor 1 = 8 devices, planned from tables" in shown
+    assert "2:4 weight on the sparse tensor cores, cut up as on NVIDIA H200" in shown
+    assert memory_row(shown, "the GPU has") == ["80.00", "80.00"]
+    assert memory_row(shown, "of which JAX takes") == ["60.00", "60.00"]
+    assert memory_row(shown, "fits") == ["yes", "yes"]
+    sharded = planned(capsys, *llama, *h100s, "--mesh.fsdp", "4", "--mesh.tensor", "2")
+    assert "mesh: data 1 x fsdp 4 x tensor 2 = 8 devices" in sharded
+    assert "the GPU has" in sharded
+    crowded = planned(capsys, *llama[:-1], "2", *h100s)
+    total = [float(of) for of in memory_row(crowded, "total")]
+    assert min(total) > 60 and memory_row(crowded, "fits") == ["no", "no"]
+    h200 = planned(capsys, *llama, "--device", "NVIDIA H200", "--mesh.fsdp", "4")
+    assert "= 4 devices" in h200 and "; measured " in h200
+    a100 = planned(capsys, *llama, "--device", "NVIDIA A100-SXM4-80GB")
+    assert "needs a Hopper GPU, not NVIDIA A100-SXM4-80GB" in a100
+    assert "= 1 device, " in a100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--device", "plan for GPUs that need not be here; add --dry-run"),
+        ("--devices", "plan for GPUs that need not be here; add --dry-run"),
+        ("--dry-run --devices", "--devices 8 does not say which GPUs; add --device"),
+        ("--dry-run --mesh.fsdp 3 --device --devices", "the number of devices, 8"),
+        ("--dry-run --device", "a GPU named 'H100'; take one of 'NVIDIA H100 80GB"),
+        ("--dry-run --device --devices", "--devices 0 is not 1 or more"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(arguments, message, capsys):
+    count = "0" if "0 is not" in message else "8"
+    name = "H100" if "'H100'" in message else "NVIDIA H100 80GB HBM3"
+    values = {"--device": ["--device", name], "--devices": ["--devices", count]}
+    words = [word for given in arguments.split() for word in values.get(given, [given])]
+    assert pretrain.run(words) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("ValueError: ") and message in error
+
+
 def test_times_of_another_gpu_are_said_to_be_no_more_than_that(capsys, monkeypatch):
     hopper.see_device(monkeypatch, hopper.H100)
     one_device = "--preset llama-1b --recipe weights --mesh.data 1 --dry-run"
@@ -207,6 +263,7 @@ def test_times_of_another_gpu_are_said_to_be_no_more_than_that(capsys, monkeypat
     assert "cut up as on NVIDIA H200 (50%); estimated " in shown
     guess = "measured on NVIDIA H200, not on NVIDIA H100 80GB HBM3: a guess until it is"
     assert shown.count(guess) == 1
+    assert "a GEMM that is nowhere larger" not in shown
     assert "measured: each GEMM alone" not in shown
 
 
