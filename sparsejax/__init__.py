@@ -13,6 +13,8 @@ from sparsejax.model import Transformer as Transformer
 from sparsejax.model import cross_entropy as cross_entropy
 from sparsejax.ops.backend import Decision as Decision
 from sparsejax.ops.ffn import ffn as ffn
+from sparsejax.ops.ffn_choice import SlowerThanDense as SlowerThanDense
+from sparsejax.ops.ffn_choice import why_slower_than_dense as why_slower_than_dense
 from sparsejax.ops.ffn_spec import FFNSparsity as FFNSparsity
 from sparsejax.ops.ffn_spec import FFNSpec as FFNSpec
 from sparsejax.ops.gated_ffn import GatedFFNSpec as GatedFFNSpec

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, Key
 from sparsejax.annotations import check_value
 from sparsejax.ops import ffn_all_neurons, ffn_by_expert
 from sparsejax.ops.backend import Backend
+from sparsejax.ops.ffn_choice import warn_if_slower
 from sparsejax.ops.ffn_layout import (
     FFNLayout,
     device_spec,
@@ -93,7 +94,10 @@ def ffn(
         # Without tokens any FFN is the dense one, and there are no rows to make tiles
         # of.
         return ffn(x, w_up, w_down, layout=layout, backend=backend)
-    backends = tuple(decision.backend for decision in spec.explain(backend))
+    decisions = spec.explain(backend)
+    if backend is None:
+        warn_if_slower(decisions)
+    backends = tuple(decision.backend for decision in decisions)
     if sparsity.weights is None:
         packed = None
     elif packed is None and scales is not None:

@@ -20,15 +20,13 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.device import CPU, Device
 from sparsejax.annotations import check_fields, check_value
-from sparsejax.ops import dense_matmul, grouped_matmul, sparse_matmul
 from sparsejax.ops.backend import (
     Backend,
     Decision,
     GemmSpec,
-    Implementations,
-    choose_backend,
     current_device,
 )
+from sparsejax.ops.ffn_choice import decide
 from sparsejax.patterns import NM, VNM
 
 RouterChoice = Literal["nearest_centre", "token_hash", "true_mass"]
@@ -225,47 +223,14 @@ class FFNCall(ABC):
         """The GEMMs of one device, forward and backward."""
 
     def explain(self, backend: Backend | None = None) -> tuple[Decision, ...]:
-        """What runs each of the GEMMs, and why. A named backend that has no dense GEMM
-        runs the sparse ones alone.
-
-        The activations are packed for all GEMMs that read them token by token, and from
-        that for the weight gradients, or for none of them; unasked only where what was
-        measured, packing included, is faster than those GEMMs dense. GEMMs by expert
-        take their kernel wherever it can run them: without it they are no dense GEMM,
-        but loops over several.
+        """What runs each of the GEMMs, and why: see `ffn_choice.decide`.
 
         Raises:
           NotImplementedError: the named backend cannot run one of them; says why.
         """
-        gemms = self.gemms()
-        decisions = tuple(_choose(gemm, backend) for gemm in gemms)
-        packed = [decision.backend == "mosaic_sm90" for decision in decisions]
-        why = "sparse tensor cores run GEMMs 2 and 4 together, and 5 and 6 after them"
-        by_token = [i for i, gemm in enumerate(gemms) if gemm.reads_activations]
-        over_tokens = [
-            i for i, gemm in enumerate(gemms) if _is_two_four_over_tokens(gemm)
-        ]
-        reasons: dict[int, str] = {}
-        for group in filter(None, (by_token, over_tokens)):
-            slower = None
-            by_expert = any(gemms[i].experts for i in group)
-            unasked = backend is None and not by_expert
-            if unasked and all(packed[i] for i in group):
-                slower = _why_slower_together([decisions[i] for i in group])
-            tokenwise = all(packed[i] and i not in reasons for i in by_token)
-            if slower is not None:
-                reasons |= dict.fromkeys(group, slower)
-            elif not _alike(packed, group) or (
-                group is over_tokens and packed[group[0]] and not tokenwise
-            ):
-                reasons |= dict.fromkeys(group, why)
-        changed = [
-            replace(gemm, why_not_packed=reasons[i]) if i in reasons else gemm
-            for i, gemm in enumerate(gemms)
-        ]
-        return self._with_epilogues([_choose(gemm, backend) for gemm in changed])
+        return decide(self.gemms(), backend, self.with_epilogues)
 
-    def _with_epilogues(self, decisions: list[Decision]) -> tuple[Decision, ...]:
+    def with_epilogues(self, decisions: list[Decision]) -> tuple[Decision, ...]:
         """Where a GEMM's kernel does more than multiply, its path says so."""
         return tuple(decisions)
 
@@ -289,34 +254,6 @@ def dtype_in_jax(array: Array) -> str:
     """The dtype that JAX computes with: of NumPy's float64 that is float32, unless x64
     is enabled."""
     return str(jnp.result_type(array))
-
-
-def _why_slower_together(decisions: Sequence[Decision]) -> str | None:
-    """Why GEMMs that share the packing of their operands are slower than dense ones, by
-    what was measured; None where they are not, or where it was not."""
-    times = [decision.times for decision in decisions]
-    names = ("mosaic_sm90", "packing", "dense")
-    if any(of is None or not all(name in of.us for name in names) for of in times):
-        return None
-    sparse, packing, dense = (
-        sum(of.us[name] for of in times if of is not None) for name in names
-    )
-    least_gain = max(of.least_gain for of in times if of is not None)
-    if (sparse + packing) * least_gain < dense:
-        return None
-    known = "measured slower together"
-    if least_gain > 1:
-        known = "together estimated slower, or faster by less than the estimate's error"
-    elsewhere = sorted({of.measured_on for of in times if of and of.measured_on})
-    where = f", measured on {' and '.join(elsewhere)}" if elsewhere else ""
-    return (
-        f"{known}: {sparse:.0f} us and {packing:.0f} of packing, dense {dense:.0f}"
-        f"{where}"
-    )
-
-
-def _alike(packed: list[bool], of: list[int]) -> bool:
-    return len({packed[i] for i in of}) <= 1
 
 
 class FFNSpec(FFNCall):
@@ -426,7 +363,7 @@ class FFNSpec(FFNCall):
             gradient("6  dW2 = A^T dY", f, t, d, "lhs"),
         )
 
-    def _with_epilogues(self, decisions: list[Decision]) -> tuple[Decision, ...]:
+    def with_epilogues(self, decisions: list[Decision]) -> tuple[Decision, ...]:
         backends = [decision.backend for decision in decisions]
         told = list(decisions)
         for index, what in ((0, "A 2:4"), (2, "dY1 where A is kept")):
@@ -490,33 +427,6 @@ def why_not_packed_over_tokens(sparsity: FFNSparsity) -> str | None:
     if not sparsity.mask_reuse:
         return "mask_reuse=False does not keep the mask of the forward"
     return None
-
-
-def _choose(gemm: GemmSpec, backend: Backend | None) -> Decision:
-    implementations = _implementations_of(gemm)
-    if gemm.pattern is None and backend == "mosaic_sm90":
-        backend = None
-    return choose_backend(gemm, backend, implementations)
-
-
-def _is_two_four_over_tokens(gemm: GemmSpec) -> bool:
-    """Whether it is a weight gradient that sparse tensor cores could run: where nothing
-    packs its 2:4 operand, it is a dense one of that operand masked."""
-    two_four = gemm.pattern is not None and gemm.why_not_packed is None
-    return gemm.over_tokens and two_four
-
-
-def _implementations_of(gemm: GemmSpec) -> Implementations:
-    """The implementations of the operation that `gemm` is a call of."""
-    if gemm.experts is not None and gemm.over_tokens:
-        if _is_two_four_over_tokens(gemm):
-            return grouped_matmul.SPARSE_OUTER_IMPLEMENTATIONS
-        return grouped_matmul.OUTER_IMPLEMENTATIONS
-    if gemm.experts is not None:
-        return grouped_matmul.IMPLEMENTATIONS
-    if gemm.pattern is not None:
-        return sparse_matmul.IMPLEMENTATIONS
-    return dense_matmul.IMPLEMENTATIONS
 
 
 def check_divisible(d_model: int, d_hidden: int, sparsity: FFNSparsity) -> None:

@@ -28,6 +28,7 @@ from sparsejax.ops.backend import (
     GemmSpec,
     current_device,
 )
+from sparsejax.ops.ffn_choice import warn_if_slower
 from sparsejax.ops.ffn_layout import (
     FFNLayout,
     device_spec,
@@ -233,7 +234,10 @@ def gated_ffn(
         # As in `ffn`.
         options = {"activation": activation, "layout": layout, "backend": backend}
         return gated_ffn(x, w_gate, w_up, w_down, **options)
-    backends = tuple(decision.backend for decision in spec.explain(backend))
+    decisions = spec.explain(backend)
+    if backend is None:
+        warn_if_slower(decisions)
+    backends = tuple(decision.backend for decision in decisions)
     if sparsity.weights is None:
         packed = None
     elif packed is None and scales is not None:
