@@ -52,6 +52,9 @@ from sparsejax.processes import Exchange, ProcessLost, join
 from sparsejax.records import check_writable
 from sparsejax.step_times import StepTimes
 
+RUNS = Path("runs")
+"""Where the folders of runs are that are given none."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -92,7 +95,7 @@ def main(
         now = datetime.now().strftime("%Y%m%d-%H%M%S")
         name = f"{config.preset}-{config.recipe}-{now}"
         names = Exchange("run folder").gather("name", name, timeout_seconds=60)
-        run_folder = Path("runs") / names[0]
+        run_folder = RUNS / names[0]
     check_writable(run_folder)
     console.announce(config, step_times=step_times)
     with console.progress(config) as observe:
@@ -291,8 +294,7 @@ def timed_first(
     config = options.config
     if before_training.why_untimed(config, run_folder) is not None:
         return None, None
-    if run_folder is not None:
-        check_writable(run_folder)
+    check_writable(RUNS if run_folder is None else run_folder)
     corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
     heartbeat = options.heartbeat_seconds if options.distributed else None
     times = before_training.times_of_steps(config, corpus, heartbeat_seconds=heartbeat)

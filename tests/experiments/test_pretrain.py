@@ -316,6 +316,18 @@ def test_a_loss_that_is_not_finite_is_one_line_with_the_last_checkpoint(
     assert f"The last good checkpoint is {good}; nothing was overwritten" in error
 
 
+@pytest.mark.parametrize("given", [[], ["--run-folder", "runs/a"]])
+def test_no_step_is_timed_for_a_run_that_could_not_be_written(
+    given, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").write_text("")
+    monkeypatch.setattr(pretrain.before_training, "why_untimed", lambda *_: None)
+    monkeypatch.setattr(pretrain, "load_corpus", lambda *_, **__: pytest.fail("reads"))
+    assert pretrain.run(given) == 1
+    assert "runs: Not a directory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["--preset tiny", "comparison"])
 def test_a_folder_that_cannot_be_made_ends_it_before_anything_else(
     command, tmp_path, capsys, monkeypatch
