@@ -65,10 +65,16 @@ def pack(c: Compressed) -> Packed:
     """`c`, or its transpose where it is 2:4 along the last axis but one.
 
     Raises:
-      ValueError: not 2:4, or the size of the sparse axis is not a multiple of 64.
+      ValueError: not 2:4, sparse along another axis than the last two, or the size of
+        the sparse axis is not a multiple of 64.
     """
     if c.pattern != TWO_FOUR:
         raise ValueError(f"pattern={c.pattern} is not 2:4, all that tensor cores read")
+    if c.axis not in (-1, -2):
+        raise ValueError(
+            f"axis={c.axis} is none of the last two, those of a matrix; move the axis "
+            f"that is 2:4 there and compress along it"
+        )
     values, positions = c.values, c.metadata
     if c.axis == -2:
         values, positions = values.swapaxes(-1, -2), positions.swapaxes(-1, -2)

@@ -98,7 +98,7 @@ def test_vnm_round_trip_is_masking(w, pattern):
     columns = np.asarray(c.columns).astype(int)
     blocks, groups = -(-7 // pattern.v), 16 // pattern.m
     assert columns.shape == (*w.shape[:-2], blocks, groups, 4)
-    assert c.columns.dtype == jnp.uint16
+    assert c.columns.dtype == jnp.uint16 and c.metadata.dtype == jnp.uint8
     assert (np.diff(columns, axis=-1) > 0).all() and (columns < pattern.m).all()
     # Every kept entry is found through its metadata and its block's columns.
     for index in np.ndindex(c.values.shape):
@@ -114,6 +114,20 @@ def test_vnm_with_m_not_a_multiple_of_four():
     c = compress_jit(jnp.asarray(w), VNM(4, 2, 5))
     mask = vnm_mask_jit(jnp.asarray(w), VNM(4, 2, 5))
     np.testing.assert_array_equal(bits(decompress_jit(c)), masked(w, mask))
+
+
+def test_positions_at_the_end_of_large_groups():
+    """Put together by hand, for `compress` takes long to compile of large groups."""
+    values = jnp.array([[1.0, -2.0]])
+    position = jnp.array([[3, 255]], jnp.uint8)
+    dense = decompress(Compressed(values, position, None, NM(2, 256), -1))
+    assert dense.shape == (1, 256) and (dense[0, 3], dense[0, 255]) == (1, -2)
+    columns = jnp.array([[[0, 1, 200, 65_535]]], jnp.uint16)
+    position = jnp.array([[2, 3]], jnp.uint8)
+    dense = decompress(Compressed(values, position, columns, VNM(1, 2, 65_536), -1))
+    assert dense.shape == (1, 65_536)
+    assert np.flatnonzero(dense).tolist() == [200, 65_535]
+    assert (dense[0, 200], dense[0, 65_535]) == (1, -2)
 
 
 def test_a_given_mask_decides():
@@ -141,6 +155,15 @@ def test_a_wrong_mask_is_refused_with_its_place():
         compress(jnp.ones((4, 8)), VNM(4, 2, 8), mask=five_columns)
     with pytest.raises(ValueError, match=r"mask has shape \(2, 4\), not \(2, 8\)"):
         compress(w, mask=three[:, :4])
+    with pytest.raises(ValueError, match=r"mask has shape \(4, 4\), not \(2, 8\)"):
+        compress(w, mask=jnp.ones((4, 4), bool))
+    one = jnp.array([[True, True, False, False] * 2] * 2).at[0, 0].set(False)
+    with pytest.raises(ValueError, match=r"keeps 1 entries in group \(0, 0\), not n=2"):
+        compress(w, mask=one)
+    with pytest.raises(ValueError, match=r"keeps 0 entries in group \(0, 0\), not n=2"):
+        compress(jnp.ones((4, 8)), VNM(4, 2, 8), mask=jnp.zeros((4, 8), bool))
+    with pytest.raises(ValueError, match=r"cols=12 is not a multiple of m=8"):
+        compress(jnp.ones((4, 12)), VNM(4, 2, 8), mask=jnp.ones((4, 12), bool))
     with pytest.raises(ValueError, match=r"axis=-2 is not the last"):
         compress(jnp.ones((8, 8)), VNM(4, 2, 8), axis=0)
     with pytest.raises(ValueError, match=r"at least two axes"):

@@ -49,7 +49,9 @@ def test_every_thread_finds_its_positions(shape, axis):
     np.testing.assert_array_equal(
         packed.metadata, words_by_thread(dense if axis == -1 else dense.T)
     )
-    assert packed.shape == shape
+    assert packed.shape == shape and packed.dtype == jnp.float32
+    assert packed.ndim == 2 and packed.metadata.dtype == jnp.uint32
+    assert unpack(packed).metadata.dtype == jnp.uint8
     np.testing.assert_array_equal(unpack_jit(packed), dense if axis == -1 else dense.T)
 
 
@@ -82,3 +84,9 @@ def test_a_packed_bfloat16_weight_has_nine_sixteenths_of_its_bytes():
 def test_what_tensor_cores_cannot_read_is_refused(shape, pattern, message):
     with pytest.raises(ValueError, match=message):
         pack(compress(random(shape), pattern))
+
+
+def test_a_matrix_that_is_sparse_between_matrices_is_refused():
+    compressed = compress(random((64, 64, 64)), axis=0)
+    with pytest.raises(ValueError, match="axis=-3 is none of the last two"):
+        pack(compressed)
