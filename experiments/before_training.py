@@ -20,6 +20,7 @@ from sparsejax.corpus import Corpus
 from sparsejax.processes import Exchange, join
 from sparsejax.recipe import phases
 from sparsejax.step_times import StepTimes, from_json, time_steps, to_json
+from sparsejax.tune import gemms_of_run, tune_for_all
 
 CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 """One of them is installed where JAX can use an NVIDIA GPU (extra "cuda")."""
@@ -63,23 +64,32 @@ def why_untimed(config: TrainConfig, run_folder: Path | None) -> str | None:
 
 
 def times_of_steps(
-    config: TrainConfig, corpus: Corpus, *, heartbeat_seconds: int | None = None
+    config: TrainConfig,
+    corpus: Corpus,
+    *,
+    tune: bool = True,
+    heartbeat_seconds: int | None = None,
 ) -> StepTimes:
     """Times the run's dense and sparse steps on this machine's GPUs: see
     `sparsejax.step_times`.
 
     Args:
+      tune: first find the fastest configs of the kernels that nobody has timed on these
+        GPUs: see `sparsejax.tune`.
       heartbeat_seconds: that of `processes.join`, where the run has several processes;
         each of them calls this before it joins the others itself.
     """
     console.say("timing dense and sparse steps on this GPU before the first of them")
     few = 4 * (config.tokens_per_step + config.data.sequence_length)
     keep_programs()
-    return in_own_process(_time_steps, config, corpus.head(few), heartbeat_seconds)
+    few_tokens = corpus.head(few)
+    return in_own_process(_time_steps, config, few_tokens, tune, heartbeat_seconds)
 
 
 def agreed(times: StepTimes | None) -> StepTimes | None:
-    """What the first process of the run has timed: all of them have to decide alike."""
+    """What the first process of the run has timed: all of them have to decide alike.
+    They also take its tuned configs, and so compile the same programs."""
+    tune_for_all((), tune=False, report=console.say)
     text = json.dumps(None if times is None else to_json(times))
     first = Exchange("step times").gather("times", text, timeout_seconds=600)[0]
     plain = json.loads(first)
@@ -87,14 +97,16 @@ def agreed(times: StepTimes | None) -> StepTimes | None:
 
 
 def _time_steps(
-    config: TrainConfig, corpus: Corpus, heartbeat_seconds: int | None
+    config: TrainConfig, corpus: Corpus, tune: bool, heartbeat_seconds: int | None
 ) -> StepTimes:
     console.quiet_orbax()
     keep_programs()
-    if heartbeat_seconds is None:
-        return time_steps(config, corpus)
-    join(heartbeat_seconds=heartbeat_seconds)
+    if heartbeat_seconds is not None:
+        join(heartbeat_seconds=heartbeat_seconds)
+        console.STDOUT.quiet = jax.process_index() > 0
     try:
+        tune_for_all(gemms_of_run(config), tune=tune, report=console.say)
         return time_steps(config, corpus)
     finally:
-        jax.distributed.shutdown()
+        if heartbeat_seconds is not None:
+            jax.distributed.shutdown()

@@ -50,7 +50,6 @@ from experiments.masked_ffn import Inputs, masked_dense
 from experiments.provenance import commit
 from experiments.rows import append_rows
 from experiments.sparse_modes import choose, sparse_modes
-from experiments.timing import Timing, over_alone, time_interleaved, time_queued
 from sparsejax.checkpoint import Checkpoints
 from sparsejax.config import MeshConfig
 from sparsejax.config_file import read_config
@@ -66,6 +65,7 @@ from sparsejax.router import (
     nearest_centre,
     token_hash,
 )
+from sparsejax.timing import Timing, over_alone, time_interleaved, time_queued
 from sparsejax.train import Run
 
 BASELINE = "dense"

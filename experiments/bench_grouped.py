@@ -26,10 +26,10 @@ from jax import lax
 
 from experiments.expert_shares import expert_shares
 from experiments.rows import append_rows
-from experiments.timing import time_interleaved
 from sparsejax.ops import grouped_matmul
 from sparsejax.ops.backend import Backend, current_device
 from sparsejax.router import dispatch, gather_rows
+from sparsejax.timing import time_interleaved
 
 CONTRACT_ROWS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),

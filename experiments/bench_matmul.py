@@ -21,8 +21,7 @@ import importlib
 import itertools
 import statistics
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -33,14 +32,15 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from experiments.ffn_gemms import Gemm, Problem, make_problem
 from experiments.power import PowerSampler
 from experiments.provenance import commit
 from experiments.rows import append_rows
-from experiments.timing import time_queued
-from pallas_kernels import sparse_matmul_configs, tuning
+from pallas_kernels import tuning
 from pallas_kernels.sparse_matmul_configs import Shape
+from sparsejax.ffn_gemms import Gemm, Problem, errors, make_problem
 from sparsejax.ops.backend import current_device
+from sparsejax.timing import time_queued
+from sparsejax.tune import compile_all, measured, trial_of_problem
 
 WIDTHS = (
     (2048, 8192),
@@ -85,7 +85,8 @@ def main(config: Config) -> list[dict]:
         for gemm, size in itertools.product(config.gemms, sizes):
             problem = make_problem(gemm, *size)
             if config.tune:
-                save(device, [_tune(problem)])
+                entry = measured(trial_of_problem(problem))
+                save(device, [replace(entry, commit=commit())])
             row = _row(config, problem, power) | {
                 "device": device,
                 "jax": jax.__version__,
@@ -116,85 +117,18 @@ def _sizes(text: str) -> tuple[int, int, int]:
     return tokens, d_model, d_hidden
 
 
-def _errors(problem: Problem, candidate: jax.Array) -> tuple[float, float]:
-    """Relative errors against float32 of the candidate and of the dense GEMM, over
-    all rows, some at a time: in float32 the product is large."""
-    results = candidate, problem.dense(problem.masked, problem.b)
-    squares = np.zeros(3)
-    for start in range(0, len(candidate), 2048):
-        rows = slice(start, start + 2048)
-        exact = problem.exact(rows)
-        parts = [exact, *(got[rows].astype(jnp.float32) - exact for got in results)]
-        squares += [float(jnp.sum(part**2)) for part in parts]
-    ours, dense = np.sqrt(squares[1:] / squares[0])
-    return float(ours), float(dense)
-
-
 def _check(problem: Problem, candidate: jax.Array) -> tuple[float, float]:
-    """The same, no more than a tenth above the dense GEMM's; and where both accumulate
-    and store float32, both are exact."""
-    ours, dense = _errors(problem, candidate)
-    bound = max(1.1 * dense, 1e-5 * problem.shape.float32_out)
+    """Relative errors against float32 of the candidate, which is right, and of the
+    dense GEMM."""
+    ours, bound, dense = errors(problem, candidate)
     assert ours <= bound, f"{problem.shape}: error {ours}, dense {dense}"
     return ours, dense
-
-
-def _tune(problem: Problem) -> tuning.Entry:
-    shape = problem.shape
-    multiprocessors = current_device().count_multiprocessors()
-    configs = tuning.candidates(shape, multiprocessors)
-    calls = _compile(
-        {
-            config: (partial(problem.sparse, config), (problem.packed, problem.b))
-            for config in configs
-        }
-        | {None: (problem.dense, (problem.masked_once, problem.b))}
-    )
-    times: dict = {}
-    exact = problem.whole(calls[configs[0]]())
-    _check(problem, exact)
-
-    def is_correct(config: sparse_matmul_configs.Config) -> bool:
-        # The order of the sums, and so every bit, does not depend on the config.
-        return bool(jnp.array_equal(problem.whole(calls[config]()), exact))
-
-    def time_us(correct: list[sparse_matmul_configs.Config]):
-        named = {str(c): calls[c] for c in [None, *correct]}
-        timings, _ = time_queued(named, baseline=str(None), rounds=3)
-        by_name = {timing.name: 1e3 * timing.time_ms for timing in timings}
-        times.update({c: by_name[str(c)] for c in [None, *correct]})
-        return times
-
-    best, sparse_us = tuning.search(shape, multiprocessors, is_correct, time_us)
-    packing = _compile({"pack": (problem.pack, (problem.source,))})
-    (pack,), _ = time_queued(packing, baseline="pack", rounds=3)
-    return tuning.Entry(
-        shape=shape,
-        config=best,
-        sparse_us=round(sparse_us, 2),
-        dense_us=round(times[None], 2),
-        pack_us=round(1e3 * pack.time_ms, 2),
-        jax=jax.__version__,
-        date=f"{datetime.now(UTC):%Y-%m-%d}",
-        commit=commit(),
-    )
-
-
-def _compile(jobs: dict) -> dict:
-    """Compiled side by side: every config is a program of its own."""
-
-    def one(job):
-        function, arguments = job
-        return partial(jax.jit(function).lower(*arguments).compile(), *arguments)
-
-    with ThreadPoolExecutor(8) as pool:
-        return dict(zip(jobs, pool.map(one, jobs.values()), strict=True))
 
 
 def _row(config: Config, problem: Problem, power: PowerSampler) -> dict:
     kernel_config = tuning.config_for(current_device(), problem.shape)
     source, b = problem.source, problem.b
-    multiplying = _compile(
+    multiplying = compile_all(
         {
             "dense": (problem.dense, (problem.masked_once, b)),
             "sparse": (partial(problem.sparse, kernel_config), (problem.packed, b)),
@@ -202,7 +136,7 @@ def _row(config: Config, problem: Problem, power: PowerSampler) -> dict:
         }
     )
     two = jnp.asarray(2, problem.copied.dtype)
-    moving = _compile(
+    moving = compile_all(
         {
             "scaled copy": (jnp.multiply, (problem.copied, two)),
             "pack": (problem.pack, (source,)),

@@ -26,7 +26,6 @@ import jax
 import tyro
 
 from experiments.rows import append_rows
-from experiments.timing import time_interleaved
 from sparsejax.checkpoint import Checkpoints
 from sparsejax.config import (
     MeshConfig,
@@ -38,6 +37,7 @@ from sparsejax.config import (
 from sparsejax.corpus import load_corpus
 from sparsejax.ops.backend import Backend
 from sparsejax.presets import PRESETS
+from sparsejax.timing import time_interleaved
 from sparsejax.tokenizers import ByteTokenizer
 from sparsejax.train import Run, TrainState
 

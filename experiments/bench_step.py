@@ -41,7 +41,6 @@ from experiments.power import Draw, PowerSampler
 from experiments.provenance import commit
 from experiments.rows import append_rows
 from experiments.sparse_modes import choose, sparse_modes
-from experiments.timing import Timing, over_alone, time_interleaved
 from sparsejax import metrics
 from sparsejax.config import MeshConfig, PresetName, TrainConfig
 from sparsejax.corpus import load_corpus
@@ -50,6 +49,7 @@ from sparsejax.model import Transformer
 from sparsejax.ops.backend import Backend
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
 from sparsejax.presets import PRESETS
+from sparsejax.timing import Timing, over_alone, time_interleaved
 from sparsejax.tokenizers import ByteTokenizer
 from sparsejax.train import Run, TrainState, train_step
 

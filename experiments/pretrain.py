@@ -73,6 +73,10 @@ class Options:
     tables; none needs to be here."""
     devices: int | None = None
     """With --device: for so many of them. Default: as many as the mesh says."""
+    tune: bool = True
+    """On a Hopper GPU: first time the 2:4 GEMMs of the run that nobody has timed on it,
+    some seconds each, and keep that in $SPARSEJAX_CACHE or ~/.cache/sparsejax. With
+    --no-tune what is not known is estimated."""
     distributed: bool = False
     """One of several processes, on one host or on many: found through SLURM, Open MPI
     or Kubernetes, or through JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
@@ -297,7 +301,9 @@ def timed_first(
     check_writable(RUNS if run_folder is None else run_folder)
     corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
     heartbeat = options.heartbeat_seconds if options.distributed else None
-    times = before_training.times_of_steps(config, corpus, heartbeat_seconds=heartbeat)
+    times = before_training.times_of_steps(
+        config, corpus, tune=options.tune, heartbeat_seconds=heartbeat
+    )
     return corpus, times
 
 

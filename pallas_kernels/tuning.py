@@ -396,22 +396,20 @@ def candidates(shape: Shape, multiprocessors: int) -> list[Config]:
 
 def search(
     shape: Shape,
-    multiprocessors: int,
+    configs: Iterable[Config],
     is_correct: Callable[[Config], bool],
     time_us: Callable[[list[Config]], Mapping[Config, float]],
 ) -> tuple[Config, float]:
     """The fastest correct config and its time.
 
     Args:
-      multiprocessors: of the GPU.
+      configs: what to try: `candidates`.
       is_correct: whether a config computes the GEMM; asked before anything is timed.
       time_us: times configs against each other.
     Raises:
       ValueError: no config can run the shape, or none is correct.
     """
-    correct = [
-        config for config in candidates(shape, multiprocessors) if is_correct(config)
-    ]
+    correct = [config for config in configs if is_correct(config)]
     if not correct:
         raise ValueError(
             f"no config computes {shape} correctly; do not use the kernel for it, and "

@@ -21,7 +21,7 @@ from sparsejax.ops.backend import (
     current_device,
 )
 from sparsejax.ops.expert_rows import combine_rows, gather_rows
-from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec, filled_up_to
+from sparsejax.ops.ffn_spec import FFNCall, FFNSparsity, FFNSpec, filled_up_to
 from sparsejax.ops.gated_ffn import GatedFFNSpec
 from sparsejax.patterns import NM, VNM
 from sparsejax.plan import flops_per_token
@@ -73,10 +73,22 @@ def ffn_decisions(
     """What runs each FFN GEMM of this model on one device of the mesh, and why, for
     `tokens` tokens on all of it: on `device`, which need not be there, or by default on
     the one here."""
+    return ffn_spec(config, sparsity, tokens, mesh=mesh, device=device).explain(backend)
+
+
+def ffn_spec(
+    config: ModelConfig,
+    sparsity: FFNSparsity,
+    tokens: int,
+    *,
+    mesh: MeshConfig = ONE_DEVICE,
+    device: Device | None = None,
+) -> FFNCall:
+    """The FFN call that `ffn_decisions` is about."""
     kind = FFNSpec
     if config.activation != "relu2":
         kind = partial(GatedFFNSpec, activation=config.activation)
-    spec = kind(
+    return kind(
         tokens=tokens,
         d_model=config.d_model,
         d_hidden=config.d_hidden,
@@ -86,7 +98,6 @@ def ffn_decisions(
         token_shards=mesh.token_shards,
         hidden_shards=mesh.tensor,
     )
-    return spec.explain(backend)
 
 
 def speed(

@@ -228,7 +228,7 @@ def pack_weight(
     )
 
 
-def _shape_on_sm90(spec: GemmSpec):
+def shape_on_sm90(spec: GemmSpec):
     """The kernel's view of `spec`: the sparse operand is its left one, so where that is
     our right one both are transposed, and so is the product that it writes. Features
     that stay whole have a second row."""
@@ -316,14 +316,14 @@ def _why_unsupported_on_sm90(spec: GemmSpec) -> str | None:
         why_unsupported,
     )
 
-    shape, count = _shape_on_sm90(spec), spec.device.count_multiprocessors()
+    shape, count = shape_on_sm90(spec), spec.device.count_multiprocessors()
     return why_unsupported(shape) or why_invalid(default_config(shape, count), shape)
 
 
 def _why_slower_on_sm90(spec: GemmSpec) -> str | None:
     from pallas_kernels import tuning
 
-    shape = _shape_on_sm90(spec)
+    shape = shape_on_sm90(spec)
     if not spec.sparse_weight and _times_on_sm90(spec) is None:
         # Packing them costs time at every call, so that no rule can be trusted.
         return (
@@ -336,7 +336,7 @@ def _why_slower_on_sm90(spec: GemmSpec) -> str | None:
 def _times_on_sm90(spec: GemmSpec) -> Times | None:
     from pallas_kernels import tuning
 
-    shape = _shape_on_sm90(spec)
+    shape = shape_on_sm90(spec)
     known = tuning.times(spec.device, shape, spec.experts_per_token)
     if known is None:
         return None

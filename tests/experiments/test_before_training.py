@@ -136,6 +136,33 @@ def test_the_plan_says_what_is_trained_and_the_end_how_fast_it_was(
     assert any(r["sparse"] for r in steps) == sparse
 
 
+@pytest.mark.parametrize("flag", ["--tune", "--no-tune"])
+def test_kernels_are_tuned_where_steps_are_timed(
+    flag, on_a_gpu, quick, text, tmp_path, monkeypatch
+):
+    """In the process that times the steps: here in this one, to see it."""
+    happened = []
+    monkeypatch.setattr(
+        before_training,
+        "in_own_process",
+        lambda function, *arguments: function(*arguments),
+    )
+    monkeypatch.setattr(
+        before_training,
+        "tune_for_all",
+        lambda gemms, *, tune, report: happened.append((len(gemms), tune)),
+    )
+    monkeypatch.setattr(
+        before_training,
+        "time_steps",
+        lambda config, corpus: happened.append("timed") or times_of(80.0),
+    )
+    arguments = arguments_of(micro_config(text, recipe="weights"))
+    arguments += ["--run-folder", str(tmp_path / "run"), flag]
+    assert pretrain.run(arguments) == 0
+    assert happened == [(6, flag == "--tune"), "timed"]
+
+
 def test_sigterm_while_steps_are_timed_ends_well(
     on_a_gpu, text, tmp_path, capsys, monkeypatch
 ):

@@ -45,7 +45,7 @@ def test_what_an_ffn_will_ask_for_is_kept(monkeypatch, tmp_path):
         device=hopper.H200,
     )
     for gemm in spec.gemms():
-        assert sparse_matmul._shape_on_sm90(gemm) in known
+        assert sparse_matmul.shape_on_sm90(gemm) in known
     assert [row["pack_us"] > 0 for row in rows] == [True] * 5
     with pytest.raises(ValueError, match=r"share_of_first=0\.9 is not usual"):
         bench_experts.main(replace(TINY, tune=True, share_of_first=0.9))

@@ -10,11 +10,11 @@ import pytest
 import hopper
 from experiments import bench_ffn
 from experiments.bench_ffn import Config
-from experiments.timing import Timing, over_alone, time_interleaved
 from pallas_kernels import tuning
 from sparsejax.config import RecipeConfig
 from sparsejax.loop import train
 from sparsejax.patterns import NM
+from sparsejax.timing import Timing, over_alone, time_interleaved
 from tests.micro_run import micro_config
 from tests.whole_runs import quick_runs
 

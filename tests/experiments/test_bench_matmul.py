@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 import hopper
-from experiments import bench_matmul, ffn_gemms
+from experiments import bench_matmul
 from pallas_kernels import sparse_matmul_sm90, tuning, tuning_cache
 from pallas_kernels.sparse_matmul_configs import default_config
+from sparsejax import ffn_gemms
 from sparsejax.ops import sparse_matmul
 from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
 from sparsejax.ops.token_sparsity import fixed_token_order
@@ -72,7 +73,7 @@ def test_every_gemm_is_timed_and_tuned(tuned, monkeypatch):
     spec = FFNSpec(
         tokens=128, d_model=64, d_hidden=192, dtype="bfloat16", sparsity=sparsity
     )
-    asked = {sparse_matmul._shape_on_sm90(gemm) for gemm in spec.gemms()}
+    asked = {sparse_matmul.shape_on_sm90(gemm) for gemm in spec.gemms()}
     assert set(known) == asked
 
 

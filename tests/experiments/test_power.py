@@ -3,7 +3,7 @@
 import time
 
 from experiments.power import Draw, PowerSampler
-from experiments.timing import time_queued
+from sparsejax.timing import time_queued
 
 FAKE = """#!/bin/sh
 case "$*" in *--id=1*) clock=1410 ;; *) clock=300 ;; esac

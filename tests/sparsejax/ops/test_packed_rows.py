@@ -137,7 +137,7 @@ def test_experts_take_the_kernel_unasked_whatever_a_dense_gemm_takes(
     is one GEMM, and left to dense where that is faster."""
     sparsities = SPARSITIES["all six"], SPARSITIES["all six, skipped"]
     shapes = {
-        sparse_matmul._shape_on_sm90(gemm)
+        sparse_matmul.shape_on_sm90(gemm)
         for sparsity in sparsities
         for gemm in spec(sparsity).gemms()
     }
@@ -165,7 +165,7 @@ def test_a_dense_gemm_has_a_token_once_whatever_its_experts(monkeypatch):
     """Timed with one expert for a token, and as many rows."""
     sparsity = SPARSITIES["two of four experts"]
     (gemm,) = (g for g in spec(sparsity).gemms() if g.name.startswith("2"))
-    shape = sparse_matmul._shape_on_sm90(gemm)
+    shape = sparse_matmul.shape_on_sm90(gemm)
     known = {shape: hopper.timed(shape, 49.0, 100.0, pack_us=1.0)}
     monkeypatch.setattr(tuning, "entries", lambda kind: known)
     times = sparse_matmul.IMPLEMENTATIONS["mosaic_sm90"].times(gemm)

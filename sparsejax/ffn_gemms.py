@@ -13,12 +13,13 @@ result apart; the dense GEMM has each row once.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import activation_tiles, sparse_matmul_configs, sparse_matmul_sm90
 from pallas_kernels.sparse_matmul_configs import Config, Shape
@@ -104,13 +105,28 @@ class Problem:
         return jnp.dtype("float32" if self.shape.float32_out else self.shape.dtype)
 
 
-def make_problem(gemm: Gemm, tokens: int, d_model: int, d_hidden: int) -> Problem:
+def make_problem(
+    gemm: Gemm,
+    tokens: int,
+    d_model: int,
+    d_hidden: int,
+    *,
+    whole_share: float | None = None,
+    float32_out: bool = False,
+) -> Problem:
     """Random operands of a size.
 
+    Args:
+      whole_share: of the features, those that stay whole in GEMMs 5 and 6; None for
+        `DENSE_FEATURES`.
+      float32_out: whether GEMM 4 writes float32, to be added to another one.
     Raises:
       ValueError: no kernel runs this size; says why.
     """
-    shape = _shape(gemm, tokens, d_model, d_hidden)
+    whole_share = DENSE_FEATURES if whole_share is None else whole_share
+    shape = _shape(gemm, tokens, d_model, d_hidden, whole_share)
+    if gemm == "4":
+        shape = replace(shape, float32_out=float32_out)
     reason = sparse_matmul_configs.why_unsupported(shape)
     if gemm != "1":
         reason = reason or activation_tiles.why_unsupported(d_hidden, shape.dtype)
@@ -133,7 +149,8 @@ def make_problem(gemm: Gemm, tokens: int, d_model: int, d_hidden: int) -> Proble
         if gemm == "4":
             pack = partial(packed_activations.gradient, a=kept.a)
         elif gemm in ("5", "6"):
-            source, copied, pack = kept, kept.a.values, _over_tokens
+            pack = partial(_over_tokens, whole_share=whole_share)
+            source, copied = kept, kept.a.values
     packed = jax.jit(pack)(source)
     masked = decompress(unpack(packed))
     if gemm in ("5", "6"):
@@ -153,43 +170,67 @@ def make_problem(gemm: Gemm, tokens: int, d_model: int, d_hidden: int) -> Proble
         masked_once=masked[:, :d_hidden] if rows_apart else masked,
         b=b,
         pack=pack,
-        pack_and_multiply=partial(_pack_and_multiply, gemm, shape, pack),
+        pack_and_multiply=partial(_pack_and_multiply, gemm, shape, whole_share, pack),
     )
 
 
-def _shape(gemm: Gemm, tokens: int, d_model: int, d_hidden: int) -> Shape:
+def _shape(
+    gemm: Gemm, tokens: int, d_model: int, d_hidden: int, whole_share: float
+) -> Shape:
     if gemm == "1":
         return Shape(m=d_hidden, n=tokens, k=d_model)
     if gemm in ("2", "4"):
         by_token = partial(Shape, m=tokens, n=d_model, k=d_hidden, transpose_out=False)
         return by_token(b_k_major=gemm == "4")
-    twice = in_blocks(dense_feature_count(d_hidden, DENSE_FEATURES))
+    twice = in_blocks(dense_feature_count(d_hidden, whole_share))
     return Shape(
         m=d_hidden + twice,
         n=d_model,
-        k=tokens,
+        k=in_blocks(tokens),
         b_k_major=False,
         transpose_out=gemm == "5",
         float32_out=True,
     )
 
 
+def errors(problem: Problem, candidate: jax.Array) -> tuple[float, float, float]:
+    """Relative error against float32 of the candidate, the largest that is right, and
+    that of the dense GEMM; over all rows, some at a time: in float32 the product is
+    large.
+
+    Right is a tenth above the dense GEMM's; and where both accumulate and store
+    float32, both are exact.
+    """
+    results = candidate, problem.dense(problem.masked, problem.b)
+    squares = np.zeros(3)
+    for start in range(0, len(candidate), 2048):
+        rows = slice(start, start + 2048)
+        exact = problem.exact(rows)
+        parts = [exact, *(got[rows].astype(jnp.float32) - exact for got in results)]
+        squares += [float(jnp.sum(part**2)) for part in parts]
+    ours, dense = np.sqrt(squares[1:] / squares[0])
+    bound = max(1.1 * dense, 1e-5 * problem.shape.float32_out)
+    return float(ours), float(bound), float(dense)
+
+
 def _activations(y_up: jax.Array) -> Packed:
     return packed_activations.keep_features(y_up).a
 
 
-def _over_tokens(kept: Activations) -> Packed:
-    return packed_activations.keep_tokens(_groups(kept), kept.a)
+def _over_tokens(kept: Activations, *, whole_share: float) -> Packed:
+    return packed_activations.keep_tokens(_groups(kept, whole_share), kept.a)
 
 
-def _groups(kept: Activations) -> TokenGroups:
-    sparsity = FFNSparsity(dense_features=DENSE_FEATURES)
+def _groups(kept: Activations, whole_share: float) -> TokenGroups:
+    sparsity = FFNSparsity(dense_features=whole_share)
     return packed_activations.token_groups(sparsity, len(kept.a.values), kept.nonzeros)
 
 
-def _pack_and_multiply(gemm: Gemm, shape: Shape, pack, source, b) -> jax.Array:
+def _pack_and_multiply(
+    gemm: Gemm, shape: Shape, whole_share: float, pack, source, b
+) -> jax.Array:
     if gemm in ("5", "6"):
-        groups, packed = _groups(source), pack(source)
+        groups, packed = _groups(source, whole_share), pack(source)
         if gemm == "5":
             return packed_activations.weight_gradient_up(groups, b, packed)
         return packed_activations.weight_gradient_down(groups, packed, b)

@@ -1,0 +1,180 @@
+"""The FFN's GEMMs of experts with a 2:4 operand, alone: random operands as they lie in
+memory, a token in one expert each.
+
+Numbered as in `ffn_gemms`. The dense GEMM that each stands for is over all neurons.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import grouped_matmul_sm90 as grouped
+from pallas_kernels.sparse_matmul_configs import Shape
+from sparsejax.ffn_gemms import Gemm
+from sparsejax.formats import compress, decompress
+from sparsejax.ops.ffn_spec import FFNSparsity, dense_feature_count
+from sparsejax.ops.packed_rows import (
+    keep_rows,
+    row_gradient,
+    row_gradient_over_tokens,
+    row_groups,
+    used_tiles,
+)
+from sparsejax.ops.sparse_matmul import pack_weight
+from sparsejax.packing import Packed, in_blocks, pack, unpack
+from sparsejax.pruning import magnitude_mask
+from sparsejax.router import Dispatch
+
+WHOLE_SHARE = FFNSparsity().dense_features
+"""Of an expert's features, those that stay whole by default."""
+
+
+class Problem(NamedTuple):
+    """One GEMM of E experts and its operands."""
+
+    shape: Shape
+    sparse: Callable[..., Any]
+    """Of the operands, and of `config_for`."""
+    operands: tuple
+    dense: Callable[[jax.Array, jax.Array], jax.Array]
+    of_dense: tuple[jax.Array, jax.Array]
+    pack: Callable[..., Any]
+    """Makes the sparse operand of `source`; of 5 and 6 those of both."""
+    source: tuple
+    expected: Callable[[], tuple[Callable[[Any], jax.Array], np.ndarray]]
+    """Takes some of the result, and what that is in float32."""
+
+
+def make_problem(
+    gemm: Gemm,
+    tokens: int,
+    d_model: int,
+    d_hidden: int,
+    routed: Dispatch,
+    *,
+    whole_share: float = WHOLE_SHARE,
+) -> Problem:
+    """Random operands of a size, the tokens in the experts of `routed`, one each.
+
+    Args:
+      whole_share: of an expert's features, those that stay whole in GEMMs 5 and 6.
+    """
+    experts, v = routed.experts, routed.v
+    used = int(used_tiles(routed))
+    expert = np.asarray(routed.tile_expert)[:used]
+    rows, own = routed.row_token.size, d_hidden // experts
+    d, keys = d_model, jax.random.split(jax.random.key(0), 4)
+    normal = partial(jax.random.normal, dtype=jnp.bfloat16)
+    tokens_by_d = normal(keys[0], (tokens, d))
+    tokens_by_f = normal(keys[1], (tokens, d_hidden))
+    lookup = routed.tile_expert, used_tiles(routed)
+    grouped_shape = partial(Shape, experts=experts, group_tile=v)
+    # The last expert's first tile.
+    last, tile = int(expert[-1]), int(np.flatnonzero(expert == expert[-1])[0])
+    some = slice(tile * v, tile * v + 64)
+    if gemm == "1":
+        packed = _sparse(keys[2], (d_hidden, d))
+        x = normal(keys[3], (rows, d))
+
+        def expected():
+            a = _dense(packed)[last * own : (last + 1) * own]
+            return (lambda out: out[some]), np.asarray(x[some], np.float32) @ a.T
+
+        scale = jnp.full((1, 1), 1.483)
+        return Problem(
+            grouped_shape(m=own, n=rows, k=d),
+            partial(grouped.sparse_weights, experts=experts),
+            (packed.values, packed.metadata, x, *lookup),
+            jnp.matmul,
+            (tokens_by_d, normal(keys[2], (d, d_hidden))),
+            partial(pack_weight, axis=-2, dtype=jnp.dtype(jnp.bfloat16)),
+            (jax.random.normal(keys[2], (d, d_hidden)), scale),
+            expected,
+        )
+    keep = partial(keep_rows, by_token=True)
+    kept = jax.jit(keep)(tokens_by_f, routed)
+    if gemm in ("2", "4"):
+        packed = _sparse(keys[2], (rows, own))
+        k_major = gemm == "4"
+        stored = (d, experts, own) if k_major else (experts, own, d)
+        b = normal(keys[3], stored)
+
+        def expected():
+            of_last = b[:, last].T if k_major else b[last]
+            product = _dense(packed)[some] @ np.asarray(of_last, np.float32)
+            return (lambda out: out[some]), product
+
+        weight = b.reshape(d, -1) if k_major else b.reshape(-1, d)
+        gradient = partial(row_gradient, by_token=True)
+        return Problem(
+            grouped_shape(m=rows, n=d, k=own, b_k_major=k_major, transpose_out=False),
+            partial(grouped.sparse_rows, b_k_major=k_major),
+            (packed.values, packed.metadata, b, *lookup),
+            (lambda a, w: a @ w.T) if k_major else jnp.matmul,
+            (tokens_by_f, weight),
+            gradient if k_major else keep,
+            (tokens_by_f, kept if k_major else routed),
+            expected,
+        )
+    twice = in_blocks(dense_feature_count(own, whole_share))
+    packed = _sparse(keys[2], (own + twice, rows))
+    b, up = normal(keys[3], (rows, d)), gemm == "5"
+    ends = jnp.cumsum(-(-routed.group_sizes // v), dtype=jnp.int32)
+    range_of_last = slice(tile * v, used * v)
+
+    def of_last(results):
+        parts = results if twice else (results,)
+        first, *_, second = [r[:, last].T if up else r[last] for r in parts * 2]
+        return jnp.concatenate([first[:64], second[-64:]])
+
+    def expected():
+        a = np.concatenate([_dense(packed)[:64], _dense(packed)[-64:]])
+        product = a[:, range_of_last] @ np.asarray(b[range_of_last], np.float32)
+        return of_last, product
+
+    shape = grouped_shape(
+        m=own + twice, n=d, k=rows, b_k_major=False, transpose_out=up, float32_out=True
+    )
+    options = {"group_tile": v, "transpose_out": up, "rows_apart": twice}
+
+    def dense(lhs, rhs):
+        return jnp.matmul(lhs.T, rhs, preferred_element_type=jnp.float32)
+
+    def pack_over_rows(da, kept):
+        groups = row_groups(FFNSparsity(dense_features=whole_share), tokens, kept)
+        return row_gradient_over_tokens(groups, da, kept, by_token=True)
+
+    return Problem(
+        shape,
+        partial(grouped.sparse_over_rows, **options),
+        (packed.values, packed.metadata, b, ends),
+        dense,
+        (tokens_by_d, tokens_by_f) if up else (tokens_by_f, tokens_by_d),
+        pack_over_rows,
+        (tokens_by_f, kept),
+        expected,
+    )
+
+
+def error(problem: Problem, call: Callable[[], Any]) -> float:
+    """Relative, against float32, of what a kernel computes, on some of its rows."""
+    some, expected = problem.expected()
+    got = np.asarray(some(call()), np.float32)
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+
+
+def _sparse(key: jax.Array, shape: tuple[int, int]) -> Packed:
+    @jax.jit
+    def make(key):
+        x = jax.random.normal(key, shape, jnp.bfloat16)
+        return pack(compress(x, mask=magnitude_mask(x)))
+
+    return make(key)
+
+
+def _dense(packed: Packed) -> np.ndarray:
+    return np.asarray(jax.jit(lambda p: decompress(unpack(p)))(packed), np.float32)
