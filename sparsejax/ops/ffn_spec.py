@@ -306,7 +306,6 @@ class FFNSpec(FFNCall):
         neurons = self.d_hidden // (s.experts or 1)
         along_tokens = NM(2, 4) if s.token_sparsity else None
         routed, columns = bool(s.experts), s.weight_gradients == "expert_columns"
-        no_root = why_no_root(self.dtype)
 
         def gemm(name, m, k, n, operand, pattern, by_expert, **facts):
             return GemmSpec(
@@ -333,20 +332,11 @@ class FFNSpec(FFNCall):
             whole_features=dense_feature_count(
                 neurons if columns else f, s.dense_features
             ),
-            why_not_packed=no_root or why_not_packed_over_tokens(s),
+            why_not_packed=why_not_packed_over_tokens(s),
         )
         return (
             gemm("1  Y1 = X W1", t, d, f, "rhs", s.weights, s.skip_blocks),
-            gemm(
-                "2  Y = A W2",
-                t,
-                f,
-                d,
-                "lhs",
-                activations,
-                routed,
-                why_not_packed=no_root,
-            ),
+            gemm("2  Y = A W2", t, f, d, "lhs", activations, routed),
             gemm("3  dA = dY W2^T", t, d, f, "rhs", s.weights, s.da_by_expert),
             gemm(
                 "4  dX = dY1 W1^T",
@@ -357,7 +347,7 @@ class FFNSpec(FFNCall):
                 activations,
                 routed,
                 rhs_transposed=True,
-                why_not_packed=no_root or why_not_packed_anew(s),
+                why_not_packed=why_not_packed_anew(s),
             ),
             gradient("5  dW1 = X^T dY1", d, t, f, "rhs"),
             gradient("6  dW2 = A^T dY", f, t, d, "lhs"),
@@ -398,17 +388,6 @@ def packs_over_tokens(sparsity: FFNSparsity, backends: Sequence[Backend]) -> boo
     asked = sparsity.token_sparsity is not None
     packed = asked and why_not_packed_over_tokens(sparsity) is None
     return packed and "mosaic_sm90" in backends[4:]
-
-
-def why_no_root(dtype: str) -> str | None:
-    """Why relu(Y1) cannot be had back from A = relu(Y1)^2, all that packed activations
-    keep of it, or None."""
-    if dtype != "float16":
-        return None
-    return (
-        "relu(Y1) comes back as the root of its square, and squares in float16 are 0 "
-        "below 2e-4 and infinite above 255; use bfloat16"
-    )
 
 
 def why_not_packed_anew(sparsity: FFNSparsity) -> str | None:

@@ -19,7 +19,7 @@ from sparsejax.ops.gated_ffn import GatedFFNSpec, gated_ffn
 from sparsejax.ops.packed_activations import GatedActivations
 from sparsejax.ops.sparse_matmul import sparse_matmul
 from sparsejax.packing import Packed, pack
-from sparsejax.patterns import NM, VNM
+from sparsejax.patterns import NM
 
 TWO_FOUR = NM(2, 4)
 ACTIVATIONS = FFNSparsity(activations=TWO_FOUR)
@@ -63,66 +63,6 @@ def test_a_hopper_that_nobody_tuned_chooses_as_the_h200_where_that_gains_much():
     assert backends(guessed) == [True] * 4 + [False] * 2
     assert "together estimated slower" in guessed[4].reason
     assert ", measured on NVIDIA H200" in guessed[4].reason
-
-
-EXPERTS = replace(
-    ALL_SIX,
-    activations=VNM(128, 2, 16),
-    weight_gradients="expert_columns",
-    skip_blocks=True,
-)
-
-
-@pytest.mark.parametrize(
-    ("sparsity", "on_kernels"),
-    [
-        (ALL_SIX, [True, False, True, False, False, False]),
-        # By expert GEMMs 5 and 6 have a kernel of dense rows, which takes no root.
-        (EXPERTS, [True, False, True, False, True, True]),
-    ],
-    ids=["all neurons", "experts"],
-)
-def test_float16_which_cannot_hold_squares_is_not_packed(sparsity, on_kernels):
-    sizes = {"tokens": 16384, "d_model": 4096, "d_hidden": 16384}
-    assert backends(spec(sparsity, **sizes).explain()) == [True] * 6
-    decisions = spec(sparsity, dtype="float16", **sizes).explain()
-    assert backends(decisions) == on_kernels
-    assert "squares in float16 are 0 below 2e-4 and infinite" in decisions[1].reason
-    for gemm in (0, 2):  # nothing is packed in their epilogues either
-        assert "writes" not in decisions[gemm].path
-    assert "dense" in decisions[4].path
-    with pytest.raises(NotImplementedError, match="squares in float16 are 0 below"):
-        spec(sparsity, dtype="float16", **sizes).explain("mosaic_sm90")
-
-
-def test_a_gated_ffn_keeps_what_it_squares_and_packs_float16_too():
-    facts = {"tokens": 4096, "d_model": 2048, "d_hidden": 8192, "dtype": "float16"}
-    facts |= {"device": hopper.H200, "activation": "reglu2"}
-    decisions = GatedFFNSpec(sparsity=ACTIVATIONS, **facts).explain("mosaic_sm90")
-    assert decisions[2].backend == decisions[4].backend == "mosaic_sm90"
-
-
-@pytest.mark.parametrize("y", [1e-4, 300.0])
-def test_gradients_in_float16_are_those_of_y_not_of_a_root(y, monkeypatch):
-    """1e-4 squared is 0 in float16, and 300 squared infinite."""
-    calls = hopper.pretend(monkeypatch)
-    of_ffn = replace(TOKENWISE, m=64, n=D, k=F, dtype="float16")
-    known = {
-        shape: hopper.timed(shape, 1.0, 100.0)
-        for shape in (of_ffn, replace(of_ffn, b_k_major=False))
-    }
-    monkeypatch.setattr(tuning, "entries", lambda kind: known)
-    x = y * jnp.eye(64, D, dtype=jnp.float16)  # and so is Y1
-    w_up = jnp.ones((D, F), jnp.float16)
-    w_down = jnp.full((F, D), 2.0**-6, jnp.float16)
-    call = partial(ffn, w_up=w_up, w_down=w_down, sparsity=ACTIVATIONS)
-    _, pull_back = jax.vjp(call, x)
-    (dx,) = pull_back(jnp.full_like(x, 1 / y))
-    assert "keep_features" not in calls
-    # dA = D 2^-6 / y, dY1 = dA 2 y at two of four features, of which dX is the sum.
-    expected = np.full(x.shape, D * 2**-6 * 2 * F / 2)
-    # Of y, 1 / y and dY1, each rounded to 11 bits.
-    np.testing.assert_allclose(np.asarray(dx, np.float64), expected, rtol=3 * 2**-11)
 
 
 def backends(decisions) -> list[bool]:
