@@ -113,8 +113,9 @@ def _gpu(
 # Compute Capability". Multiprocessors: the whitepapers "NVIDIA H100 Tensor Core GPU
 # Architecture" (H100 SXM5 132, PCIe 114; the H100 NVL, H200 and GH200 have the SXM5's
 # 132) and "NVIDIA A100 Tensor Core GPU Architecture" (108); H800: DeepSeek-V3 technical
-# report (arXiv 2412.19437), 3.2.2; H20: its product brief. Memory: the data sheets,
-# whose GB are the driver's GiB but for half a per cent that the driver keeps.
+# report (arXiv 2412.19437); H20: what the press had from Geekbench's database. Memory:
+# the data sheets, whose GB are the driver's GiB but for half a per cent that the driver
+# keeps.
 KNOWN = {
     device.kind: device
     for device in (
