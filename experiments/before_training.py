@@ -6,6 +6,7 @@ driver keeps the clock lower: neither must be the one that trains.
 """
 
 import json
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def default_preset() -> PresetName:
     return "tiny" if gpu_here() is None else "wide-200m"
 
 
+@cache
 def gpu_here() -> str | None:
     """The model of the GPU that JAX would use, or None where it would use none."""
     if not any(map(find_spec, CUDA_PLUGINS)):

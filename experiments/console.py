@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
@@ -28,6 +28,7 @@ from sparsejax.config import MeshConfig, TrainConfig
 from sparsejax.layers import attention_implementation
 from sparsejax.metrics import ffn_decisions
 from sparsejax.ops.backend import Decision, current_device
+from sparsejax.ops.ffn_choice import KERNELS
 from sparsejax.ops.ffn_spec import FFNSparsity
 from sparsejax.patterns import Pattern
 from sparsejax.recipe import Phase, phases
@@ -135,11 +136,14 @@ def announce(
             )
         _predict(config, planned)
     if step_times is not None:
-        _say_step_times(config, planned, step_times)
+        _say_step_times(config, planned, step_times, decisions)
 
 
 def _say_step_times(
-    config: TrainConfig, planned: tuple[Phase, ...], times: StepTimes
+    config: TrainConfig,
+    planned: tuple[Phase, ...],
+    times: StepTimes,
+    decisions: Mapping[FFNSparsity, tuple[Decision, ...]],
 ) -> None:
     say(
         f"steps timed on {_count(times.devices, 'device')} ({times.device}) in "
@@ -160,9 +164,13 @@ def _say_step_times(
         if of.phase in run_dense and config.keep_slower:
             say(f"  the {kind} phase loses time here, and is kept (--keep-slower)")
         elif of.phase in run_dense:
+            why = "would lose time here"
+            chosen = decisions[planned[of.phase].sparsity]
+            if all(decision.backend != KERNELS for decision in chosen):
+                why = f"has no kernels on {times.device}, would lose time"
             say(
-                f"  the {kind} phase would lose time here and is trained dense; "
-                f"--keep-slower trains it sparse",
+                f"  the {kind} phase {why} and is trained dense; --keep-slower trains "
+                f"it sparse",
                 style="yellow",
             )
 

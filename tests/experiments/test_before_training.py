@@ -66,13 +66,20 @@ def test_another_recipe_than_the_presets_drops_what_only_that_one_reads(on_a_gpu
     assert pretrain.parse(["--recipe", "paper"]).config == wide
 
 
-def test_a_machine_without_cuda_is_asked_nothing(monkeypatch):
+@pytest.fixture
+def asked_anew():
+    before_training.gpu_here.cache_clear()
+    yield
+    before_training.gpu_here.cache_clear()
+
+
+def test_a_machine_without_cuda_is_asked_nothing(asked_anew, monkeypatch):
     monkeypatch.setattr(before_training, "find_spec", lambda name: None)
     monkeypatch.setattr(before_training, "in_own_process", pytest.fail)
     assert before_training.gpu_here() is None
 
 
-def test_a_process_of_its_own_is_asked_where_cuda_is_installed(monkeypatch):
+def test_a_process_of_its_own_is_asked_where_cuda_is_installed(asked_anew, monkeypatch):
     monkeypatch.setattr(before_training, "find_spec", lambda name: object())
     # It is asked, and has the CPU of this machine.
     assert before_training.gpu_here() is None
@@ -113,7 +120,7 @@ def test_a_run_is_planned_and_trained_by_its_times(
     ("step_ms", "flags", "said", "sparse"),
     [
         (80.0, [], "1.25 times as fast as dense", True),
-        (125.0, [], "would lose time here and is trained dense", False),
+        (125.0, [], "has no kernels on a GPU, would lose time and is trained", False),
         (125.0, ["--keep-slower"], "loses time here, and is kept", True),
     ],
 )
