@@ -6,6 +6,8 @@ driver keeps the clock lower: neither must be the one that trains.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,8 +86,10 @@ def times_of_steps(
     console.say("timing dense and sparse steps on this GPU before the first of them")
     few = 4 * (config.tokens_per_step + config.data.sequence_length)
     keep_programs()
-    few_tokens = corpus.head(few)
-    return in_own_process(_time_steps, config, few_tokens, tune, heartbeat_seconds)
+    if tune:
+        # Not in the process that times: its dense steps would have the lower clock.
+        in_own_process(_tune, config, heartbeat_seconds)
+    return in_own_process(_time_steps, config, corpus.head(few), heartbeat_seconds)
 
 
 def agreed(times: StepTimes | None) -> StepTimes | None:
@@ -98,17 +102,31 @@ def agreed(times: StepTimes | None) -> StepTimes | None:
     return None if plain is None else from_json(plain)
 
 
+def _tune(config: TrainConfig, heartbeat_seconds: int | None) -> None:
+    with _joined(heartbeat_seconds):
+        tune_for_all(gemms_of_run(config), tune=True, report=console.say)
+
+
 def _time_steps(
-    config: TrainConfig, corpus: Corpus, tune: bool, heartbeat_seconds: int | None
+    config: TrainConfig, corpus: Corpus, heartbeat_seconds: int | None
 ) -> StepTimes:
+    with _joined(heartbeat_seconds):
+        tune_for_all((), tune=False, report=console.say)
+        return time_steps(config, corpus)
+
+
+@contextmanager
+def _joined(heartbeat_seconds: int | None) -> Iterator[None]:
+    """What a process does that is started for a question: it joins those of the other
+    hosts, where there are any, and leaves them."""
     console.quiet_orbax()
     keep_programs()
-    if heartbeat_seconds is not None:
-        join(heartbeat_seconds=heartbeat_seconds)
-        console.STDOUT.quiet = jax.process_index() > 0
+    if heartbeat_seconds is None:
+        yield
+        return
+    join(heartbeat_seconds=heartbeat_seconds)
+    console.STDOUT.quiet = jax.process_index() > 0
     try:
-        tune_for_all(gemms_of_run(config), tune=tune, report=console.say)
-        return time_steps(config, corpus)
+        yield
     finally:
-        if heartbeat_seconds is not None:
-            jax.distributed.shutdown()
+        jax.distributed.shutdown()
