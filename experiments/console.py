@@ -39,7 +39,7 @@ DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 """The flag with which XLA's GPU kernels repeat their bits."""
 
 JAX_SHARE = 0.75
-"""Of a GPU's memory, what JAX takes (XLA_PYTHON_CLIENT_MEM_FRACTION changes it)."""
+"""The share of a GPU's memory that JAX takes (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
 
 STDOUT = Console(highlight=False)
 STDERR = Console(highlight=False, stderr=True)

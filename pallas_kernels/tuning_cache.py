@@ -49,8 +49,8 @@ def folder(kind: str) -> Path:
 
 @lru_cache
 def driver_version() -> str:
-    """Of the GPU's driver by NVML, where Python has it; else what JAX's backend says of
-    itself; else "unknown"."""
+    """The version of the GPU's driver: by NVML, where Python has it; else what JAX's
+    backend says of itself; else "unknown"."""
     try:
         # Not one of our dependencies.
         nvml = importlib.import_module("pynvml")
@@ -66,7 +66,7 @@ def driver_version() -> str:
 
 @lru_cache
 def kernel_hash() -> str:
-    """Of the sources of all kernels, whatever the order of the files."""
+    """A hash of the sources of all kernels, whatever the order of the files."""
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         if source.name not in NO_KERNELS:

@@ -30,7 +30,7 @@ from sparsejax.pruning import magnitude_mask
 from sparsejax.router import Dispatch
 
 WHOLE_SHARE = FFNSparsity().dense_features
-"""Of an expert's features, those that stay whole by default."""
+"""The share of an expert's features that stay whole by default."""
 
 
 class Problem(NamedTuple):
@@ -38,7 +38,7 @@ class Problem(NamedTuple):
 
     shape: Shape
     sparse: Callable[..., Any]
-    """Of the operands, and of `config_for`."""
+    """The kernel's GEMM, as a function of the operands and of `config_for`."""
     operands: tuple
     dense: Callable[[jax.Array, jax.Array], jax.Array]
     of_dense: tuple[jax.Array, jax.Array]

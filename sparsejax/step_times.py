@@ -41,7 +41,7 @@ class PhaseTime:
     """How long a step of one sparse phase takes."""
 
     phase: int
-    """Its number in the run, from 0."""
+    """The phase's number in the run, from 0."""
     step_ms: float
     """Milliseconds, the median over the rounds."""
     fastest_ms: float

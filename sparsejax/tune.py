@@ -78,7 +78,7 @@ def gemms_of_run(config: TrainConfig) -> list[GemmSpec]:
 
 
 def missing(specs: Iterable[GemmSpec], device: Device) -> dict[Shape, GemmSpec]:
-    """Of the GEMMs those that `device`'s kernels could run with a 2:4 operand, and that
+    """Finds the GEMMs that `device`'s kernels could run with a 2:4 operand, and that
     nobody has measured on it near their number of tokens."""
     found: dict[Shape, GemmSpec] = {}
     for spec in specs:
@@ -231,8 +231,8 @@ def trial_of(spec: GemmSpec) -> Trial:
 
 
 def _share(whole: int, features: int) -> float:
-    """Of the features, what `dense_feature_count` rounds up to `whole`: half a tile
-    less, whichever way the division is rounded."""
+    """The share of the features that `dense_feature_count` rounds up to `whole`: half a
+    tile less, whichever way the division is rounded."""
     return max(0.0, (whole - FEATURE_TILE / 2) / features)
 
 

@@ -39,8 +39,8 @@ BEGINS = re.compile(r"([A-Z_]+=\S+ )*(uv run|pip install|srun) ")
 
 
 def commands_of(path: Path) -> list[Command]:
-    """Of a document, every line of its blocks and what else begins like a command; of a
-    script, the lines of its docstring that do."""
+    """The commands of a file: in a document every line of its blocks and what else
+    begins like a command; in a script the lines of its docstring that do."""
     text = path.read_text()
     if path.suffix == ".py":
         docstring = ast.get_docstring(ast.parse(text)) or ""
@@ -155,8 +155,8 @@ def into_a_new_folder(words: Command, launcher: Command) -> None:
 
 
 def settings(words: Command, launcher: Command) -> None:
-    """Of a benchmark: what it is called with is understood, and its rows go where git
-    does not look. It is run in tests of its own, at tiny sizes."""
+    """Checks that a benchmark understands what it is called with, and that its rows go
+    where git does not look. It is run in tests of its own, at tiny sizes."""
     module = importlib.import_module(words[0].removesuffix(".py").replace("/", "."))
     config = tyro.cli(module.Config, args=words[1:])
     if "--results" not in words:

@@ -11,7 +11,8 @@ from jaxlib.mlir import ir
 
 
 def modules(function: Callable[..., Any], *operands: Any) -> list[str]:
-    """Of every Mosaic kernel that `function` calls, in the order of their calls."""
+    """Returns the module of every Mosaic kernel that `function` calls, in the order of
+    the calls."""
     lowered = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
     found: list[str] = []
 
