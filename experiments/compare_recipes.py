@@ -29,7 +29,7 @@ import jax
 import tyro
 from rich.table import Table
 
-from experiments import console, pretrain
+from experiments import console, pretrain, printed_plan
 from experiments.comparison_file import Comparison, Trial, read_comparison
 from experiments.own_process import Terminated, in_own_process
 from experiments.plot import SHADES, plot_comparison, training_seconds
@@ -353,7 +353,7 @@ def run(arguments: list[str]) -> int:
                 configs.setdefault(trial.name, trial.config)
             for name, config in configs.items():
                 console.say(name, style="bold")
-                console.announce(config, predicted=True)
+                printed_plan.announce(config, predicted=True)
             return 0
         if comparison.trials[0].config.deterministic:
             console.repeat_bits()

@@ -36,7 +36,7 @@ import jax
 import numpy as np
 import tyro
 
-from experiments import before_training, console
+from experiments import before_training, console, printed_plan
 from experiments.export import export
 from experiments.own_process import Terminated
 from experiments.plot import plot_run
@@ -101,7 +101,7 @@ def main(
         names = Exchange("run folder").gather("name", name, timeout_seconds=60)
         run_folder = RUNS / names[0]
     check_writable(run_folder)
-    console.announce(config, step_times=step_times)
+    printed_plan.announce(config, step_times=step_times)
     with console.progress(config) as observe:
         outcome = train(
             config,
@@ -219,7 +219,7 @@ def parse(arguments: list[str]) -> Options:
     return options
 
 
-def absent_gpus(options: Options) -> console.Absent | None:
+def absent_gpus(options: Options) -> printed_plan.Absent | None:
     """The GPUs of --device and --devices; None for those that are here.
 
     Raises:
@@ -239,7 +239,9 @@ def absent_gpus(options: Options) -> console.Absent | None:
         )
     if options.devices is not None and options.devices < 1:
         raise ValueError(f"--devices {options.devices} is not 1 or more")
-    return console.Absent(device=Device.named(options.device), count=options.devices)
+    return printed_plan.Absent(
+        device=Device.named(options.device), count=options.devices
+    )
 
 
 def run(arguments: list[str]) -> int:
@@ -250,7 +252,7 @@ def run(arguments: list[str]) -> int:
         absent = absent_gpus(options)
         if options.dry_run:
             said = what_data(options.config)
-            console.announce(options.config, predicted=True, absent=absent)
+            printed_plan.announce(options.config, predicted=True, absent=absent)
             console.say(said)
             return 0
         if options.config.deterministic:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 import hopper
-from experiments import console, pretrain
+from experiments import console, pretrain, printed_plan
 from pallas_kernels import tuning
 from pallas_kernels.device import CPU
 from pallas_kernels.sparse_matmul_configs import Shape
@@ -109,7 +109,7 @@ def test_the_paths_of_a_mesh_are_those_of_one_device_s_gemms(capsys, monkeypatch
         sizes.append((first.m, first.k, first.n))
         return decisions
 
-    monkeypatch.setattr(console, "ffn_decisions", record)
+    monkeypatch.setattr(printed_plan, "ffn_decisions", record)
     assert pretrain.run("--dry-run --mesh.data 4 --mesh.tensor 2".split()) == 0
     assert sizes == [(32 * 128 // 4, 128, 512 // 2)] * 2
     assert "mesh: data 4 x fsdp 1 x tensor 2 = 8 devices" in capsys.readouterr().out
@@ -309,7 +309,7 @@ def test_a_mesh_left_open_is_planned_on_at_least_one_replica(capsys):
 
 def test_the_devices_that_train_are_said_with_their_processes(capsys):
     config = TrainConfig(batch_size=32 * jax.device_count())
-    console.announce(config)
+    printed_plan.announce(config)
     shown = capsys.readouterr().out
     here = jax.device_count()
     assert f"device: cpu, {here} of {here}; compute float32" in shown

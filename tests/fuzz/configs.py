@@ -11,7 +11,7 @@ from typing import Any, get_args
 from numpy.random import Generator
 from rich.console import Console
 
-from experiments import console
+from experiments import console, printed_plan
 from sparsejax import config_file, plan
 from sparsejax.config import SPARSE_ACTIVATIONS, RecipeName, TrainConfig
 from sparsejax.config_file import from_json, read_config, to_json
@@ -139,7 +139,7 @@ def print_plan(config: TrainConfig) -> str:
     printed = io.StringIO()
     shown, console.STDOUT = console.STDOUT, Console(file=printed, width=120)
     try:
-        console.announce(config, predicted=True)
+        printed_plan.announce(config, predicted=True)
     finally:
         console.STDOUT = shown
     return printed.getvalue()

@@ -1,0 +1,441 @@
+"""The plan that is printed before a run: what it will train, on what, at which cost."""
+
+import os
+import statistics
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, fields, replace
+
+import jax
+from rich.table import Table
+
+from experiments import console
+from experiments.console import DETERMINISTIC, say
+from pallas_kernels.device import Device
+from sparsejax import plan
+from sparsejax.config import MeshConfig, TrainConfig
+from sparsejax.layers import attention_implementation
+from sparsejax.metrics import ffn_decisions
+from sparsejax.ops.backend import Decision, current_device
+from sparsejax.ops.ffn_choice import KERNELS
+from sparsejax.ops.ffn_spec import FFNSparsity
+from sparsejax.patterns import Pattern
+from sparsejax.recipe import Phase, phases
+from sparsejax.sharding import check_shardable
+from sparsejax.step_times import StepTimes, phases_run_dense
+
+JAX_SHARE = 0.75
+"""The share of a GPU's memory that JAX takes (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
+
+
+def announce(
+    config: TrainConfig,
+    *,
+    predicted: bool = False,
+    absent: "Absent | None" = None,
+    step_times: StepTimes | None = None,
+) -> None:
+    """Devices, mesh, size, FLOPs, phases, the path of each GEMM; with `predicted` also
+    memory, communication and the expected speed-up, for a mesh whose devices need not
+    exist; with `step_times` how fast the steps were, and what follows from it.
+
+    Args:
+      absent: with `predicted`, the GPUs that are planned for instead of those here.
+    Raises:
+      ValueError: before anything is printed, for phases, patterns or a mesh that do not
+        fit the model, the batch or, unless `predicted`, the devices.
+      NotImplementedError: the named backend cannot run a GEMM; says why.
+    """
+    model = config.model
+    planned = phases(config)
+    sparsities = tuple(dict.fromkeys(phase.sparsity for phase in planned))
+    device = current_device() if absent is None else absent.device
+    mesh = _mesh_of(config, predicted=predicted)
+    if absent is not None:
+        mesh = absent.mesh(config.mesh)
+    micro_batches = config.micro_batches_on(mesh)
+    micro_batch = config.batch_size // micro_batches
+    check_shardable(model, sparsities, mesh, micro_batch=micro_batch)
+    tokens = micro_batch * config.data.sequence_length
+    tokens_per_device = tokens // mesh.token_shards
+    decisions = {
+        sparsity: ffn_decisions(
+            model, sparsity, tokens, config.backend, mesh=mesh, device=device
+        )
+        for sparsity in sparsities
+    }
+
+    if absent is None:
+        _say_devices(config, mesh)
+    else:
+        absent.say(config, mesh)
+    how = "as named" if config.micro_batches else "chosen for this mesh"
+    say(
+        f"micro-batches: {micro_batches} of {micro_batch} sequences, "
+        f"{micro_batch // mesh.token_shards} on a device ({how})"
+    )
+    count = plan.parameter_count(model)
+    say(
+        f"parameters: {count.total:,} (embedding {count.embedding:,}, attention "
+        f"{count.attention:,}, FFN {count.ffn:,}, norms {count.norms:,}, head "
+        f"{count.head:,})"
+    )
+    console.STDOUT.print(_flops_table(config))
+    console.STDOUT.print(_phase_table(config, planned))
+    for sparsity in sparsities:
+        _say_paths(config, sparsity, decisions[sparsity], micro_batches)
+    if predicted:
+        table = _memory_table(config, mesh, tokens_per_device, sparsities, absent)
+        console.STDOUT.print(table)
+        if mesh.devices > 1:
+            _say_communication(
+                config, mesh, tokens_per_device, sparsities, micro_batches
+            )
+        _predict(config, planned)
+    if step_times is not None:
+        _say_step_times(config, planned, step_times, decisions)
+
+
+def _say_step_times(
+    config: TrainConfig,
+    planned: tuple[Phase, ...],
+    times: StepTimes,
+    decisions: Mapping[FFNSparsity, tuple[Decision, ...]],
+) -> None:
+    say(
+        f"steps timed on {_count(times.devices, 'device')} ({times.device}) in "
+        f"{times.seconds:.0f} s: dense {times.dense_ms:.1f} ms "
+        f"({times.fastest_dense_ms:.1f}-{times.slowest_dense_ms:.1f})"
+    )
+    run_dense = phases_run_dense(
+        times, planned, new_process_minutes=config.new_process_minutes
+    )
+    for of in times.sparse:
+        kind = planned[of.phase].kind
+        say(
+            f"  {kind} phase: {of.step_ms:.1f} ms "
+            f"({of.fastest_ms:.1f}-{of.slowest_ms:.1f}), "
+            f"{times.speedup(of.phase):.2f} times as fast as dense; a dense step after "
+            f"it {of.dense_after_ms:.1f} ms"
+        )
+        if of.phase in run_dense and config.keep_slower:
+            say(f"  the {kind} phase loses time here, and is kept (--keep-slower)")
+        elif of.phase in run_dense:
+            why = "would lose time here"
+            chosen = decisions[planned[of.phase].sparsity]
+            if all(decision.backend != KERNELS for decision in chosen):
+                why = f"has no kernels on {times.device}, would lose time"
+            say(
+                f"  the {kind} phase {why} and is trained dense; --keep-slower trains "
+                f"it sparse",
+                style="yellow",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Absent:
+    """GPUs that a run is planned for and that need not be here."""
+
+    device: Device
+    """Each of them."""
+    count: int | None = None
+    """How many; None: as many as the mesh says, one where it leaves that open."""
+
+    def mesh(self, given: MeshConfig) -> MeshConfig:
+        """The mesh on all of them. Raises ValueError where its axes do not multiply to
+        their number."""
+        least = (given.data or 1) * given.fsdp * given.tensor
+        return given.resolve(least if self.count is None else self.count)
+
+    def say(self, config: TrainConfig, mesh: MeshConfig) -> None:
+        """What is printed of them."""
+        model, device = config.model, self.device
+        attention, why = attention_implementation(model.head_dim, model.dtype, device)
+        say(
+            f"device: {device.kind}, {mesh.devices} that need not be here; compute "
+            f"{model.dtype}, masters float32; attention: {attention} ({why})"
+        )
+        axes = f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}"
+        say(f"mesh: {axes} = {_count(mesh.devices, 'device')}, planned from tables")
+
+
+def _mesh_of(config: TrainConfig, *, predicted: bool) -> MeshConfig:
+    """The mesh with `data` set: by the devices here, of which a plan needs none."""
+    if not predicted:
+        return config.mesh.resolve(jax.device_count())
+    left = jax.device_count() // (config.mesh.fsdp * config.mesh.tensor)
+    return replace(config.mesh, data=config.mesh.data or max(1, left))
+
+
+def _say_devices(config: TrainConfig, mesh: MeshConfig) -> None:
+    device = jax.devices()[0]
+    model = config.model
+    attention, why = attention_implementation(model.head_dim, model.dtype)
+    here = jax.device_count()
+    axes = f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}"
+    how_many = f"{here} of {here}"
+    what_for = _count(jax.process_count(), "process")
+    if mesh.devices != here:
+        how_many, what_for = f"{here} here", "planned as if all were like this one"
+    say(
+        f"device: {device.device_kind}, {how_many}; compute {model.dtype}, masters "
+        f"float32; attention: {attention} ({why})"
+    )
+    say(f"mesh: {axes} = {_count(mesh.devices, 'device')}, {what_for}")
+    if device.platform == "gpu":
+        repeats = DETERMINISTIC in os.environ.get("XLA_FLAGS", "")
+        how = "with the same bits" if repeats else "within rounding (--deterministic)"
+        say(f"a resumed run continues {how}")
+
+
+def _flops_table(config: TrainConfig) -> Table:
+    flops = plan.flops_per_token(config.model, config.data.sequence_length)
+    table = Table(title="FLOPs per token, forward + backward, dense")
+    table.add_column("component")
+    table.add_column("MFLOP", justify="right")
+    table.add_column("share", justify="right")
+    components = {
+        "attention projections": flops.attention_projections,
+        "attention scores (causal half)": flops.sdpa_causal,
+        "FFN": flops.ffn,
+        "head": flops.head,
+    }
+    total = flops.total()
+    for name, value in (components | {"total": total}).items():
+        table.add_row(name, f"{value / 1e6:,.2f}", f"{value / total:.1%}")
+    return table
+
+
+def _phase_table(config: TrainConfig, planned: tuple[Phase, ...]) -> Table:
+    table = Table(
+        title=f"recipe {config.recipe}: {config.steps:,} steps x "
+        f"{config.tokens_per_step:,} tokens"
+    )
+    for name in ("phase", "steps", "weights", "activations", "GEMMs 5, 6"):
+        table.add_column(name)
+    first = 0
+    for phase in planned:
+        sparsity = phase.sparsity
+        table.add_row(
+            phase.kind,
+            f"{first + 1:,} - {first + phase.steps:,}",
+            _name(sparsity.weights),
+            _describe_activations(sparsity),
+            _describe_gradients(sparsity),
+        )
+        first += phase.steps
+    return table
+
+
+def _name(pattern: Pattern | None) -> str:
+    if pattern is None:
+        return "dense"
+    return ":".join(map(str, astuple(pattern)))
+
+
+def _describe_activations(sparsity: FFNSparsity) -> str:
+    anew = "" if sparsity.mask_reuse else ", selected anew in the backward"
+    if not sparsity.experts:
+        return _name(sparsity.activations) + anew
+    skip = ", skip_blocks" if sparsity.skip_blocks else ""
+    chosen = f"{sparsity.experts_per_token} of {sparsity.experts} experts"
+    how = f"{chosen} by {sparsity.router}{skip}{anew}"
+    return f"{_name(sparsity.activations)}: {how}"
+
+
+def _describe_gradients(sparsity: FFNSparsity) -> str:
+    if sparsity.token_sparsity is None:
+        return sparsity.weight_gradients
+    order = "permuted" if sparsity.permute_tokens else "in order"
+    return (
+        f"{sparsity.weight_gradients}, 2:4 along tokens ({sparsity.token_sparsity}, "
+        f"{order}, {sparsity.dense_features:.0%} of the features dense)"
+    )
+
+
+def _say_paths(
+    config: TrainConfig,
+    sparsity: FFNSparsity,
+    decisions: tuple[Decision, ...],
+    micro_batches: int,
+) -> None:
+    executed = statistics.fmean(decision.executed_share for decision in decisions)
+    say(f"FFN, {_kind(sparsity)} phase: {executed:.0%} of the dense FLOPs executed")
+    for decision in decisions:
+        say(
+            f"  {decision.spec.name:<18} {decision.backend}: {decision.path} "
+            f"({decision.executed_share:.0%}){_times(decision)}"
+        )
+    known = [decision.times for decision in decisions if decision.times is not None]
+    if any(times.estimated_from is None for times in known):
+        say("  measured: each GEMM alone, at the nearest tokens timed, in proportion")
+    if any(times.estimated_from and not times.measured_on for times in known):
+        say("  estimated: in proportion to a GEMM that is nowhere larger (m x n x k)")
+    here = decisions[0].spec.device.kind
+    for elsewhere in sorted({of.measured_on for of in known if of.measured_on}):
+        say(
+            f"  estimated: in proportion to what was measured on {elsewhere}, not on "
+            f"{here}: a guess until it is timed there"
+        )
+    if known:
+        flops = plan.flops_per_token(config.model, config.data.sequence_length)
+        _say_expected(decisions, micro_batches, flops.ffn_share())
+    if any(map(_untimed_by_expert, decisions)):
+        say(
+            "  kernels of experts that nobody timed at this size on this GPU: "
+            "experiments/bench_ffn.py tells whether they are faster than dense"
+        )
+    if any(map(_loops_over_chunks, decisions)):
+        say(
+            "  a GEMM by expert on xla is a loop of dense ones: steps with it were "
+            "slower than dense (H200)"
+        )
+    for reason in dict.fromkeys(f"{d.backend}: {d.reason}" for d in decisions):
+        say(f"  why: {reason}")
+    if not sparsity.is_dense and executed == 1.0:
+        say(
+            "  this device has no sparse path for these patterns: quality is that of "
+            "the sparse phase, speed a little below dense"
+        )
+
+
+def _untimed_by_expert(decision: Decision) -> bool:
+    """Whether a 2:4 kernel of experts runs that nobody compared with a dense GEMM."""
+    by_expert = bool(decision.spec.experts and decision.spec.pattern)
+    untimed = decision.times is None
+    return by_expert and untimed and decision.backend == "mosaic_sm90"
+
+
+def _loops_over_chunks(decision: Decision) -> bool:
+    """Whether GEMM 2 or 4 multiplies expert by expert on a GPU without its kernel."""
+    spec = decision.spec
+    by_expert = bool(spec.experts) and spec.reads_activations
+    return by_expert and spec.device.platform == "gpu" and decision.backend == "xla"
+
+
+def _say_expected(
+    decisions: tuple[Decision, ...], micro_batches: int, ffn_share: float
+) -> None:
+    """Whether the sparse GEMMs whose times are known are faster, with their packing,
+    and what that can mean for a step."""
+    sparse_us = dense_us = 0.0
+    speedups = []
+    for decision in decisions:
+        if decision.times is None or decision.backend not in decision.times.us:
+            speedups.append(1.0)
+            continue
+        times = decision.times.us
+        # A weight is packed once per step, an activation in every micro-batch.
+        shared = micro_batches if decision.spec.sparse_weight else 1
+        with_packing = times[decision.backend] + times["packing"] / shared
+        sparse_us += with_packing
+        dense_us += times["dense"]
+        speedups.append(times["dense"] / with_packing)
+    if not dense_us:
+        return
+    say(
+        f"  the sparse ones with packing: {sparse_us:,.0f} us a layer and micro-batch, "
+        f"dense {dense_us:,.0f} us ({dense_us / sparse_us:.2f} times as fast)"
+    )
+    lost = plan.LOWER_CLOCK * (1 - ffn_share)
+    step = plan.predicted_speedup(ffn_share, speedups, overhead=lost)
+    say(
+        f"  so a step of this model at most {step:.2f} times: {1 - ffn_share:.0%} of "
+        f"its FLOPs are elsewhere, and take {plan.LOWER_CLOCK:.0%} longer once sparse "
+        f"kernels have run (the GPU's clock stays lower; H200)"
+    )
+    if step <= 1:
+        say(
+            "  no faster than dense at this size: take more tokens per micro-batch, "
+            "more micro-batches per step, or --recipe dense"
+        )
+
+
+def _times(decision: Decision) -> str:
+    """What a choice rests on, if anything, without the chosen backend's name."""
+    times = decision.times
+    if times is None:
+        return ""
+    each = ", ".join(f"{name} {time_us:,.0f} us" for name, time_us in times.us.items())
+    each = each.removeprefix(f"{decision.backend} ")
+    if times.estimated_from is None:
+        return f"; measured {each}"
+    return f"; estimated {each} from {times.estimated_from}"
+
+
+def _memory_table(
+    config: TrainConfig,
+    mesh: MeshConfig,
+    tokens_per_device: int,
+    sparsities: tuple[FFNSparsity, ...],
+    absent: Absent | None,
+) -> Table:
+    table = Table(title="memory, GiB per device")
+    table.add_column("use")
+    memories = []
+    for sparsity in sparsities:
+        table.add_column(_kind(sparsity), justify="right")
+        memories.append(
+            plan.memory_bytes(
+                config.model,
+                tokens_per_device=tokens_per_device,
+                mesh=mesh,
+                sparsity=sparsity,
+            )
+        )
+    uses = [field.name for field in fields(plan.MemoryBytes)]
+    for use in (*uses, "total"):
+        values = (getattr(memory, use) / 2**30 for memory in memories)
+        table.add_row(use, *(f"{value:,.2f}" for value in values))
+    if absent is not None and absent.device.memory_bytes is not None:
+        has = absent.device.memory_bytes
+        taken = JAX_SHARE * has
+        for use, of_each in (("the GPU has", has), ("of which JAX takes", taken)):
+            table.add_row(use, *[f"{of_each / 2**30:,.2f}"] * len(memories))
+        fits = ("yes" if memory.total <= taken else "no" for memory in memories)
+        table.add_row("fits", *fits)
+    return table
+
+
+def _say_communication(
+    config: TrainConfig,
+    mesh: MeshConfig,
+    tokens_per_device: int,
+    sparsities: tuple[FFNSparsity, ...],
+    micro_batches: int,
+) -> None:
+    say("communication, GiB that a device receives per step:")
+    for sparsity in sparsities:
+        sent = plan.communication_bytes(
+            config.model, mesh, sparsity, micro_batches, tokens_per_device
+        )
+        parts = (
+            f"{field.name.replace('_', ' ')} {getattr(sent, field.name) / 2**30:,.2f}"
+            for field in fields(sent)
+        )
+        say(f"  {_kind(sparsity)}: {', '.join(parts)}, total {sent.total / 2**30:,.2f}")
+
+
+def _kind(sparsity: FFNSparsity) -> str:
+    return "dense" if sparsity.is_dense else "sparse"
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{number} {noun if number == 1 else plural}"
+
+
+def _predict(config: TrainConfig, planned: tuple[Phase, ...]) -> None:
+    flops = plan.flops_per_token(config.model, config.data.sequence_length)
+    sparse = [phase for phase in planned if not phase.sparsity.is_dense]
+    say(f"FFN share of a dense step's FLOPs: {flops.ffn_share():.1%}")
+    if not sparse:
+        return
+    share = sum(phase.steps for phase in sparse) / config.steps
+    factors = plan.gemm_speedups(config.model, sparse[0].sparsity)
+    step = plan.predicted_speedup(flops.ffn_share(), factors)
+    say(
+        f"predicted on sparse tensor cores (assumed GEMM factors "
+        f"{', '.join(f'{factor:.2f}' for factor in factors)}; no overhead): sparse "
+        f"step {step:.2f}x, whole run {plan.whole_run_speedup(step, share):.2f}x at "
+        f"{share:.0%} sparse steps. Not a measurement"
+    )
