@@ -88,7 +88,7 @@ def _train(run: Run, folder: Path, **options) -> loop.Outcome:
     """`train`, with what is compiled already, and no measurement of this machine."""
     peak = DensePeak(tflops=1.0, source="test")
     with (
-        patch.object(loop, "Run", lambda config: copy.copy(run)),
+        patch.object(loop, "Run", lambda config, corpus: copy.copy(run)),
         patch.object(metrics, "dense_peak", lambda dtype: peak),
     ):
         return loop.train(run.config, folder, **options)
