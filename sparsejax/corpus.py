@@ -50,12 +50,22 @@ class Corpus:
     out, but over no path; a resume on other data is refused."""
 
     def head(self, tokens: int) -> "Corpus":
-        """The same with the first `tokens` of each array, copied out of any file."""
+        """A piece of the corpus: of each side `tokens`, or all where there are fewer,
+        from its longest arrays, copied out of any file."""
         train, validation = (
-            tuple(np.array(part[:tokens]) for part in side[:1])
-            for side in (self.train, self.validation)
+            _longest(self.train, tokens),
+            _longest(self.validation, tokens),
         )
         return replace(self, train=train, validation=validation)
+
+
+def _longest(parts: Sequence[Tokens], tokens: int) -> tuple[Tokens, ...]:
+    taken = []
+    for part in sorted(parts, key=len, reverse=True):
+        if tokens > 0:
+            taken.append(np.array(part[:tokens]))
+            tokens -= len(taken[-1])
+    return tuple(taken)
 
 
 def load_corpus(config: DataConfig, *, vocab_size: int) -> Corpus:

@@ -149,6 +149,17 @@ def test_the_head_of_a_corpus_is_a_corpus_of_its_own(tmp_path):
     assert bytes(head.train[0]) == bytes(corpus.train[0][:100])
 
 
+def test_the_head_of_many_shards_is_of_the_longest(tmp_path):
+    config = micro_config(write_text(tmp_path))
+    corpus = load_corpus(config.data, vocab_size=256)
+    sizes = (3, 50, 20, 40)
+    parts = tuple(corpus.train[0][:size] for size in sizes)
+    shards = replace(corpus, train=parts, validation=parts[:1])
+    assert [part.size for part in shards.head(75).train] == [50, 25]
+    assert [part.size for part in shards.head(1000).train] == [50, 40, 20, 3]
+    assert [part.size for part in shards.head(75).validation] == [3]
+
+
 @pytest.fixture
 def slower() -> StepTimes:
     return times_of(phase_time(step_ms=110.0))
