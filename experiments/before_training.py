@@ -23,7 +23,6 @@ from sparsejax.corpus import Corpus
 from sparsejax.processes import Exchange, join
 from sparsejax.recipe import phases
 from sparsejax.step_times import StepTimes, from_json, time_steps, to_json
-from sparsejax.tune import gemms_of_run, tune_for_all
 
 CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 """One of them is installed where JAX can use an NVIDIA GPU (extra "cuda")."""
@@ -95,7 +94,7 @@ def times_of_steps(
 def agreed(times: StepTimes | None) -> StepTimes | None:
     """What the first process of the run has timed: all of them have to decide alike.
     They also take its tuned configs, and so compile the same programs."""
-    tune_for_all((), tune=False, report=console.say)
+    _share_tuned()
     text = json.dumps(None if times is None else to_json(times))
     first = Exchange("step times").gather("times", text, timeout_seconds=600)[0]
     plain = json.loads(first)
@@ -103,16 +102,27 @@ def agreed(times: StepTimes | None) -> StepTimes | None:
 
 
 def _tune(config: TrainConfig, heartbeat_seconds: int | None) -> None:
+    # It loads all kernels, which a process on a CPU has no use for.
+    from sparsejax import tune
+
     with _joined(heartbeat_seconds):
-        tune_for_all(gemms_of_run(config), tune=True, report=console.say)
+        tune.tune_for_all(tune.gemms_of_run(config), tune=True, report=console.say)
 
 
 def _time_steps(
     config: TrainConfig, corpus: Corpus, heartbeat_seconds: int | None
 ) -> StepTimes:
     with _joined(heartbeat_seconds):
-        tune_for_all((), tune=False, report=console.say)
+        _share_tuned()
         return time_steps(config, corpus)
+
+
+def _share_tuned() -> None:
+    """Has all processes of a run take the tuned configs of the first."""
+    if jax.process_count() > 1:
+        from sparsejax import tune
+
+        tune.tune_for_all((), tune=False, report=console.say)
 
 
 @contextmanager
