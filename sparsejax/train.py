@@ -121,9 +121,7 @@ def train_step(
 
 class Run:
     """A configuration with everything built from it, once: phases, corpus, compiled
-        functions. One step and one validation are compiled per sparsity.
-
-    from sparsejax.micro_batches import loss_and_gradient
+    functions. One step and one validation are compiled per sparsity.
     """
 
     def __init__(
