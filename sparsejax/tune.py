@@ -9,6 +9,7 @@ A process that has run a sparse kernel has a lower clock from then on (H200): wh
 dense steps before a run's sparse phase are many, tune in a process before it.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,10 +27,12 @@ from pallas_kernels.device import Device
 from pallas_kernels.sparse_matmul_configs import Config, Shape
 from sparsejax import expert_gemms, ffn_gemms
 from sparsejax.config import TrainConfig
+from sparsejax.ffn_gemms import Gemm
 from sparsejax.metrics import ffn_spec
 from sparsejax.ops import sparse_matmul
 from sparsejax.ops.backend import GemmSpec, current_device
-from sparsejax.ops.ffn_spec import FEATURE_TILE
+from sparsejax.ops.ffn_spec import FEATURE_TILE, dense_feature_count
+from sparsejax.packing import in_blocks
 from sparsejax.processes import Exchange
 from sparsejax.recipe import phases
 from sparsejax.router import dispatch
@@ -37,6 +40,9 @@ from sparsejax.timing import time_queued
 
 WAIT_SECONDS = 1800
 """How long other processes wait for the one that tunes."""
+
+FINALISTS = 3
+"""How many configs of a GEMM are timed with care, after a short look at all."""
 
 EXPERTS_ERROR = 3e-3
 """Relative, of a product of bfloat16 rounded to it: half of its last bit is 2e-3."""
@@ -77,18 +83,25 @@ def gemms_of_run(config: TrainConfig) -> list[GemmSpec]:
     ]
 
 
-def missing(specs: Iterable[GemmSpec], device: Device) -> dict[Shape, GemmSpec]:
-    """Finds the GEMMs that `device`'s kernels could run with a 2:4 operand, and that
-    nobody has measured on it near their number of tokens."""
+def runnable(specs: Iterable[GemmSpec]) -> dict[Shape, GemmSpec]:
+    """Finds the GEMMs that the kernels of their device could run with a 2:4 operand,
+    one of each shape."""
     found: dict[Shape, GemmSpec] = {}
     for spec in specs:
         why = sparse_matmul.IMPLEMENTATIONS["mosaic_sm90"].why_unsupported(spec)
-        if why is not None or spec.dtype != "bfloat16":
-            continue
-        shape = sparse_matmul.shape_on_sm90(spec)
-        if tuning.nearest(device, shape) is None:
-            found.setdefault(shape, spec)
+        if why is None and spec.dtype == "bfloat16":
+            found.setdefault(sparse_matmul.shape_on_sm90(spec), spec)
     return found
+
+
+def missing(specs: Iterable[GemmSpec], device: Device) -> dict[Shape, GemmSpec]:
+    """Those that are `runnable`, and that nobody has measured on `device` near their
+    number of tokens."""
+    return {
+        shape: spec
+        for shape, spec in runnable(specs).items()
+        if tuning.nearest(device, shape) is None
+    }
 
 
 def tune_missing(
@@ -171,12 +184,23 @@ def measured(trial: Trial) -> tuning.Entry:
     times: dict[str, float] = {}
 
     def time_us(correct: list[Config]) -> dict[Config, float]:
-        calls = {str(config): trial.sparse[config] for config in correct}
+        calls = {str(config): trial.sparse[config] for config in _fastest(correct)}
         timings, _ = time_queued(
             {"dense": trial.dense, **calls}, baseline="dense", rounds=3
         )
         times.update({timing.name: 1e3 * timing.time_ms for timing in timings})
-        return {config: times[str(config)] for config in correct}
+        return {config: times.get(str(config), math.inf) for config in correct}
+
+    def _fastest(correct: list[Config]) -> list[Config]:
+        """Those that a short look does not rule out."""
+        if len(correct) <= FINALISTS:
+            return correct
+        calls = {str(config): trial.sparse[config] for config in correct}
+        timings, _ = time_queued(
+            calls, baseline=str(correct[0]), rounds=1, seconds=0.02, settle_seconds=0.02
+        )
+        short = {timing.name: timing.time_ms for timing in timings}
+        return sorted(correct, key=lambda config: short[str(config)])[:FINALISTS]
 
     best, sparse_us = tuning.search(
         trial.shape,
@@ -216,16 +240,77 @@ def trial_of(spec: GemmSpec) -> Trial:
         )
         return trial_of_problem(problem)
     tokens, d_model, neurons = sizes
-    # A device has as many of the experts as it has neurons for.
-    experts = neurons // spec.expert_features
-    # A row is a token's expert: several of them are as many tokens.
-    tokens *= spec.experts_per_token
+    return _trial_of_experts(
+        gemm,
+        # A row is a token's expert: several of them are as many tokens.
+        tokens * spec.experts_per_token,
+        d_model,
+        neurons,
+        # A device has as many of the experts as it has neurons for.
+        experts=neurons // spec.expert_features,
+        group_tile=spec.group_tile,
+        whole_share=_share(spec.whole_features, spec.expert_features),
+    )
+
+
+def trial_of_shape(shape: Shape) -> Trial:
+    """The same for a GEMM of which only the kernel's shape is known, as in the table of
+    another GPU. Features that stay whole are as many as by default."""
+    gemm, tokens, d_model, neurons = gemm_of(shape)
+    share = expert_gemms.WHOLE_SHARE
+    if not shape.group_tile:
+        problem = ffn_gemms.make_problem(
+            gemm,
+            tokens,
+            d_model,
+            neurons,
+            whole_share=share,
+            float32_out=shape.float32_out,
+        )
+        return trial_of_problem(problem)
+    return _trial_of_experts(
+        gemm,
+        tokens,
+        d_model,
+        neurons * shape.experts,
+        experts=shape.experts,
+        group_tile=shape.group_tile,
+        whole_share=share,
+    )
+
+
+def gemm_of(shape: Shape) -> tuple[Gemm, int, int, int]:
+    """The number of the FFN's GEMM that a kernel's shape is of, its tokens, d_model,
+    and its neurons: of one expert, where it has experts."""
+    tokens = tuning.tokens(shape) - (shape.experts - 1) * shape.group_tile
+    if shape.sums_over_tokens:
+        share = expert_gemms.WHOLE_SHARE
+        neurons = next(
+            neurons
+            for neurons in range(shape.m, 0, -FEATURE_TILE)
+            if neurons + in_blocks(dense_feature_count(neurons, share)) == shape.m
+        )
+        return ("5" if shape.transpose_out else "6"), tokens, shape.n, neurons
+    if shape.transpose_out:
+        return "1", tokens, shape.k, shape.m
+    return ("4" if shape.b_k_major else "2"), tokens, shape.n, shape.k
+
+
+def _trial_of_experts(
+    gemm: Gemm,
+    tokens: int,
+    d_model: int,
+    neurons: int,
+    *,
+    experts: int,
+    group_tile: int,
+    whole_share: float,
+) -> Trial:
     expert = np.random.default_rng(0).permutation(np.arange(tokens) % experts)
     expert = jnp.asarray(expert[:, None], jnp.int32)
-    routed = jax.jit(dispatch, static_argnums=(1, 2))(expert, experts, spec.group_tile)
-    share = _share(spec.whole_features, spec.expert_features)
+    routed = jax.jit(dispatch, static_argnums=(1, 2))(expert, experts, group_tile)
     problem = expert_gemms.make_problem(
-        gemm, tokens, d_model, neurons, routed, whole_share=share
+        gemm, tokens, d_model, neurons, routed, whole_share=whole_share
     )
     return trial_of_experts(problem)
 

@@ -14,6 +14,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -154,16 +155,21 @@ def into_a_new_folder(words: Command, launcher: Command) -> None:
     script(words)
 
 
-def settings(words: Command, launcher: Command) -> None:
-    """Checks that a benchmark understands what it is called with, and that its rows go
-    where git does not look. It is run in tests of its own, at tiny sizes."""
+def settings_only(words: Command, launcher: Command) -> Any:
+    """Checks that a script that needs a GPU understands what it is called with. What it
+    does is run in tests of its own, at tiny sizes."""
     module = importlib.import_module(words[0].removesuffix(".py").replace("/", "."))
-    config = tyro.cli(module.Config, args=words[1:])
+    return tyro.cli(module.Config, args=words[1:])
+
+
+def settings(words: Command, launcher: Command) -> None:
+    """The same of a benchmark, whose rows go where git does not look."""
+    config = settings_only(words, launcher)
     if "--results" not in words:
         assert config.results.parent == Path("runs")
 
 
-HOW: dict[str, Callable[[Command, Command], None]] = {
+HOW: dict[str, Callable[[Command, Command], Any]] = {
     "pip": as_ci_does,
     "ruff": as_ci_does,
     "pyrefly": as_ci_does,
@@ -180,6 +186,7 @@ HOW: dict[str, Callable[[Command, Command], None]] = {
     "experiments/bench_matmul.py": settings,
     "experiments/bench_mesh.py": settings,
     "experiments/bench_step.py": settings,
+    "experiments/tune_table.py": settings_only,
 }
 """By program, in the order in which they have to be run."""
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][

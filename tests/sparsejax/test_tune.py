@@ -9,7 +9,7 @@ import pytest
 import hopper
 from pallas_kernels import tuning, tuning_cache
 from pallas_kernels.device import CPU
-from sparsejax import tune
+from sparsejax import ffn_gemms, tune
 from sparsejax.config import TrainConfig
 from sparsejax.ops import sparse_matmul
 from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
@@ -250,3 +250,29 @@ def test_other_processes_take_the_entries_of_the_first(monkeypatch):
     tune.tune_for_all(specs, tune=True, report=said.append)
     assert given[1] == "" and said == ["tuned"]
     assert tuning.entries(hopper.H200.kind) == {tuned.shape: tuned}
+
+
+def test_a_shape_of_a_table_names_its_gemm():
+    specs = {
+        sparse_matmul.shape_on_sm90(spec): spec
+        for sparsity in (ALL_SIX, EXPERTS)
+        for spec in gemms(sparsity, d_hidden=1024)
+        if tune.runnable([spec])
+    }
+    assert len(specs) == 10
+    for shape, spec in specs.items():
+        number, tokens, d_model, neurons = tune.gemm_of(shape)
+        assert spec.name[0] in ("13" if number == "1" else number)
+        assert (tokens, d_model) == (256, 64)
+        assert neurons == (1024 if spec.experts is None else 512)
+
+
+def test_every_shape_that_is_shipped_names_a_gemm_of_that_shape(monkeypatch):
+    monkeypatch.undo()
+    tuning.forget()
+    shapes = [s for s in tuning.shipped(hopper.H200.kind) if not s.group_tile]
+    assert shapes
+    for shape in shapes:
+        sizes = tune.gemm_of(shape)
+        made = ffn_gemms._shape(*sizes, ffn_gemms.DENSE_FEATURES)
+        assert replace(made, float32_out=shape.float32_out) == shape
