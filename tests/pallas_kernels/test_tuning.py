@@ -15,7 +15,7 @@ import pytest
 import hopper
 from pallas_kernels import grouped_matmul_sm90 as grouped
 from pallas_kernels import tuning, tuning_cache
-from pallas_kernels.device import CPU, Device
+from pallas_kernels.device import CPU, KNOWN, Device
 from pallas_kernels.sparse_matmul_configs import (
     Config,
     Shape,
@@ -37,21 +37,38 @@ def entry(shape: Shape, sparse_us: float = 1.0, **config) -> Entry:
 SHIPPED = tuple(tuning.FOLDER.glob("*.json"))
 
 
-@pytest.mark.newest_jax
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
-def test_every_shipped_config_lowers(file):
+def test_every_shipped_entry_is_valid(file):
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert rows
-    lowered = set()
     for row in rows:
         shape, config = Shape(**row["shape"]), Config(**row["config"])
         assert why_invalid(config, shape) is None
         assert row["sparse_us"] > 0 < row["dense_us"] and row["date"] and row["jax"]
         assert row["pack_us"] > 0
-        # Whatever the number of tokens.
-        if (alike := (config, tuning.with_tokens(shape, 1024))) not in lowered:
-            lowered.add(alike)
-            assert "mosaic_gpu" in lowered_text(shape, config)
+
+
+def alike(shape: Shape) -> Shape:
+    """What two shapes have in common for which a config is the same program but for its
+    constants: not the sizes, but whether the last tile of A's rows is whole."""
+    experts = min(shape.experts, 2)
+    return replace(shape, m=shape.m % 128, n=1, k=1, experts=experts)
+
+
+@pytest.mark.newest_jax
+@pytest.mark.parametrize("part", range(4))
+def test_every_shipped_config_lowers(part):
+    """Of shapes that are alike the largest."""
+    largest: dict[tuple[Config, Shape], Shape] = {}
+    size = lambda shape: (shape.m, shape.n, shape.k)
+    for file in SHIPPED:
+        for entry in tuning._read(file.read_text()):
+            key = entry.config, alike(entry.shape)
+            largest[key] = max(largest.get(key, entry.shape), entry.shape, key=size)
+    chosen = list(largest.items())[part::4]
+    assert chosen
+    for (config, _), shape in chosen:
+        assert "mosaic_gpu" in lowered_text(shape, config)
 
 
 def lowered_text(shape: Shape, config: Config) -> str:
@@ -354,7 +371,7 @@ def test_a_hopper_without_an_entry_takes_those_of_another_as_estimates():
         known = tuning.times(GPU, shape)
         guess = tuning.times(hopper.H100, shape)
         assert guess == replace(known, measured_on=GPU.kind)
-        assert guess.estimated and guess.least_gain == tuning.ESTIMATED_GAIN
+        assert guess.estimated and guess.least_gain == tuning.GAIN_ELSEWHERE
         assert tuning.config_for(hopper.H100, shape).width == 3
     assert not tuning.times(GPU, near).estimated
     # Fewer multiprocessors take longer for everything.
@@ -382,9 +399,9 @@ def test_of_several_tuned_gpus_the_one_of_most_alike_size_is_taken():
 
 
 def test_what_another_gpu_gained_must_be_more_than_an_estimates_error():
-    tuning.save_shipped(GPU.kind, [entry(SHAPE, 1.8)])
+    tuning.save_shipped(GPU.kind, [entry(SHAPE, 1.55)])
     assert tuning.why_slower(hopper.H100, SHAPE) is None
-    tuning.save_shipped(GPU.kind, [entry(SHAPE, 1.85)])
+    tuning.save_shipped(GPU.kind, [entry(SHAPE, 1.65)])
     assert tuning.why_slower(GPU, SHAPE) is None
     why = tuning.why_slower(hopper.H100, SHAPE)
     assert why.startswith("estimated slower, or faster by less than the estimate's")
@@ -393,9 +410,9 @@ def test_what_another_gpu_gained_must_be_more_than_an_estimates_error():
 
 def test_an_estimate_must_gain_more_than_its_error():
     wide = replace(SHAPE, m=512, n=8000)
-    tuning.save(GPU.kind, [entry(SHAPE, 1.8)])
+    tuning.save(GPU.kind, [entry(SHAPE, 1.7)])
     assert tuning.why_slower(GPU, wide) is None
-    tuning.save(GPU.kind, [entry(SHAPE, 1.85)])
+    tuning.save(GPU.kind, [entry(SHAPE, 1.75)])
     assert tuning.why_slower(GPU, SHAPE) is None
     assert tuning.why_slower(GPU, wide).startswith("estimated slower, or faster by les")
 
@@ -406,7 +423,8 @@ def test_shipped_entries_are_estimated_by_the_others(file, monkeypatch):
     estimate is asked for."""
     estimated = 0
     monkeypatch.setattr(tuning, "FOLDER", file.parent)
-    known = dict(tuning.entries(GPU.kind))
+    (gpu,) = (gpu for gpu in KNOWN.values() if tuning.file_of(gpu.kind) == file)
+    known = dict(tuning.entries(gpu.kind))
     for shape, own in known.items():
         others = {
             other: entry
@@ -415,7 +433,7 @@ def test_shipped_entries_are_estimated_by_the_others(file, monkeypatch):
         }
         with monkeypatch.context() as patch:
             patch.setattr(tuning, "entries", lambda kind, others=others: others)
-            times = tuning.times(GPU, shape)
+            times = tuning.times(gpu, shape)
         if times is None:
             continue
         estimated += 1
