@@ -3,6 +3,8 @@
     uv run --extra cuda experiments/bench_step.py --profile
     uv run --extra cuda experiments/bench_step.py --profile --rounds 4 \\
         --modes "all six GEMMs 2:4" "V:N:M, true mass, all six" "skip_blocks, all six"
+    uv run --extra cuda experiments/bench_step.py --preset wide-200m --modes \\
+        --recipes weights activations default paper --batch-size 32 --micro-batches 1
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 uv run --extra cuda experiments/bench_step.py \\
         --preset llama-7b --layers 16 --rounds 3 \\
         --modes "V:N:M, true mass, all six" "skip_blocks, all six"
@@ -25,11 +27,12 @@ stands in `experiments/results/bench_step.jsonl`.
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -42,13 +45,14 @@ from experiments.provenance import commit
 from experiments.rows import append_rows
 from experiments.sparse_modes import choose, sparse_modes
 from sparsejax import metrics
-from sparsejax.config import MeshConfig, PresetName, TrainConfig
+from sparsejax.config import MeshConfig, PresetName, RecipeName, TrainConfig
 from sparsejax.corpus import load_corpus
 from sparsejax.layers import sparse_ffns
 from sparsejax.model import Transformer
 from sparsejax.ops.backend import Backend
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
 from sparsejax.presets import PRESETS
+from sparsejax.recipe import phases
 from sparsejax.timing import Timing, over_alone, time_interleaved
 from sparsejax.tokenizers import ByteTokenizer
 from sparsejax.train import Run, TrainState, train_step
@@ -63,6 +67,8 @@ class Config:
     preset: PresetName = "llama-1b"
     modes: tuple[str, ...] = ("2:4 weights",)
     """Of `sparse_modes`, each against the dense step."""
+    recipes: tuple[RecipeName, ...] = ()
+    """The sparse phases of these, as the preset has them, after the modes."""
     experts: int = 4
     """E, clusters of neurons; a token uses 1 of E (or 2 of 2 E)."""
     v: int = 128
@@ -105,11 +111,22 @@ class Steps:
             for name, sparsity in self.sparsities.items()
         }
         self.tokens = self.run.place(next(self.run.batches())["tokens"])
-        self.compiled: dict[str, jax.stages.Compiled] = {}
+        self.compiled = self._compiled(self.run.step)
+        masked = partial(_masked_step, self.run)
+        self.compiled_masked = self._compiled(masked, without=DENSE_STEP)
 
-    def compile(self, name: str) -> None:
-        step = self.run.step(self.sparsities[name])
-        self.compiled[name] = step.lower(self._of(name), self.tokens).compile()
+    def _compiled(
+        self, step: Callable[[FFNSparsity], Any], *, without: str | None = None
+    ) -> dict[str, jax.stages.Compiled]:
+        """The steps of all modes, traced one by one and compiled side by side."""
+        lowered = {
+            name: step(sparsity).lower(self._of(name), self.tokens)
+            for name, sparsity in self.sparsities.items()
+            if name != without
+        }
+        with ThreadPoolExecutor(8) as pool:
+            compiled = pool.map(lambda program: program.compile(), lowered.values())
+            return dict(zip(lowered, compiled, strict=True))
 
     def _clustered(self, state: TrainState) -> tuple[TrainState, float | None]:
         """A dense state whose neurons lie cluster by cluster, as the first sparsity
@@ -140,16 +157,21 @@ class Steps:
     def masked(self, name: str) -> dict[str, float]:
         """What a sparse step on this state reports, computed by dense GEMMs over
         masked operands."""
-        on_xla = replace(self.run.config, backend="xla")
-        run = Run(on_xla, devices=jax.devices()[:1], corpus=self.run.corpus)
-        graph = run.graph(self.sparsities[name])
-
-        @jax.jit
-        def report(state: TrainState, tokens: jax.Array):
-            return train_step(graph, run.optimizer, state, tokens)[1]
-
-        values = report(self._of(name), self.tokens)
+        values = self.compiled_masked[name](self._of(name), self.tokens)
         return {quantity: float(value) for quantity, value in values.items()}
+
+
+def _masked_step(run: Run, sparsity: FFNSparsity) -> Any:
+    """What a step reports, as a function that JAX compiles."""
+    on_xla = replace(run.config, backend="xla")
+    masked = Run(on_xla, devices=jax.devices()[:1], corpus=run.corpus)
+    graph = masked.graph(sparsity)
+
+    @jax.jit
+    def report(state: TrainState, tokens: jax.Array):
+        return train_step(graph, masked.optimizer, state, tokens)[1]
+
+    return report
 
 
 def _buffers_of(model: Transformer, sparsity: FFNSparsity) -> nnx.State:
@@ -164,14 +186,18 @@ def _buffers_of(model: Transformer, sparsity: FFNSparsity) -> nnx.State:
 def main(config: Config) -> list[dict]:
     """Checks, times, prints and records both steps; returns the rows."""
     modes = choose(config.modes, sparse_modes(experts=config.experts, v=config.v))
+    modes |= {
+        f"recipe {recipe}": phase.sparsity
+        for recipe in config.recipes
+        for phase in phases(PRESETS[config.preset]().with_recipe(recipe))
+        if not phase.sparsity.is_dense
+    }
     steps = Steps(_train_config(config), modes)
     in_turn = partial(time_interleaved, baseline=DENSE_STEP, rounds=config.rounds)
     calls = {DENSE_STEP: partial(steps.call, DENSE_STEP, config.steps)}
-    steps.compile(DENSE_STEP)
     with PowerSampler() as power:
         alone, before = _by_itself(in_turn, calls[DENSE_STEP], power)
         for name in modes:
-            steps.compile(name)
             calls[name] = partial(steps.call, name, config.steps)
         errors = {name: _check(steps, name) for name in modes}
         timings = in_turn(calls)
@@ -214,11 +240,10 @@ def _of(config: Config, timing: Timing, draw: Draw | None) -> dict:
 
 
 def _train_config(config: Config) -> TrainConfig:
-    preset = PRESETS[config.preset]()
+    preset = PRESETS[config.preset]().with_recipe("dense")
     layers, vocab_size = config.layers, config.vocab_size
     return replace(
         preset,
-        recipe="dense",
         backend=config.backend,
         model=replace(
             preset.model,
