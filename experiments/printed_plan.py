@@ -339,9 +339,9 @@ def _say_expected(
     lost = plan.LOWER_CLOCK * (1 - ffn_share)
     step = plan.predicted_speedup(ffn_share, speedups, overhead=lost)
     say(
-        f"  so a step of this model at most {step:.2f} times: {1 - ffn_share:.0%} of "
-        f"its FLOPs are elsewhere, and take {plan.LOWER_CLOCK:.0%} longer once sparse "
-        f"kernels have run (the GPU's clock stays lower; H200)"
+        f"  so a step of this model about {step:.2f} times, by FLOPs: "
+        f"{1 - ffn_share:.0%} of them are elsewhere, and take {plan.LOWER_CLOCK:.0%} "
+        f"longer once sparse kernels have run (the GPU's clock stays lower)"
     )
     if step <= 1:
         say(
