@@ -197,7 +197,7 @@ def _as_given(
             why = "the FFN's GEMMs take the least time together with it"
             told = chosen.reason.replace("as requested", why)
             given[i] = replace(chosen, reason=told)
-        else:
+        elif decisions[i].backend == KERNELS:
             why = "the FFN's GEMMs take less time together without it"
             given[i] = _choose(replace(gemms[i], why_not_packed=why), None)
     return given
