@@ -47,8 +47,9 @@ def commands_of(path: Path) -> list[Command]:
         docstring = ast.get_docstring(ast.parse(text)) or ""
         lines = [line.strip() for line in _joined(docstring)]
         return list(_split(line for line in lines if BEGINS.match(line)))
-    blocks = re.findall(r"^```(?:sh|bash)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    fenced = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    blocks = [of for kind, of in fenced.findall(text) if kind in ("", "sh", "bash")]
+    prose = fenced.sub("", text)
     indented = r"(?<=\n\n)((?: {4}.*\n|\n(?= {4}))+)"
     blocks += re.findall(indented, prose)
     spans = re.findall(r"`([^`]+)`", re.sub(indented, "", prose))
@@ -222,6 +223,7 @@ def test_commands_are_found_in_blocks_in_prose_and_in_docstrings(tmp_path):
         "Text `of code`, `uv run\nspan.py` and `NAME=1 uv run set.py --a`:\n\n"
         "    uv run one.py --a 'b c' \\\n        --d    # a comment\n\n"
         "    made-up && uv run two.py\n\n* an item,\n    which goes on\n\n"
+        "```text\nuv run no.py\n```\n\nPlain words.\n\n"
         "```sh\nuv run three.py\n```\n\n```python\nuv = run(1)\n```\n"
     )
     script = tmp_path / "script.py"
