@@ -28,7 +28,12 @@ from tests.whole_runs import quick_runs
 from tests.wide_console import widen
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "experiments" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 SCRIPTS = sorted((ROOT / "experiments").glob("*.py"))
 Command = tuple[str, ...]
 """The words of one, without comments."""
@@ -295,8 +300,10 @@ def test_every_command_of_the_documentation_runs(tmp_path, monkeypatch, subtests
 def test_the_environment_that_is_set_by_hand_joins_processes(monkeypatch):
     given = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda **how: given.append(how))
-    readme = [taken_apart(command) for command in commands_of(ROOT / "README.md")]
-    (environment,) = (variables for variables, _, words in readme if not words)
+    documented = [
+        taken_apart(command) for path in DOCUMENTS for command in commands_of(path)
+    ]
+    (environment,) = (variables for variables, _, words in documented if not words)
     for name, value in environment.items():
         assert name in (join.__doc__ or "")
         monkeypatch.setenv(name, value)

@@ -1,13 +1,33 @@
-"""The README's example runs as it stands there, and learns."""
+"""The README and the guides: what they show runs, what they link to is there, and the
+lists that must be whole are."""
 
+import json
 import re
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-README = Path(__file__).parent.parent / "README.md"
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparsejax.pruning import soft_threshold
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+EXPERIMENTS = ROOT / "experiments" / "README.md"
+GUIDES = sorted(DOCS.glob("*.md"))
+DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", EXPERIMENTS, *GUIDES]
+PROGRAM = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def name_of(document: Path) -> str:
+    return str(document.relative_to(ROOT))
 
 
 def test_example_has_fifteen_lines_and_learns():
-    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (example,) = PROGRAM.findall(README.read_text())
     lines = [line for line in example.splitlines() if line.strip()]
     assert len(lines) <= 15
     names: dict = {}
@@ -17,12 +37,121 @@ def test_example_has_fifteen_lines_and_learns():
     assert names["ffn"].sparsity.weights is not None
 
 
+def test_the_readme_has_at_most_900_words():
+    assert len(README.read_text().split()) <= 900
+
+
+@pytest.mark.parametrize(
+    "guide",
+    [guide for guide in GUIDES if PROGRAM.search(guide.read_text())],
+    ids=name_of,
+)
+def test_the_programs_of_a_guide_run_one_after_the_other(guide, recwarn):
+    # `recwarn` undoes what they do to the filters of warnings.
+    names: dict = {}
+    for program in PROGRAM.findall(guide.read_text()):
+        exec(program, names)
+    if "losses" in names:
+        losses = [float(loss) for loss in names["losses"]]
+        assert losses[-1] < 0.3 * losses[0]
+
+
+def anchors_of(document: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    text = FENCED.sub("", document.read_text())
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in words}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_every_relative_link_and_figure_of_a_document_is_there(document):
+    text = FENCED.sub("", document.read_text())
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        place, _, anchor = target.partition("#")
+        path = (document.parent / place) if place else document
+        assert path.is_file(), f"{target} of {name_of(document)}"
+        if anchor:
+            assert anchor in anchors_of(path), f"{target} of {name_of(document)}"
+
+
+def test_the_readme_links_to_every_guide():
+    linked = re.findall(r"\]\((docs/[\w-]+\.md)", README.read_text())
+    assert set(linked) == {name_of(guide) for guide in GUIDES}
+
+
+def test_every_figure_is_shown_and_has_a_white_background():
+    shown = {
+        name
+        for document in DOCUMENTS
+        for name in re.findall(r"!\[[^\]]+\]\(\S*figures/(\S+)\)", document.read_text())
+    }
+    assert shown == {path.name for path in (DOCS / "figures").iterdir()}
+    for name in shown:
+        root = ElementTree.parse(DOCS / "figures" / name).getroot()
+        *_, width, height = root.attrib["viewBox"].split()
+        first = root.find("{http://www.w3.org/2000/svg}rect")
+        assert first is not None
+        assert (first.attrib["width"], first.attrib["height"]) == (width, height)
+        assert "#ffffff" in str(first.attrib)
+
+
 def test_every_file_has_its_line():
     """The layout table names each module, and no module that is not there."""
-    text = README.read_text()
-    root = README.parent
     folders = ("sparsejax", "sparsejax/ops", "pallas_kernels", "experiments")
-    there = {path.name for folder in folders for path in (root / folder).glob("*.py")}
-    layout = text.split("## Layout")[1].split("## Status")[0]
-    named = {Path(name).name for name in re.findall(r"`([\w/]+\.py)`", layout)}
-    assert named == there - {"__init__.py"}
+    there = {
+        name_of(path) for folder in folders for path in (ROOT / folder).glob("*.py")
+    }
+    lines = (DOCS / "layout.md").read_text().splitlines()
+    named = [match[1] for line in lines if (match := re.match(r"\| `(\S+\.py)`", line))]
+    assert len(named) == len(set(named))
+    assert set(named) == {name for name in there if not name.endswith("__init__.py")}
+
+
+def test_every_script_and_every_comparison_has_its_row():
+    scripts = {
+        path.name
+        for path in EXPERIMENTS.parent.glob("*.py")
+        if 'if __name__ == "__main__"' in path.read_text()
+    }
+    comparisons = {path.name for path in (EXPERIMENTS.parent / "comparisons").iterdir()}
+    rows = re.findall(r"^\| `([\w.-]+)` \|", EXPERIMENTS.read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(scripts | comparisons)
+
+
+# What the essay says in numbers.
+
+
+def test_the_soft_thresholds_of_the_essay():
+    numbers = r"\(([-\d., ]+)\)"
+    row = re.compile(rf"^\| {numbers} \| ([\d.]+) \| {numbers} \|$", re.MULTILINE)
+    rows = row.findall((DOCS / "how-it-works.md").read_text())
+    assert len(rows) == 3
+    for given, threshold, shrunk in rows:
+        w, expected = (np.array(x.split(","), np.float32) for x in (given, shrunk))
+        np.testing.assert_allclose(soft_threshold(jnp.array(w)), expected, atol=1e-6)
+        assert np.sort(np.abs(w))[1] == np.float32(threshold)
+
+
+def test_the_figure_of_a_step_has_the_times_that_were_measured():
+    figure = ElementTree.parse(DOCS / "figures" / "step-time.svg").getroot()
+    rows = (ROOT / "experiments" / "results" / "bench_step.jsonl").read_text()
+    measured = {
+        round(row["step_ms"]): row["kernel_ms"]
+        for row in map(json.loads, rows.splitlines())
+        if "kernel_ms" in row
+    }
+    svg = "{http://www.w3.org/2000/svg}"
+    bars = [
+        [str(text.text) for text in group.findall(f"{svg}text")]
+        for group in figure.findall(f"{svg}g")
+    ]
+    bars = [texts for texts in bars if texts[-1].endswith(" ms")]
+    assert len(bars) == 3
+    for _, *parts, total in bars:
+        kernels = measured[int(total.removesuffix(" ms"))]
+        kinds = ("dense GEMM", "2:4 GEMM", "attention", "copy")
+        known = [str(round(kernels[kind])) for kind in kinds if kind in kernels]
+        assert parts[:-1] == known
