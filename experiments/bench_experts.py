@@ -128,11 +128,7 @@ def _times(config: Config, problem: Problem) -> tuple[dict, tuning.Entry]:
         )
 
     def compiled(kernel) -> Callable:
-        run = partial(
-            problem.sparse,
-            config_for=lambda _: kernel,
-            multiprocessors=multiprocessors,
-        )
+        run = partial(problem.sparse, kernel)
         program = jax.jit(run).lower(*problem.operands).compile()
         return partial(program, *problem.operands)
 

@@ -16,8 +16,8 @@ from sparsejax.config import MeshConfig, TrainConfig
 from sparsejax.layers import attention_implementation
 from sparsejax.metrics import ffn_decisions
 from sparsejax.ops.backend import Decision, current_device
-from sparsejax.ops.ffn_choice import KERNELS
 from sparsejax.ops.ffn_spec import FFNSparsity
+from sparsejax.ops.kernels import registry
 from sparsejax.patterns import Pattern
 from sparsejax.recipe import Phase, phases
 from sparsejax.sharding import check_shardable
@@ -122,7 +122,7 @@ def _say_step_times(
         elif of.phase in run_dense:
             why = "would lose time here"
             chosen = decisions[planned[of.phase].sparsity]
-            if all(decision.backend != KERNELS for decision in chosen):
+            if not any(decision.on_kernels for decision in chosen):
                 why = f"has no kernels on {times.device}, would lose time"
             say(
                 f"  the {kind} phase {why} and is trained dense; --keep-slower trains "
@@ -302,7 +302,7 @@ def _untimed_by_expert(decision: Decision) -> bool:
     """Whether a 2:4 kernel of experts runs that nobody compared with a dense GEMM."""
     by_expert = bool(decision.spec.experts and decision.spec.pattern)
     untimed = decision.times is None
-    return by_expert and untimed and decision.backend == "mosaic_sm90"
+    return by_expert and untimed and decision.on_kernels
 
 
 def _loops_over_chunks(decision: Decision) -> bool:
@@ -320,16 +320,16 @@ def _say_expected(
     sparse_us = dense_us = 0.0
     speedups = []
     for decision in decisions:
-        if decision.times is None or decision.backend not in decision.times.us:
+        times = decision.times
+        if times is None or not decision.on_kernels:
             speedups.append(1.0)
             continue
-        times = decision.times.us
         # A weight is packed once per step, an activation in every micro-batch.
         shared = micro_batches if decision.spec.sparse_weight else 1
-        with_packing = times[decision.backend] + times["packing"] / shared
+        with_packing = times.kernel_us + times.packing_us / shared
         sparse_us += with_packing
-        dense_us += times["dense"]
-        speedups.append(times["dense"] / with_packing)
+        dense_us += times.dense_us
+        speedups.append(times.dense_us / with_packing)
     if not dense_us:
         return
     say(
@@ -355,8 +355,11 @@ def _times(decision: Decision) -> str:
     times = decision.times
     if times is None:
         return ""
-    each = ", ".join(f"{name} {time_us:,.0f} us" for name, time_us in times.us.items())
-    each = each.removeprefix(f"{decision.backend} ")
+    whose = "" if decision.on_kernels else f"{registry.name_for(decision.spec.device)} "
+    each = (
+        f"{whose}{times.kernel_us:,.0f} us, dense {times.dense_us:,.0f} us, packing "
+        f"{times.packing_us:,.0f} us"
+    )
     if times.estimated_from is None:
         return f"; measured {each}"
     return f"; estimated {each} from {times.estimated_from}"

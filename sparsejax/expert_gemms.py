@@ -12,18 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import grouped_matmul_sm90 as grouped
 from pallas_kernels.sparse_matmul_configs import Shape
-from sparsejax.ffn_gemms import Gemm
+from sparsejax.ffn_gemms import Gemm, hopper_kernels
 from sparsejax.formats import compress, decompress
+from sparsejax.ops.expert_rows import looked_up, used_tiles
 from sparsejax.ops.ffn_spec import FFNSparsity, dense_feature_count
-from sparsejax.ops.packed_rows import (
-    keep_rows,
-    row_gradient,
-    row_gradient_over_tokens,
-    row_groups,
-    used_tiles,
-)
+from sparsejax.ops.packed_rows import PackedRows, counted, row_groups
 from sparsejax.ops.sparse_matmul import pack_weight
 from sparsejax.packing import Packed, in_blocks, pack, unpack
 from sparsejax.pruning import magnitude_mask
@@ -38,7 +32,7 @@ class Problem(NamedTuple):
 
     shape: Shape
     sparse: Callable[..., Any]
-    """The kernel's GEMM, as a function of the operands and of `config_for`."""
+    """The kernel's GEMM, as a function of its config and the operands."""
     operands: tuple
     dense: Callable[[jax.Array, jax.Array], jax.Array]
     of_dense: tuple[jax.Array, jax.Array]
@@ -71,7 +65,7 @@ def make_problem(
     normal = partial(jax.random.normal, dtype=jnp.bfloat16)
     tokens_by_d = normal(keys[0], (tokens, d))
     tokens_by_f = normal(keys[1], (tokens, d_hidden))
-    lookup = routed.tile_expert, used_tiles(routed)
+    looked = jax.jit(looked_up)(routed)
     grouped_shape = partial(Shape, experts=experts, group_tile=v)
     # The last expert's first tile.
     last, tile = int(expert[-1]), int(np.flatnonzero(expert == expert[-1])[0])
@@ -87,16 +81,17 @@ def make_problem(
         scale = jnp.full((1, 1), 1.483)
         return Problem(
             grouped_shape(m=own, n=rows, k=d),
-            partial(grouped.sparse_weights, experts=experts),
-            (packed.values, packed.metadata, x, *lookup),
+            lambda config, w, x, rows: hopper_kernels(config).rows_by_expert_weight(
+                x, w, rows
+            ),
+            (packed, x, looked),
             jnp.matmul,
             (tokens_by_d, normal(keys[2], (d, d_hidden))),
             partial(pack_weight, axis=-2, dtype=jnp.dtype(jnp.bfloat16)),
             (jax.random.normal(keys[2], (d, d_hidden)), scale),
             expected,
         )
-    keep = partial(keep_rows, by_token=True)
-    kept = jax.jit(keep)(tokens_by_f, routed)
+    kept = jax.jit(_keep_rows)(tokens_by_f, routed)
     if gemm in ("2", "4"):
         packed = _sparse(keys[2], (rows, own))
         k_major = gemm == "4"
@@ -109,25 +104,25 @@ def make_problem(
             return (lambda out: out[some]), product
 
         weight = b.reshape(d, -1) if k_major else b.reshape(-1, d)
-        gradient = partial(row_gradient, by_token=True)
         return Problem(
             grouped_shape(m=rows, n=d, k=own, b_k_major=k_major, transpose_out=False),
-            partial(grouped.sparse_rows, b_k_major=k_major),
-            (packed.values, packed.metadata, b, *lookup),
+            lambda config, a, b, rows: hopper_kernels(config).expert_rows_matmul(
+                a, b, rows, b_k_major=k_major
+            ),
+            (packed, b, looked),
             (lambda a, w: a @ w.T) if k_major else jnp.matmul,
             (tokens_by_f, weight),
-            gradient if k_major else keep,
+            _gradient if k_major else _keep_rows,
             (tokens_by_f, kept if k_major else routed),
             expected,
         )
     twice = in_blocks(dense_feature_count(own, whole_share))
     packed = _sparse(keys[2], (own + twice, rows))
     b, up = normal(keys[3], (rows, d)), gemm == "5"
-    ends = jnp.cumsum(-(-routed.group_sizes // v), dtype=jnp.int32)
     range_of_last = slice(tile * v, used * v)
 
     def of_last(results):
-        parts = results if twice else (results,)
+        parts = [result for result in results if result is not None]
         first, *_, second = [r[:, last].T if up else r[last] for r in parts * 2]
         return jnp.concatenate([first[:64], second[-64:]])
 
@@ -139,25 +134,44 @@ def make_problem(
     shape = grouped_shape(
         m=own + twice, n=d, k=rows, b_k_major=False, transpose_out=up, float32_out=True
     )
-    options = {"group_tile": v, "transpose_out": up, "rows_apart": twice}
 
     def dense(lhs, rhs):
         return jnp.matmul(lhs.T, rhs, preferred_element_type=jnp.float32)
 
     def pack_over_rows(da, kept):
         groups = row_groups(FFNSparsity(dense_features=whole_share), tokens, kept)
-        return row_gradient_over_tokens(groups, da, kept, by_token=True)
+        return hopper_kernels().activation_gradient_over_tokens(
+            da,
+            kept.a,
+            looked_up(kept.routed),
+            groups.residual,
+            by_token=True,
+            by_segments=False,
+        )
 
     return Problem(
         shape,
-        partial(grouped.sparse_over_rows, **options),
-        (packed.values, packed.metadata, b, ends),
+        lambda config, a, b, rows: hopper_kernels(config).expert_weight_gradient(
+            a, b, rows, transpose_out=up, residual_rows=twice
+        ),
+        (packed, b, looked),
         dense,
         (tokens_by_d, tokens_by_f) if up else (tokens_by_f, tokens_by_d),
         pack_over_rows,
         (tokens_by_f, kept),
         expected,
     )
+
+
+def _keep_rows(y_up: jax.Array, routed: Dispatch) -> PackedRows:
+    rows = looked_up(routed)
+    kept = hopper_kernels().keep_features(y_up, rows, by_token=True)
+    return counted(routed, kept, None)
+
+
+def _gradient(da: jax.Array, kept: PackedRows) -> Packed:
+    rows = looked_up(kept.routed)
+    return hopper_kernels().activation_gradient(da, kept.a, rows, by_token=True)
 
 
 def error(problem: Problem, call: Callable[[], Any]) -> float:

@@ -21,14 +21,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import activation_tiles, sparse_matmul_configs, sparse_matmul_sm90
+from pallas_kernels import activation_tiles, sparse_matmul_configs
 from pallas_kernels.sparse_matmul_configs import Config, Shape
 from sparsejax.formats import decompress
 from sparsejax.ops import packed_activations
 from sparsejax.ops.backend import current_device
 from sparsejax.ops.ffn_spec import FFNSparsity, dense_feature_count
+from sparsejax.ops.kernels.hopper import HopperKernels
+from sparsejax.ops.kernels.registry import kernels_of
 from sparsejax.ops.packed_activations import Activations, TokenGroups
-from sparsejax.ops.sparse_matmul import multiply_packed, pack_weight
+from sparsejax.ops.sparse_matmul import pack_weight
 from sparsejax.packing import Packed, in_blocks, unpack
 
 Gemm = Literal["1", "2", "4", "5", "6"]
@@ -65,23 +67,26 @@ class Problem:
     the features that stay dense."""
 
     def sparse(self, config: Config, packed: Packed, b: jax.Array) -> Any:
-        """The kernel alone: one result, or two where there are `rows_apart`."""
-        return sparse_matmul_sm90.sparse_matmul(
-            packed.values,
-            packed.metadata,
+        """The kernel alone; of GEMMs 5 and 6 the product of `rows_apart` apart."""
+        kernels, transpose_out = hopper_kernels(config), self.shape.transpose_out
+        if self.gemm in ("5", "6"):
+            return kernels.weight_gradient(
+                packed, b, transpose_out=transpose_out, residual_rows=self.rows_apart
+            )
+        return kernels.matmul(
+            packed,
             b,
             b_k_major=self.shape.b_k_major,
-            transpose_out=self.shape.transpose_out,
+            transpose_out=transpose_out,
             out_dtype=self._out_dtype,
-            rows_apart=self.rows_apart,
-            config=config,
-            multiprocessors=current_device().count_multiprocessors(),
         )
 
     def whole(self, results: Any) -> jax.Array:
         """C, of all rows of A."""
-        if not self.rows_apart:
+        if self.gemm not in ("5", "6"):
             return results
+        if not self.rows_apart:
+            return results[0]
         return jnp.concatenate(results, axis=int(self.shape.transpose_out))
 
     def dense(self, masked: jax.Array, b: jax.Array) -> jax.Array:
@@ -144,10 +149,10 @@ def make_problem(
         pack = partial(pack_weight, scale=scale, axis=-1, dtype=jnp.dtype(shape.dtype))
     else:
         source = copied = jax.random.normal(keys[1], (tokens, d_hidden), shape.dtype)
-        kept = jax.jit(packed_activations.keep_features)(source)
+        kept = jax.jit(_keep_features)(source)
         pack = _activations
         if gemm == "4":
-            pack = partial(packed_activations.gradient, a=kept.a)
+            pack = partial(_gradient, kept.a)
         elif gemm in ("5", "6"):
             pack = partial(_over_tokens, whole_share=whole_share)
             source, copied = kept, kept.a.values
@@ -213,12 +218,31 @@ def errors(problem: Problem, candidate: jax.Array) -> tuple[float, float, float]
     return float(ours), float(bound), float(dense)
 
 
+def hopper_kernels(config: Config | None = None) -> HopperKernels:
+    """The kernels of the GPU that is traced for, all GEMMs cut up as `config` says."""
+    kernels = kernels_of(current_device())
+    assert isinstance(kernels, HopperKernels)
+    return replace(kernels, fixed_config=config)
+
+
+def _keep_features(y_up: jax.Array) -> Activations:
+    kept = hopper_kernels().keep_features(y_up, None, by_token=False)
+    return packed_activations.counted(kept)
+
+
 def _activations(y_up: jax.Array) -> Packed:
-    return packed_activations.keep_features(y_up).a
+    return _keep_features(y_up).a
+
+
+def _gradient(a: Packed, da: jax.Array) -> Packed:
+    return hopper_kernels().activation_gradient(da, a, None, by_token=False)
 
 
 def _over_tokens(kept: Activations, *, whole_share: float) -> Packed:
-    return packed_activations.keep_tokens(_groups(kept, whole_share), kept.a)
+    groups = _groups(kept, whole_share)
+    return hopper_kernels().keep_tokens(
+        kept.a, groups.residual, by_segments=groups.by_segments
+    )
 
 
 def _groups(kept: Activations, whole_share: float) -> TokenGroups:
@@ -229,12 +253,13 @@ def _groups(kept: Activations, whole_share: float) -> TokenGroups:
 def _pack_and_multiply(
     gemm: Gemm, shape: Shape, whole_share: float, pack, source, b
 ) -> jax.Array:
+    kernels = hopper_kernels()
     if gemm in ("5", "6"):
         groups, packed = _groups(source, whole_share), pack(source)
         if gemm == "5":
-            return packed_activations.weight_gradient_up(groups, b, packed)
-        return packed_activations.weight_gradient_down(groups, packed, b)
-    return multiply_packed(
+            return packed_activations.weight_gradient_up(kernels, groups, b, packed)
+        return packed_activations.weight_gradient_down(kernels, groups, packed, b)
+    return kernels.matmul(
         pack(source),
         b,
         b_k_major=shape.b_k_major,

@@ -306,8 +306,7 @@ class _Loop:
         if at_the_end or self.phase_index == 0 or not self.phase.sparsity.is_dense:
             return False
         before = self.phases[self.phase_index - 1].sparsity
-        backends = [decision.backend for decision in self.pace.decisions(before)]
-        return "mosaic_sm90" in backends
+        return any(decision.on_kernels for decision in self.pace.decisions(before))
 
     def is_long(self) -> bool:
         """Whether what is left of the run takes `new_process_minutes` or more at the

@@ -21,9 +21,11 @@ from sparsejax.ops.backend import (
     current_device,
 )
 from sparsejax.ops.expert_rows import combine_rows, gather_rows
-from sparsejax.ops.ffn_spec import FFNCall, FFNSparsity, FFNSpec, filled_up_to
+from sparsejax.ops.ffn_plan import row_tile
+from sparsejax.ops.ffn_spec import FFNCall, FFNSparsity, FFNSpec
 from sparsejax.ops.gated_ffn import GatedFFNSpec
-from sparsejax.patterns import NM, VNM
+from sparsejax.ops.kernels.registry import kernels_of
+from sparsejax.patterns import NM
 from sparsejax.plan import flops_per_token
 from sparsejax.pruning import flip_rate, magnitude_mask, soft_threshold
 from sparsejax.router import dispatch, nearest_centre, token_hash, true_mass
@@ -144,9 +146,10 @@ def router_seconds(
     """
     if sparsity.experts is None:
         return 0.0
-    assert isinstance(sparsity.activations, VNM)
-    backends = [decision.backend for decision in decisions]
-    experts, v = sparsity.experts, filled_up_to(sparsity.activations, backends)
+    on_kernels = any(decision.on_kernels for decision in decisions)
+    found = kernels_of(current_device()) if on_kernels else None
+    experts, v = sparsity.experts, row_tile(sparsity, on_kernels=on_kernels)
+    assert v is not None
     keys = jax.random.split(jax.random.key(0))
     normal = partial(jax.random.normal, dtype=jnp.dtype(config.dtype))
     x = normal(keys[0], (tokens, config.d_model))
@@ -165,7 +168,7 @@ def router_seconds(
     def there_and_back(x: jax.Array, *read: jax.Array) -> jax.Array:
         routed = dispatch(choose(*read), experts, v)
         for _ in ("forward", "backward"):
-            x = combine_rows(backends, gather_rows(backends, x, routed), routed)
+            x = combine_rows(found, gather_rows(found, x, routed), routed)
         return x
 
     jax.block_until_ready(there_and_back(x, *read))

@@ -6,7 +6,8 @@ storage" of `wgmma.mma_async.sp`.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,13 @@ from jax import lax
 from jaxtyping import Array, UInt8
 
 from sparsejax.formats import Compressed
-from sparsejax.patterns import TWO_FOUR
+from sparsejax.patterns import NM, TWO_FOUR
 
 BLOCK = 64
 """Rows, and columns, whose positions are stored together."""
+
+WGMMA_ORDER = "wgmma.mma_async.sp"
+"""The order that `pack` makes and Hopper's instruction of this name reads."""
 
 
 def in_blocks(size: int) -> int:
@@ -36,16 +40,21 @@ class Packed:
     values: Array
     """(..., rows, k / 2): kept entries in order, as in `Compressed`."""
     metadata: Array
-    """(..., ceil(rows / 64), k / 64, 128) uint32: thread t of a warpgroup reads word t.
+    """In `WGMMA_ORDER` (..., ceil(rows / 64), k / 64, 128) uint32: thread t of a
+    warpgroup reads word t.
 
     With w = t // 32, q = t % 32 // 4 and p = t % 4 the lower half of the word is for
     row 16 w + q of the block, the upper one for row 16 w + q + 8: columns 16 p to
     16 p + 15, four bits per group of four, the first position in the lower two.
     """
 
-    axis = -1
+    layout: str = field(default=WGMMA_ORDER, metadata={"static": True})
+    """The name of the order that values and metadata are in. Kernels refuse any but
+    their own."""
+
+    axis: ClassVar[int] = -1
     """The reduction axis, as of `Compressed`."""
-    pattern = TWO_FOUR
+    pattern: ClassVar[NM] = TWO_FOUR
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -103,7 +112,16 @@ def pack(c: Compressed) -> Packed:
 
 
 def unpack(p: Packed) -> Compressed:
-    """In logical order, sparse along the last axis."""
+    """In logical order, sparse along the last axis.
+
+    Raises:
+      ValueError: it is packed in another order than `WGMMA_ORDER`.
+    """
+    if p.layout != WGMMA_ORDER:
+        raise ValueError(
+            f"layout={p.layout!r} is not {WGMMA_ORDER!r}, the order that `pack` makes; "
+            f"unpack it where it was packed"
+        )
     return Compressed(p.values, _positions(p), None, TWO_FOUR, -1)
 
 

@@ -29,9 +29,11 @@ from sparsejax import expert_gemms, ffn_gemms
 from sparsejax.config import TrainConfig
 from sparsejax.ffn_gemms import Gemm
 from sparsejax.metrics import ffn_spec
-from sparsejax.ops import sparse_matmul
 from sparsejax.ops.backend import GemmSpec, current_device
 from sparsejax.ops.ffn_spec import FEATURE_TILE, dense_feature_count
+from sparsejax.ops.kernels.hopper import HopperKernels
+from sparsejax.ops.kernels.hopper_shapes import shape_of
+from sparsejax.ops.kernels.registry import HOPPER
 from sparsejax.packing import in_blocks
 from sparsejax.processes import Exchange
 from sparsejax.recipe import phases
@@ -69,7 +71,7 @@ def gemms_of_run(config: TrainConfig) -> list[GemmSpec]:
     """The FFN GEMMs of a run's sparse phases, of one micro-batch on one of the devices
     here; none where a backend without these kernels is named. Raises ValueError where
     the mesh does not fit the devices."""
-    if config.backend not in (None, "mosaic_sm90"):
+    if config.backend not in (None, HOPPER.name):
         return []
     mesh = config.mesh.resolve(jax.device_count())
     micro_batch = config.batch_size // config.micro_batches_on(mesh)
@@ -88,9 +90,10 @@ def runnable(specs: Iterable[GemmSpec]) -> dict[Shape, GemmSpec]:
     one of each shape."""
     found: dict[Shape, GemmSpec] = {}
     for spec in specs:
-        why = sparse_matmul.IMPLEMENTATIONS["mosaic_sm90"].why_unsupported(spec)
-        if why is None and spec.dtype == "bfloat16":
-            found.setdefault(sparse_matmul.shape_on_sm90(spec), spec)
+        if HOPPER.why_unavailable(spec.device) is not None or spec.dtype != "bfloat16":
+            continue
+        if HopperKernels(spec.device).why_unsupported(spec) is None:
+            found.setdefault(shape_of(spec), spec)
     return found
 
 
@@ -356,16 +359,9 @@ def trial_of_problem(problem: ffn_gemms.Problem) -> Trial:
 
 def trial_of_experts(problem: expert_gemms.Problem) -> Trial:
     """The programs of one GEMM of experts."""
-    count = current_device().count_multiprocessors()
-
-    def sparse(config: Config) -> Callable[..., Any]:
-        return partial(
-            problem.sparse, config_for=lambda _: config, multiprocessors=count
-        )
-
-    configs = _candidates(problem.shape)
+    configs, operands = _candidates(problem.shape), problem.operands
     calls = compile_all(
-        {config: (sparse(config), problem.operands) for config in configs}
+        {config: (partial(problem.sparse, config), operands) for config in configs}
         | {
             "dense": (problem.dense, problem.of_dense),
             "pack": (problem.pack, problem.source),

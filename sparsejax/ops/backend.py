@@ -1,23 +1,45 @@
-"""Which implementation runs a GEMM, and why: the one place that knows the hardware.
+"""Which implementation runs a GEMM, and why.
 
 Every implementation of an operation answers `why_unsupported(spec)`. Without a request
-the first supported one in the order of `PREFERENCE` is taken; a named backend runs or
+the first supported one in the order of `preference` is taken; a named backend runs or
 raises with its reason. The answer is data (`Decision`), printed by `explain`.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 
 from pallas_kernels.device import CPU, Device
-from sparsejax.annotations import check_value
+from sparsejax.ops.kernels import registry
+from sparsejax.ops.kernels.registry import KernelSetName, Registered
 from sparsejax.patterns import Pattern
 
-Backend = Literal["reference", "xla", "mosaic_sm90"]
+if TYPE_CHECKING:
+    from sparsejax.ops.kernels.base import KernelSet
 
-PREFERENCE: tuple[Backend, ...] = ("mosaic_sm90", "xla", "reference")
+Backend = Literal["reference", "xla", KernelSetName]
+
+
+def preference() -> tuple[Backend, ...]:
+    """All backends, the fastest first."""
+    return (*registry.names(), "xla", "reference")
+
+
+Role = Literal[
+    "up",
+    "gate",
+    "down",
+    "d_hidden",
+    "d_input",
+    "d_input_gate",
+    "d_up",
+    "d_gate",
+    "d_down",
+]
+"""What a GEMM computes in an FFN: Y1 (or U) and G; Y; dA; dX, or its parts through U
+and through G; dW1, dWg and dW2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +48,8 @@ class GemmSpec:
 
     name: str
     """The equation, as `Y1 = X W1`."""
+    role: Role | None = None
+    """None: it is not an FFN's."""
     m: int
     k: int
     n: int
@@ -97,13 +121,44 @@ class Implementation:
     """Where this GEMM or a similar one was measured."""
 
 
+def of_kernels(
+    registered: Registered,
+    run: Callable[..., jax.Array],
+    *,
+    why_unsupported: Callable[["KernelSet", GemmSpec], str | None],
+) -> Implementation:
+    """A set of kernels as an implementation of an operation whose sparse operand is
+    2:4; nothing is loaded before it is asked for a device that can run it.
+
+    Args:
+      run: takes the set for the device that is traced for, then the operands.
+      why_unsupported: takes the set as well.
+    """
+
+    def why_not(spec: GemmSpec) -> str | None:
+        unavailable = registered.why_unavailable(spec.device)
+        return unavailable or why_unsupported(registered.load(spec.device), spec)
+
+    return Implementation(
+        run=lambda *operands: run(registered.load(current_device()), *operands),
+        why_unsupported=why_not,
+        describe=lambda spec: registered.load(spec.device).describe(spec),
+        why_slower=lambda spec: registered.load(spec.device).why_slower(spec),
+        times=lambda spec: registered.load(spec.device).times(spec),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Times:
     """How long a GEMM takes, and how that is known."""
 
-    us: Mapping[str, float]
-    """By backend, "dense" included, and of "packing" the sparse operand: measured, for
-    this GEMM or the nearest number of tokens and taken in proportion."""
+    kernel_us: float
+    """Microseconds of the kernel alone: measured, for this GEMM or the nearest number
+    of tokens and taken in proportion."""
+    dense_us: float
+    """Microseconds of the library's dense GEMM, likewise."""
+    packing_us: float
+    """Microseconds of packing the sparse operand."""
     estimated_from: str | None = None
     """Where it was not: what was, a smaller GEMM or one on another GPU, in words."""
     measured_on: str | None = None
@@ -130,6 +185,11 @@ class Decision:
     times: Times | None = None
     """None where nothing was measured that tells them."""
 
+    @property
+    def on_kernels(self) -> bool:
+        """Whether a set of kernels runs it."""
+        return self.backend in registry.names()
+
 
 def current_device() -> Device:
     """What an operation traced now will run on."""
@@ -151,9 +211,11 @@ def choose_backend(
       ValueError: `requested` is no backend at all.
       NotImplementedError: the requested backend cannot run this GEMM; says why.
     """
-    check_value("backend", requested, Backend | None)
+    if requested is not None and requested not in preference():
+        names = ", ".join(map(repr, reversed(preference())))
+        raise ValueError(f"backend={requested!r} must be one of {names} or None")
     refusals: dict[Backend, str] = {}
-    for backend in PREFERENCE if requested is None else (requested,):
+    for backend in preference() if requested is None else (requested,):
         why = _why_unsupported(spec, backend, implementations)
         if why is None and requested is None:
             why = implementations[backend].why_slower(spec)
@@ -189,7 +251,7 @@ def choose_backend(
 
 def _times(spec: GemmSpec, implementations: Implementations) -> Times | None:
     """Of the first backend that was measured and can run it, chosen or not."""
-    for backend in PREFERENCE:
+    for backend in preference():
         if _why_unsupported(spec, backend, implementations) is None:
             times = implementations[backend].times(spec)
             if times is not None:

@@ -36,15 +36,17 @@ def _describe(spec: GemmSpec) -> tuple[str, float]:
     return f"dense GEMM by {library}", 1.0
 
 
-IMPLEMENTATIONS: Implementations = {
-    "reference": Implementation(
-        run=_reference,
-        why_unsupported=lambda spec: None,
-        describe=lambda spec: ("dense GEMM at the highest precision", 1.0),
-    ),
-    "xla": Implementation(
-        run=dense_matmul,
-        why_unsupported=lambda spec: None,
-        describe=_describe,
-    ),
-}
+def implementations() -> Implementations:
+    """By backend."""
+    return {
+        "reference": Implementation(
+            run=_reference,
+            why_unsupported=lambda spec: None,
+            describe=lambda spec: ("dense GEMM at the highest precision", 1.0),
+        ),
+        "xla": Implementation(
+            run=dense_matmul,
+            why_unsupported=lambda spec: None,
+            describe=_describe,
+        ),
+    }

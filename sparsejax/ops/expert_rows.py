@@ -1,43 +1,52 @@
 """The rows of experts, copied from the tokens and summed back into them.
 
-`router.gather_rows` and `router.combine_rows`, and where GEMMs run on Hopper's sparse
-tensor cores a kernel that does either in one pass. Nothing here is differentiated: the
-FFN's backward is written out.
+`router.gather_rows` and `router.combine_rows`, and where there is a set of kernels one
+that does either in one pass. Nothing here is differentiated: the FFN's backward is
+written out.
 """
 
-from collections.abc import Sequence
-
 import jax
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from sparsejax import router
-from sparsejax.ops.backend import Backend
+from sparsejax.ops.kernels.base import ExpertRows, KernelSet
 from sparsejax.router import Dispatch
 
 
 def gather_rows(
-    backends: Sequence[Backend], x: Float[Array, "tokens d"], routed: Dispatch
+    kernels: KernelSet | None, x: Float[Array, "tokens d"], routed: Dispatch
 ) -> Float[Array, "rows d"]:
     """The token of every row; zeros in padding rows."""
-    if "mosaic_sm90" not in backends:
+    if kernels is None:
         return router.gather_rows(x, routed)
-    return _sum_rows(x, router.token_of_row(routed)[:, None])
+    return kernels.sum_rows(x, router.token_of_row(routed)[:, None])
 
 
 def combine_rows(
-    backends: Sequence[Backend], y: Float[Array, "rows d"], routed: Dispatch
+    kernels: KernelSet | None, y: Float[Array, "rows d"], routed: Dispatch
 ) -> Float[Array, "tokens d"]:
     """For every token the sum of its rows, in float32, in the order of its choices."""
-    if "mosaic_sm90" not in backends:
+    if kernels is None:
         return router.combine_rows(y, routed)
-    return _sum_rows(y, routed.token_rows)
+    return kernels.sum_rows(y, routed.token_rows)
 
 
-# The kernels have no batching rules.
+def used_tiles(routed: Dispatch) -> Int[Array, ""]:
+    """How many tiles of the dispatch hold any row."""
+    return jnp.sum(_tiles_of_experts(routed))
 
 
-@jax.custom_batching.sequential_vmap
-def _sum_rows(x, index):
-    from pallas_kernels import row_sums_sm90
+def looked_up(routed: Dispatch) -> ExpertRows:
+    """The rows as kernels look them up."""
+    return ExpertRows(
+        tile_expert=routed.tile_expert,
+        used_tiles=used_tiles(routed),
+        ends=jnp.cumsum(_tiles_of_experts(routed), dtype=jnp.int32),
+        row_token=router.token_of_row(routed),
+        experts=routed.experts,
+    )
 
-    return row_sums_sm90.sum_rows(x, index)
+
+def _tiles_of_experts(routed: Dispatch) -> jax.Array:
+    return -(-routed.group_sizes // routed.v)

@@ -7,31 +7,18 @@ estimator, straight through masks and soft threshold, not the derivative of the 
 With everything dense it is the derivative.
 """
 
-from functools import partial
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
 from sparsejax.annotations import check_value
-from sparsejax.ops import ffn_all_neurons, ffn_by_expert
 from sparsejax.ops.backend import Backend
+from sparsejax.ops.ffn_all_neurons import ALL_NEURONS
+from sparsejax.ops.ffn_by_expert import BY_EXPERT
 from sparsejax.ops.ffn_choice import warn_if_slower
-from sparsejax.ops.ffn_layout import (
-    FFNLayout,
-    device_spec,
-    gather_packed,
-    gather_weight,
-    on_mesh,
-    own_key,
-    packed_specs,
-    sum_over_neurons,
-    sum_over_tokens,
-    token_spec,
-    weight_spec,
-)
+from sparsejax.ops.ffn_frame import Static, run
+from sparsejax.ops.ffn_layout import FFNLayout
+from sparsejax.ops.ffn_plan import FFNPlan
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity, FFNSpec
 from sparsejax.ops.ffn_weights import FFNWeights, PackedFFN, pack_ffn
 
@@ -74,8 +61,8 @@ def ffn(
         with arrays of their whole shapes. The result is that of one device within
         rounding, except that `token_sparsity` takes its groups of four and its dense
         features from what a device has, its tokens of one call and its neurons.
-      backend: None for the first of `PREFERENCE` that can, GEMM by GEMM; a name runs
-        everywhere or raises.
+      backend: None for the fastest that can, GEMM by GEMM; a name runs everywhere or
+        raises.
     Raises:
       ValueError: shapes or dtypes do not fit, an argument that `sparsity` needs is
         missing, or the layout would cut a group or an expert apart.
@@ -94,10 +81,9 @@ def ffn(
         # Without tokens any FFN is the dense one, and there are no rows to make tiles
         # of.
         return ffn(x, w_up, w_down, layout=layout, backend=backend)
-    decisions = spec.explain(backend)
+    plan = FFNPlan.of(spec, backend)
     if backend is None:
-        warn_if_slower(decisions)
-    backends = tuple(decision.backend for decision in decisions)
+        warn_if_slower(plan.gemms)
     if sparsity.weights is None:
         packed = None
     elif packed is None and scales is not None:
@@ -114,8 +100,8 @@ def ffn(
         expert_index = None
     key = key if sparsity.needs_key else None
     packed = jax.lax.stop_gradient(packed)
-    how = _How(sparsity, backends, layout)
-    return _ffn(how, x, w_up, w_down, packed, expert_index, key)
+    static = Static(plan, layout, BY_EXPERT if sparsity.experts else ALL_NEURONS)
+    return run(static, x, FFNWeights(w_up, w_down), packed, expert_index, key)
 
 
 def _check_arguments(spec: FFNSpec, scales, packed, expert_index, key) -> None:
@@ -145,97 +131,3 @@ def _check_arguments(spec: FFNSpec, scales, packed, expert_index, key) -> None:
             f"token_sparsity={sparsity.token_sparsity!r} draws random numbers; pass "
             f"key, a new one at every step"
         )
-
-
-class _How(NamedTuple):
-    """What is static in a call."""
-
-    sparsity: FFNSparsity
-    backends: tuple[Backend, ...]
-    layout: FFNLayout | None
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ffn(how, x, w_up, w_down, packed, expert_index, key):
-    return _fwd(how, x, w_up, w_down, packed, expert_index, key)[0]
-
-
-def _fwd(how, x, w_up, w_down, packed, expert_index, key):
-    tokens = token_spec(how.layout)
-    forward = on_mesh(
-        how.layout,
-        partial(_forward, how),
-        in_specs=(tokens, *_weight_specs(how.layout, packed), tokens),
-        out_specs=(tokens, device_spec(how.layout)),
-    )
-    weights = (w_up, w_down)
-    y, residuals = forward(x, weights, packed, expert_index)
-    kept_x = None if ffn_by_expert.keeps_rows_of_x(how.sparsity) else x
-    return y, (kept_x, residuals, weights, packed, key)
-
-
-def _bwd(how, saved, dy):
-    x, residuals, weights, packed, key = saved
-    tokens = token_spec(how.layout)
-    weight_specs, packed_specs = _weight_specs(how.layout, packed)
-    backward = on_mesh(
-        how.layout,
-        partial(_backward, how),
-        in_specs=(
-            tokens,
-            device_spec(how.layout),
-            weight_specs,
-            packed_specs,
-            tokens,
-            PartitionSpec(),
-        ),
-        out_specs=(tokens, weight_specs),
-    )
-    dx, dw = backward(x, residuals, weights, packed, dy, key)
-    return dx, *dw, None, None, None
-
-
-_ffn.defvjp(_fwd, _bwd)
-
-
-def _weight_specs(layout, packed):
-    """Of (W1, W2) and of the packed weights."""
-    weights = weight_spec(layout, 1), weight_spec(layout, 0)
-    return weights, packed_specs(layout, packed)
-
-
-def _forward(how, x, weights, packed, expert_index):
-    """Y and the residuals, of one device's part of the operands."""
-    sparsity, backends, layout = how
-    w = _as_read(layout, x.dtype, weights, packed)
-    if sparsity.experts:
-        y, residuals = ffn_by_expert.forward(
-            sparsity, backends, x, w, expert_index, layout
-        )
-    else:
-        y, residuals = ffn_all_neurons.forward(sparsity, backends, x, w)
-    return sum_over_neurons(layout, y), residuals
-
-
-def _backward(how, x, residuals, weights, packed, dy, key):
-    """dX and (dW1, dW2), of one device's part of the operands."""
-    sparsity, backends, layout = how
-    w = _as_read(layout, dy.dtype, weights, packed)
-    backward = (ffn_by_expert if sparsity.experts else ffn_all_neurons).backward
-    key = own_key(layout, key)
-    dx, dw_up, dw_down = backward(sparsity, backends, x, residuals, w, dy, key)
-    w_up, w_down = weights
-    dw_up = sum_over_tokens(layout, dw_up.astype(w_up.dtype), 1)
-    dw_down = sum_over_tokens(layout, dw_down.astype(w_down.dtype), 0)
-    return sum_over_neurons(layout, dx), (dw_up, dw_down)
-
-
-def _as_read(layout, dtype, weights, packed) -> FFNWeights:
-    """The weights of a device's neurons. Each is gathered wherever it is stored split;
-    XLA drops those that no GEMM reads."""
-    w_up, w_down = (w.astype(dtype) for w in weights)
-    dense = gather_weight(layout, w_up, 1), gather_weight(layout, w_down, 0)
-    if packed is None:
-        return FFNWeights(*dense)
-    in_order = packed.up, packed.down
-    return FFNWeights(*dense, *(gather_packed(layout, c) for c in in_order))

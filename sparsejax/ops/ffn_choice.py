@@ -19,10 +19,9 @@ from sparsejax.ops.backend import (
     Implementations,
     choose_backend,
 )
+from sparsejax.ops.kernels import registry
 
-KERNELS: Backend = "mosaic_sm90"
-
-type Epilogues = Callable[[list[Decision]], tuple[Decision, ...]]
+type Epilogues = Callable[[Sequence[Decision]], tuple[Decision, ...]]
 """Tells of decisions where a GEMM's kernel does more than multiply."""
 
 
@@ -58,15 +57,15 @@ def why_slower_than_dense(decisions: Sequence[Decision]) -> str | None:
     if not sparse:
         return None
     device = sparse[0].spec.device.kind
-    if all(of.backend != KERNELS for of in sparse):
+    if all(not of.on_kernels for of in sparse):
         reasons = "; ".join(dict.fromkeys(of.reason for of in sparse))
         return (
             f"none of its sparse GEMMs runs on sparse tensor cores of {device}, and "
             f"masks cost a little time ({reasons})"
         )
-    known = [of for of in decisions if of.backend == KERNELS and of.times is not None]
+    known = [of for of in decisions if of.on_kernels and of.times is not None]
     us = sum(map(_us_on_kernel, known))
-    dense_us = sum(of.times.us["dense"] for of in known if of.times is not None)
+    dense_us = sum(of.times.dense_us for of in known if of.times is not None)
     if us < dense_us or not known:
         return None
     return (
@@ -99,7 +98,7 @@ def _warn_once(why: str) -> None:
 def _one_by_one(gemms: Sequence[GemmSpec], backend: Backend | None) -> list[Decision]:
     """The choice for each GEMM by itself, those made alike that are packed together."""
     decisions = tuple(_choose(gemm, backend) for gemm in gemms)
-    packed = [decision.backend == KERNELS for decision in decisions]
+    packed = [decision.on_kernels for decision in decisions]
     why = "sparse tensor cores run GEMMs 2 and 4 together, and 5 and 6 after them"
     by_token, over_tokens = _packed_by_token(gemms), _packed_over_tokens(gemms)
     reasons: dict[int, str] = {}
@@ -131,15 +130,15 @@ def _fastest_together(
     """The decisions, or others whose GEMMs take less time together, where all times are
     known. GEMMs by expert stay as they are."""
     groups = _free_groups(gemms)
-    free = {i: _choose(gemms[i], KERNELS).times for group in groups for i in group}
+    free = {i: _on_kernels(gemms[i]).times for group in groups for i in group}
     if not free or None in free.values():
         return decisions
-    dense_us = {i: times.us["dense"] for i, times in free.items() if times is not None}
+    dense_us = {i: times.dense_us for i, times in free.items() if times is not None}
 
     def known_us(decisions: Sequence[Decision]) -> float:
         """The time of the free GEMMs; that of the others is the same in any case."""
-        of_kernels = [decisions[i] for i in free if decisions[i].backend == KERNELS]
-        others = [us for i, us in dense_us.items() if decisions[i].backend != KERNELS]
+        of_kernels = [decisions[i] for i in free if decisions[i].on_kernels]
+        others = [us for i, us in dense_us.items() if not decisions[i].on_kernels]
         return sum(map(_us_on_kernel, of_kernels)) + sum(others)
 
     by_token, over_tokens = _packed_by_token(gemms), _packed_over_tokens(gemms)
@@ -161,8 +160,8 @@ def _us_on_kernel(decision: Decision) -> float:
     times = decision.times
     if times is None:
         return 0.0
-    packing = 0.0 if decision.spec.sparse_weight else times.us["packing"]
-    return (times.us[KERNELS] + packing) * times.least_gain
+    packing = 0.0 if decision.spec.sparse_weight else times.packing_us
+    return (times.kernel_us + packing) * times.least_gain
 
 
 def _free_groups(gemms: Sequence[GemmSpec]) -> list[tuple[int, ...]]:
@@ -178,9 +177,12 @@ def _free_groups(gemms: Sequence[GemmSpec]) -> list[tuple[int, ...]]:
 
 
 def _can_go_either_way(gemm: GemmSpec) -> bool:
-    kernel = _implementations_of(gemm).get(KERNELS)
-    runs = kernel is not None and kernel.why_unsupported(gemm) is None
-    return gemm.experts is None and gemm.pattern is not None and runs
+    if gemm.experts is not None or gemm.pattern is None:
+        return False
+    name = registry.name_for(gemm.device)
+    if name is None:
+        return False
+    return _implementations_of(gemm)[name].why_unsupported(gemm) is None
 
 
 def _as_given(
@@ -193,11 +195,11 @@ def _as_given(
     given = list(decisions)
     for i in free:
         if i in on_kernels:
-            chosen = _choose(gemms[i], KERNELS)
+            chosen = _on_kernels(gemms[i])
             why = "the FFN's GEMMs take the least time together with it"
             told = chosen.reason.replace("as requested", why)
             given[i] = replace(chosen, reason=told)
-        elif decisions[i].backend == KERNELS:
+        elif decisions[i].on_kernels:
             why = "the FFN's GEMMs take less time together without it"
             given[i] = _choose(replace(gemms[i], why_not_packed=why), None)
     return given
@@ -214,20 +216,19 @@ def _packed_over_tokens(gemms: Sequence[GemmSpec]) -> list[int]:
 def _why_slower_together(decisions: Sequence[Decision]) -> str | None:
     """Why GEMMs that share the packing of their operands are slower than dense ones, by
     what was measured; None where they are not, or where it was not."""
-    times = [decision.times for decision in decisions]
-    names = ("mosaic_sm90", "packing", "dense")
-    if any(of is None or not all(name in of.us for name in names) for of in times):
+    times = [decision.times for decision in decisions if decision.times is not None]
+    if len(times) < len(decisions):
         return None
-    sparse, packing, dense = (
-        sum(of.us[name] for of in times if of is not None) for name in names
-    )
-    least_gain = max(of.least_gain for of in times if of is not None)
+    sparse = sum(of.kernel_us for of in times)
+    packing = sum(of.packing_us for of in times)
+    dense = sum(of.dense_us for of in times)
+    least_gain = max(of.least_gain for of in times)
     if (sparse + packing) * least_gain < dense:
         return None
     known = "measured slower together"
     if least_gain > 1:
         known = "together estimated slower, or faster by less than the estimate's error"
-    elsewhere = sorted({of.measured_on for of in times if of and of.measured_on})
+    elsewhere = sorted({of.measured_on for of in times if of.measured_on})
     where = f", measured on {' and '.join(elsewhere)}" if elsewhere else ""
     return (
         f"{known}: {sparse:.0f} us and {packing:.0f} of packing, dense {dense:.0f}"
@@ -237,9 +238,14 @@ def _why_slower_together(decisions: Sequence[Decision]) -> str | None:
 
 def _choose(gemm: GemmSpec, backend: Backend | None) -> Decision:
     implementations = _implementations_of(gemm)
-    if gemm.pattern is None and backend == "mosaic_sm90":
+    if gemm.pattern is None and backend in registry.names():
         backend = None
     return choose_backend(gemm, backend, implementations)
+
+
+def _on_kernels(gemm: GemmSpec) -> Decision:
+    """The decision for the kernels of the GEMM's device, which can run it."""
+    return _choose(gemm, registry.name_for(gemm.device))
 
 
 def _is_two_four_over_tokens(gemm: GemmSpec) -> bool:
@@ -253,10 +259,10 @@ def _implementations_of(gemm: GemmSpec) -> Implementations:
     """The implementations of the operation that `gemm` is a call of."""
     if gemm.experts is not None and gemm.over_tokens:
         if _is_two_four_over_tokens(gemm):
-            return grouped_matmul.SPARSE_OUTER_IMPLEMENTATIONS
-        return grouped_matmul.OUTER_IMPLEMENTATIONS
+            return grouped_matmul.sparse_outer_implementations()
+        return grouped_matmul.outer_implementations()
     if gemm.experts is not None:
-        return grouped_matmul.IMPLEMENTATIONS
+        return grouped_matmul.implementations()
     if gemm.pattern is not None:
-        return sparse_matmul.IMPLEMENTATIONS
-    return dense_matmul.IMPLEMENTATIONS
+        return sparse_matmul.implementations()
+    return dense_matmul.implementations()

@@ -32,6 +32,8 @@ from sparsejax.patterns import NM, VNM
 RouterChoice = Literal["nearest_centre", "token_hash", "true_mass"]
 WeightGradients = Literal["dense", "expert_columns"]
 TokenSparsity = Literal["magnitude", "mvue", "mvue_approximate"]
+Activation = Literal["relu2", "swiglu", "reglu2"]
+"""relu(Y1)^2; silu(G) U and relu(G)^2 U, those of gated FFNs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,11 +195,6 @@ def group_tile(v: int) -> int:
     return math.ceil(v / GROUP_TILE) * GROUP_TILE
 
 
-def filled_up_to(pattern: VNM, backends: Sequence[Backend]) -> int:
-    """What an expert's tokens are filled up to multiples of by these backends."""
-    return group_tile(pattern.v) if "mosaic_sm90" in backends else pattern.v
-
-
 @dataclass(frozen=True, kw_only=True)
 class FFNCall(ABC):
     """The static facts of one call of an FFN, gated or not."""
@@ -218,6 +215,11 @@ class FFNCall(ABC):
         check_dtype("x", self.dtype)
         check_divisible(self.d_model, self.d_hidden, self.sparsity)
 
+    @property
+    @abstractmethod
+    def kind(self) -> Activation:
+        """The activation between its GEMMs."""
+
     @abstractmethod
     def gemms(self) -> tuple[GemmSpec, ...]:
         """The GEMMs of one device, forward and backward."""
@@ -230,7 +232,7 @@ class FFNCall(ABC):
         """
         return decide(self.gemms(), backend, self.with_epilogues)
 
-    def with_epilogues(self, decisions: list[Decision]) -> tuple[Decision, ...]:
+    def with_epilogues(self, decisions: Sequence[Decision]) -> tuple[Decision, ...]:
         """Where a GEMM's kernel does more than multiply, its path says so."""
         return tuple(decisions)
 
@@ -258,6 +260,10 @@ def dtype_in_jax(array: Array) -> str:
 
 class FFNSpec(FFNCall):
     """The static facts of one squared-ReLU FFN call."""
+
+    @property
+    def kind(self) -> Activation:
+        return "relu2"
 
     @classmethod
     def of(
@@ -307,9 +313,10 @@ class FFNSpec(FFNCall):
         along_tokens = NM(2, 4) if s.token_sparsity else None
         routed, columns = bool(s.experts), s.weight_gradients == "expert_columns"
 
-        def gemm(name, m, k, n, operand, pattern, by_expert, **facts):
+        def gemm(role, name, m, k, n, operand, pattern, by_expert, **facts):
             return GemmSpec(
                 name=name,
+                role=role,
                 m=m,
                 k=k,
                 n=n,
@@ -335,10 +342,20 @@ class FFNSpec(FFNCall):
             why_not_packed=why_not_packed_over_tokens(s),
         )
         return (
-            gemm("1  Y1 = X W1", t, d, f, "rhs", s.weights, s.skip_blocks),
-            gemm("2  Y = A W2", t, f, d, "lhs", activations, routed),
-            gemm("3  dA = dY W2^T", t, d, f, "rhs", s.weights, s.da_by_expert),
+            gemm("up", "1  Y1 = X W1", t, d, f, "rhs", s.weights, s.skip_blocks),
+            gemm("down", "2  Y = A W2", t, f, d, "lhs", activations, routed),
             gemm(
+                "d_hidden",
+                "3  dA = dY W2^T",
+                t,
+                d,
+                f,
+                "rhs",
+                s.weights,
+                s.da_by_expert,
+            ),
+            gemm(
+                "d_input",
                 "4  dX = dY1 W1^T",
                 t,
                 f,
@@ -349,45 +366,40 @@ class FFNSpec(FFNCall):
                 rhs_transposed=True,
                 why_not_packed=why_not_packed_anew(s),
             ),
-            gradient("5  dW1 = X^T dY1", d, t, f, "rhs"),
-            gradient("6  dW2 = A^T dY", f, t, d, "lhs"),
+            gradient("d_up", "5  dW1 = X^T dY1", d, t, f, "rhs"),
+            gradient("d_down", "6  dW2 = A^T dY", f, t, d, "lhs"),
         )
 
-    def with_epilogues(self, decisions: list[Decision]) -> tuple[Decision, ...]:
-        backends = [decision.backend for decision in decisions]
-        told = list(decisions)
-        for index, what in ((0, "A 2:4"), (2, "dY1 where A is kept")):
-            if packs_its_result(self.sparsity, backends, index):
-                path = f"{told[index].path}, writes {what}"
-                told[index] = replace(told[index], path=path)
-                told[index + 1] = _packed_before(told[index + 1])
-        return tuple(told)
+    def with_epilogues(self, decisions: Sequence[Decision]) -> tuple[Decision, ...]:
+        told = {decision.spec.role: decision for decision in decisions}
+        for first, then, what in (
+            ("up", "down", "A 2:4"),
+            ("d_hidden", "d_input", "dY1 where A is kept"),
+        ):
+            if packs_its_result(self.sparsity, told[first], told[then]):
+                path = f"{told[first].path}, writes {what}"
+                told[first] = replace(told[first], path=path)
+                told[then] = _packed_before(told[then])
+        return tuple(told.values())
 
 
 def _packed_before(decision: Decision) -> Decision:
     """A GEMM whose operand another one has packed for it."""
     if decision.times is None:
         return decision
-    us = {**decision.times.us, "packing": 0.0}
-    return replace(decision, times=replace(decision.times, us=us))
+    times = replace(decision.times, packing_us=0.0)
+    return replace(decision, times=times)
 
 
 def packs_its_result(
-    sparsity: FFNSparsity, backends: Sequence[Backend], gemm: int
+    sparsity: FFNSparsity, decision: Decision, following: Decision
 ) -> bool:
-    """Whether GEMM 1 (`gemm` 0) writes A instead of Y1, or GEMM 3 (2) dY1 instead of
-    dA, 2:4 as the next one reads it: on the kernel, with the next one's rows."""
-    by_expert = sparsity.skip_blocks if gemm == 0 else sparsity.da_by_expert
-    same_rows = not sparsity.experts or by_expert
-    both = backends[gemm] == backends[gemm + 1] == "mosaic_sm90"
+    """Whether GEMM 1 writes A instead of Y1, or GEMM 3 dY1 instead of dA, 2:4 as the
+    GEMM that follows reads it: in its kernel's epilogue, where both have the same
+    rows."""
+    same_rows = not sparsity.experts or decision.spec.experts is not None
+    both = decision.on_kernels and following.on_kernels
     return sparsity.weights is not None and same_rows and both
-
-
-def packs_over_tokens(sparsity: FFNSparsity, backends: Sequence[Backend]) -> bool:
-    """Whether GEMMs 5 and 6 of packed activations read them 2:4 along the tokens."""
-    asked = sparsity.token_sparsity is not None
-    packed = asked and why_not_packed_over_tokens(sparsity) is None
-    return packed and "mosaic_sm90" in backends[4:]
 
 
 def why_not_packed_anew(sparsity: FFNSparsity) -> str | None:

@@ -11,9 +11,10 @@ from jaxtyping import Array, Float
 
 from sparsejax.formats import Compressed, compress
 from sparsejax.ops import dense_matmul
-from sparsejax.ops.backend import Backend
+from sparsejax.ops.backend import Backend, Decision
 from sparsejax.ops.ffn_layout import FFNLayout, on_mesh, weight_spec
 from sparsejax.ops.ffn_spec import FFNSparsity
+from sparsejax.ops.kernels import registry
 from sparsejax.ops.sparse_matmul import pack_weight, sparse_matmul, why_not_packed
 from sparsejax.packing import Packed, pack
 from sparsejax.patterns import NM
@@ -33,13 +34,28 @@ class PackedFFN(NamedTuple):
     """S(Wg) of a gated FFN, as `up`."""
 
 
-class FFNWeights(NamedTuple):
-    """W1 and W2 in the compute dtype, and S(W1), S(W2^T) where they are sparse."""
+class FFNWeights[T](NamedTuple):
+    """The weights of an FFN, or of each of them something else: its gradient, or how it
+    lies on a mesh."""
+
+    up: T
+    """W1 (d_model, d_hidden), or Wu of a gated FFN."""
+    down: T
+    """W2 (d_hidden, d_model)."""
+    gate: T | None = None
+    """Wg of a gated FFN, as `up`."""
+
+
+class ReadWeights(NamedTuple):
+    """The weights as a device's GEMMs read them: in the compute dtype, and S(W)
+    compressed where they are sparse."""
 
     up: jax.Array
     down: jax.Array
+    gate: jax.Array | None = None
     packed_up: Compressed | Packed | None = None
     packed_down: Compressed | Packed | None = None
+    packed_gate: Compressed | Packed | None = None
 
 
 def pack_ffn(
@@ -84,7 +100,7 @@ def pack_ffn(
         together = [d_hidden // shards]
         if sparsity.experts and by_expert:
             together.append(d_hidden // sparsity.experts)
-        if backend in (None, "mosaic_sm90") and not any(
+        if backend in (None, *registry.names()) and not any(
             why_not_packed(rows, d_model, str(w_up.dtype), dtype) for rows in together
         ):
             return partial(_pack_on_each_device, layout, dtype=dtype)
@@ -128,14 +144,14 @@ def _pack_on_each_device(
 
 
 def multiply(
-    backend: Backend,
+    gemm: Decision,
     lhs: jax.Array,
     rhs: jax.Array,
     *,
     out_dtype: jnp.dtype | None = None,
 ) -> jax.Array:
     """`lhs @ rhs`, neither a packed weight; a sparse activation comes masked."""
-    run = dense_matmul.IMPLEMENTATIONS[backend].run
+    run = dense_matmul.implementations()[gemm.backend].run
     return run(lhs, rhs, out_dtype=out_dtype)
 
 
@@ -145,9 +161,9 @@ def as_packed(weight: Compressed | Packed) -> Packed:
 
 
 def multiply_by_weight(
-    backend: Backend, x: jax.Array, w: jax.Array, packed: Compressed | Packed | None
+    gemm: Decision, x: jax.Array, w: jax.Array, packed: Compressed | Packed | None
 ) -> jax.Array:
     """`x @ w`, or `x @ S(w)` where the weight is packed."""
     if packed is None:
-        return multiply(backend, x, w)
-    return sparse_matmul(x, packed, backend=backend)
+        return multiply(gemm, x, w)
+    return sparse_matmul(x, packed, backend=gemm.backend)

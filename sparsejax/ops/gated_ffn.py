@@ -12,38 +12,28 @@ zero where A is, so that GEMMs 2, 4, 5 and 6 may have 2:4 activations; SiLU leav
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Key
 
 from sparsejax.annotations import check_value
 from sparsejax.formats import decompress
-from sparsejax.ops import packed_activations
 from sparsejax.ops.backend import (
     Backend,
     GemmSpec,
+    Role,
     current_device,
 )
 from sparsejax.ops.ffn_choice import warn_if_slower
-from sparsejax.ops.ffn_layout import (
-    FFNLayout,
-    device_spec,
-    gather_packed,
-    gather_weight,
-    on_mesh,
-    own_key,
-    packed_specs,
-    sum_over_neurons,
-    sum_over_tokens,
-    token_spec,
-    weight_spec,
-)
+from sparsejax.ops.ffn_frame import Execution, Static, run
+from sparsejax.ops.ffn_layout import FFNLayout
+from sparsejax.ops.ffn_plan import FFNPlan
 from sparsejax.ops.ffn_spec import (
     DENSE,
+    Activation,
     FFNCall,
     FFNSparsity,
     check_dtype,
@@ -53,18 +43,20 @@ from sparsejax.ops.ffn_spec import (
     why_not_packed_over_tokens,
 )
 from sparsejax.ops.ffn_weights import (
+    FFNWeights,
     PackedFFN,
+    ReadWeights,
     multiply,
     multiply_by_weight,
     pack_ffn,
 )
 from sparsejax.ops.packed_activations import (
     GatedActivations,
+    counted_gated,
     token_groups,
     weight_gradient_down,
     weight_gradient_up,
 )
-from sparsejax.ops.sparse_matmul import multiply_packed, sparse_matmul
 from sparsejax.ops.weight_gradients import weight_gradients
 from sparsejax.packing import unpack
 from sparsejax.patterns import TWO_FOUR, Pattern
@@ -78,6 +70,10 @@ class GatedFFNSpec(FFNCall):
     """The static facts of one gated FFN call."""
 
     activation: GatedActivation = "swiglu"
+
+    @property
+    def kind(self) -> Activation:
+        return self.activation
 
     @classmethod
     def of(
@@ -133,12 +129,15 @@ class GatedFFNSpec(FFNCall):
         along_tokens = TWO_FOUR if s.token_sparsity else None
         weight = _sparse("rhs", s.weights)
         activation = partial(_sparse, "lhs", s.activations)
-        gradient = partial(
-            _sparse,
-            pattern=along_tokens,
-            why_not_packed=why_not_packed_over_tokens(s),
-            whole_features=dense_feature_count(f, s.dense_features),
-        )
+
+        def gradient(operand: str) -> dict[str, Any]:
+            return {"over_tokens": True} | _sparse(
+                operand,
+                along_tokens,
+                why_not_packed=why_not_packed_over_tokens(s),
+                whole_features=dense_feature_count(f, s.dense_features),
+            )
+
         # dX is the sum of two products in float32.
         part = activation(
             float32_out=True,
@@ -146,23 +145,22 @@ class GatedFFNSpec(FFNCall):
             why_not_packed=why_not_packed_anew(s),
         )
 
-        def gemm(name: str, m: int, k: int, n: int, **facts) -> GemmSpec:
-            shared = {
-                "dtype": self.dtype,
-                "device": self.device,
-            }
-            return GemmSpec(name=name, m=m, k=k, n=n, **shared, **facts)
+        def gemm(
+            role: Role, name: str, m: int, k: int, n: int, **facts: Any
+        ) -> GemmSpec:
+            shared = {"dtype": self.dtype, "device": self.device}
+            return GemmSpec(role=role, name=name, m=m, k=k, n=n, **shared, **facts)
 
         return (
-            gemm("1a G = X Wg", t, d, f, **weight),
-            gemm("1b U = X Wu", t, d, f, **weight),
-            gemm("2  Y = A Wd", t, f, d, **activation()),
-            gemm("3  dA = dY Wd^T", t, d, f, **weight),
-            gemm("4a dX = dG Wg^T", t, f, d, **part),
-            gemm("4b dX += dU Wu^T", t, f, d, **part),
-            gemm("5a dWg = X^T dG", d, t, f, over_tokens=True, **gradient("rhs")),
-            gemm("5b dWu = X^T dU", d, t, f, over_tokens=True, **gradient("rhs")),
-            gemm("6  dWd = A^T dY", f, t, d, over_tokens=True, **gradient("lhs")),
+            gemm("gate", "1a G = X Wg", t, d, f, **weight),
+            gemm("up", "1b U = X Wu", t, d, f, **weight),
+            gemm("down", "2  Y = A Wd", t, f, d, **activation()),
+            gemm("d_hidden", "3  dA = dY Wd^T", t, d, f, **weight),
+            gemm("d_input_gate", "4a dX = dG Wg^T", t, f, d, **part),
+            gemm("d_input", "4b dX += dU Wu^T", t, f, d, **part),
+            gemm("d_gate", "5a dWg = X^T dG", d, t, f, **gradient("rhs")),
+            gemm("d_up", "5b dWu = X^T dU", d, t, f, **gradient("rhs")),
+            gemm("d_down", "6  dWd = A^T dY", f, t, d, **gradient("lhs")),
         )
 
 
@@ -234,10 +232,9 @@ def gated_ffn(
         # As in `ffn`.
         options = {"activation": activation, "layout": layout, "backend": backend}
         return gated_ffn(x, w_gate, w_up, w_down, **options)
-    decisions = spec.explain(backend)
+    plan = FFNPlan.of(spec, backend)
     if backend is None:
-        warn_if_slower(decisions)
-    backends = tuple(decision.backend for decision in decisions)
+        warn_if_slower(plan.gemms)
     if sparsity.weights is None:
         packed = None
     elif packed is None and scales is not None:
@@ -253,8 +250,8 @@ def gated_ffn(
         )
     key = key if sparsity.needs_key else None
     packed = jax.lax.stop_gradient(packed)
-    how = _How(activation, sparsity, backends, layout)
-    return _gated_ffn(how, x, w_gate, w_up, w_down, packed, key)
+    weights = FFNWeights(up=w_up, down=w_down, gate=w_gate)
+    return run(Static(plan, layout, GATED), x, weights, packed, None, key)
 
 
 def _check_arguments(sparsity: FFNSparsity, scales, packed, key) -> None:
@@ -271,104 +268,36 @@ def _check_arguments(sparsity: FFNSparsity, scales, packed, key) -> None:
         )
 
 
-class _How(NamedTuple):
-    """What is static in a call."""
-
-    activation: GatedActivation
-    sparsity: FFNSparsity
-    backends: tuple[Backend, ...]
-    layout: FFNLayout | None
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated_ffn(how, x, w_gate, w_up, w_down, packed, key):
-    return _fwd(how, x, w_gate, w_up, w_down, packed, key)[0]
-
-
-def _fwd(how, x, w_gate, w_up, w_down, packed, key):
-    weights = (w_gate, w_up, w_down)
-    tokens = token_spec(how.layout)
-    forward = on_mesh(
-        how.layout,
-        partial(_forward, how),
-        in_specs=(tokens, *_weight_specs(how.layout, packed)),
-        out_specs=(tokens, device_spec(how.layout)),
-    )
-    y, hidden = forward(x, weights, packed)
-    return y, (x, hidden, weights, packed, key)
-
-
-def _bwd(how, saved, dy):
-    x, hidden, weights, packed, key = saved
-    tokens = token_spec(how.layout)
-    weight_specs, packed_specs = _weight_specs(how.layout, packed)
-    backward = on_mesh(
-        how.layout,
-        partial(_backward, how),
-        in_specs=(
-            tokens,
-            device_spec(how.layout),
-            weight_specs,
-            packed_specs,
-            tokens,
-            PartitionSpec(),
-        ),
-        out_specs=(tokens, weight_specs),
-    )
-    dx, dw = backward(x, hidden, weights, packed, dy, key)
-    return dx, *dw, None, None
-
-
-_gated_ffn.defvjp(_fwd, _bwd)
-
-
-def _weight_specs(layout, packed):
-    """Of (Wg, Wu, Wd) and of the packed weights."""
-    into, out = weight_spec(layout, 1), weight_spec(layout, 0)
-    return (into, into, out), packed_specs(layout, packed)
-
-
-def _as_read(layout, dtype, weights, packed):
-    """This device's weights as the GEMMs read them, dense and packed."""
-    dense = [
-        gather_weight(layout, w.astype(dtype), hidden_axis)
-        for w, hidden_axis in zip(weights, (1, 1, 0), strict=True)
-    ]
-    if packed is None:
-        return dense, (None, None, None)
-    in_order = packed.gate, packed.up, packed.down
-    return dense, [gather_packed(layout, c) for c in in_order]
-
-
-def _forward(how, x, weights, packed):
-    """Y, and what the backward needs besides x and the weights."""
-    activation, sparsity, backends, layout = how
-    (wg, wu, wd), (packed_gate, packed_up, _) = _as_read(
-        layout, x.dtype, weights, packed
-    )
+def forward(
+    static: Static, x: jax.Array, w: ReadWeights, expert_index: None
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | GatedActivations]:
+    """Y (tokens, d_model); and G and U, or where they are packed what is kept."""
+    plan = static.plan
+    sparsity, kernels = plan.sparsity, plan.kernels
+    assert plan.gate is not None and w.gate is not None
     # (T, F) = (T, d) @ (d, F)
     hidden = gate, up = (
-        multiply_by_weight(backends[0], x, wg, packed_gate),
-        multiply_by_weight(backends[1], x, wu, packed_up),
+        multiply_by_weight(plan.gate, x, w.gate, w.packed_gate),
+        multiply_by_weight(plan.up, x, w.up, w.packed_up),
     )
-    if sparsity.activations is not None and backends[2] == "mosaic_sm90":
-        packed_a, kept = packed_activations.keep_gated_features(gate, up)
+    if plan.packs_activations:
+        assert kernels is not None
+        kept = kernels.keep_gated_features(gate, up)
         # (T, d) = (T, F) @ (F, d)
-        y = sparse_matmul(packed_a, wd, backend=backends[2])
-        return sum_over_neurons(layout, y), kept
-    a = _activate(activation, gate, up)
+        y = kernels.matmul(kept.a, w.down, b_k_major=False, transpose_out=False)
+        return y, counted_gated(kept)
+    a = _activate(plan.activation, gate, up)
     if sparsity.activations is not None:
         mask = magnitude_mask(a, TWO_FOUR)
         # Where G is 0, so are A, dG and dU.
         kept = lax.optimization_barrier(jnp.where(mask, gate, 0))
         hidden = (kept if sparsity.mask_reuse else gate), up
-        a = _activate(activation, kept, up)
+        a = _activate(plan.activation, kept, up)
     # (T, d) = (T, F) @ (F, d)
-    y = multiply(backends[2], a, wd)
-    return sum_over_neurons(layout, y), hidden
+    return multiply(plan.down, a, w.down), hidden
 
 
-def _activate(activation: GatedActivation, gate: jax.Array, up: jax.Array) -> jax.Array:
+def _activate(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
     """A."""
     if activation == "swiglu":
         return jax.nn.silu(gate) * up
@@ -376,68 +305,84 @@ def _activate(activation: GatedActivation, gate: jax.Array, up: jax.Array) -> ja
     return hidden * hidden * up
 
 
-def _backward(how, x, hidden, weights, packed, dy, key):
-    """dX and the weight gradients, of one device's part of the operands."""
-    backends, layout = how.backends, how.layout
-    w_gate, w_up, w_down = weights
-    (wg, wu, wd), (_, _, packed_down) = _as_read(layout, dy.dtype, weights, packed)
+def backward(
+    static: Static,
+    x: jax.Array,
+    hidden: tuple[jax.Array, jax.Array] | GatedActivations,
+    w: ReadWeights,
+    dy: jax.Array,
+    key: jax.Array | None,
+) -> tuple[jax.Array, FFNWeights]:
+    """dX (tokens, d_model), and the gradients of the weights in float32."""
+    plan = static.plan
     # (T, F) = (T, d) @ (d, F)
-    da = multiply_by_weight(backends[3], dy, wd.T, packed_down)
+    da = multiply_by_weight(plan.d_hidden, dy, w.down.T, w.packed_down)
     if isinstance(hidden, GatedActivations):
-        gradients = _backward_packed(how, x, hidden, (wg, wu), dy, da, key)
+        dx, dw = _backward_packed(plan, x, hidden, w, dy, da, key)
     else:
-        gradients = _backward_masked(how, x, hidden, (wg, wu), dy, da, key)
-    dx, dw_gate, dw_up, dw_down = gradients
-    dw = (
-        sum_over_tokens(layout, dw_gate.astype(w_gate.dtype), 1),
-        sum_over_tokens(layout, dw_up.astype(w_up.dtype), 1),
-        sum_over_tokens(layout, dw_down.astype(w_down.dtype), 0),
-    )
-    return sum_over_neurons(layout, dx.astype(x.dtype)), dw
+        dx, dw = _backward_masked(plan, x, hidden, w, dy, da, key)
+    return dx.astype(x.dtype), dw
 
 
-def _backward_masked(how, x, hidden, w_into_hidden, dy, da, key):
+def _backward_masked(
+    plan: FFNPlan,
+    x: jax.Array,
+    hidden: tuple[jax.Array, jax.Array],
+    w: ReadWeights,
+    dy: jax.Array,
+    da: jax.Array,
+    key: jax.Array | None,
+) -> tuple[jax.Array, FFNWeights]:
     """dX and the weight gradients, all in float32, from dense G and U."""
-    activation, sparsity, backends, layout = how
-    a, pull_back = jax.vjp(partial(_activate, activation), *hidden)
+    sparsity = plan.sparsity
+    assert plan.d_input_gate is not None and w.gate is not None
+    a, pull_back = jax.vjp(partial(_activate, plan.activation), *hidden)
     selected = dgate, dup = pull_back(da)
     if sparsity.activations is not None and not sparsity.mask_reuse:
         selected = [jnp.where(magnitude_mask(g, TWO_FOUR), g, 0) for g in selected]
     accumulate = jnp.promote_types(x.dtype, jnp.float32)
     # (T, d) = (T, F) @ (F, d), the sum of both in float32
-    dx, more = (
-        multiply(backend, g, w.T, out_dtype=accumulate)
-        for backend, g, w in zip(backends[4:6], selected, w_into_hidden, strict=True)
-    )
-    (dw_gate, dw_up), dw_down = weight_gradients(
-        sparsity, backends[6:], x, [dgate, dup], a, dy, own_key(layout, key)
-    )
-    return dx + more, dw_gate, dw_up, dw_down
+    through_gate, through_up = selected
+    dx = multiply(plan.d_input_gate, through_gate, w.gate.T, out_dtype=accumulate)
+    more = multiply(plan.d_input, through_up, w.up.T, out_dtype=accumulate)
+    return dx + more, weight_gradients(plan, x, [dgate, dup], a, dy, key)
 
 
-def _backward_packed(how, x, kept, w_into_hidden, dy, da, key):
+def _backward_packed(
+    plan: FFNPlan,
+    x: jax.Array,
+    kept: GatedActivations,
+    w: ReadWeights,
+    dy: jax.Array,
+    da: jax.Array,
+    key: jax.Array | None,
+) -> tuple[jax.Array, FFNWeights]:
     """The same where A, dG and dU are packed: dense only for dense GEMMs 5 and 6."""
-    _, sparsity, backends, layout = how
-    if "mosaic_sm90" in backends[6:]:
-        groups = token_groups(sparsity, x.shape[0], kept.nonzeros)
-        gradients, over_tokens = packed_activations.gated_gradients_over_tokens(
-            groups, da, kept
+    kernels = plan.kernels
+    assert kernels is not None and w.gate is not None
+    if plan.over_tokens:
+        groups = token_groups(plan.sparsity, x.shape[0], kept.nonzeros)
+        gradients, over_tokens = kernels.gated_gradients_over_tokens(
+            da, kept.hidden, kept.up, groups.residual, by_segments=groups.by_segments
         )
         dw_gate, dw_up = (
-            weight_gradient_up(groups, x, g) for g in over_tokens.gradients
+            weight_gradient_up(kernels, groups, x, g) for g in over_tokens.gradients
         )
-        dw_down = weight_gradient_down(groups, over_tokens.a, dy)
+        dw_down = weight_gradient_down(kernels, groups, over_tokens.a, dy)
+        dw = FFNWeights(up=dw_up, down=dw_down, gate=dw_gate)
     else:
-        gradients = packed_activations.gated_gradients(da, kept)
+        gradients = kernels.gated_gradients(da, kept.hidden, kept.up)
         *into_hidden, a = (decompress(unpack(p)) for p in (*gradients, kept.a))
-        (dw_gate, dw_up), dw_down = weight_gradients(
-            sparsity, backends[6:], x, into_hidden, a, dy, own_key(layout, key)
-        )
-    dx, more = (
-        # (T, d) = (T, F) @ (F, d), Wg and Wu as they are stored
-        multiply_packed(
-            g, w, b_k_major=True, transpose_out=False, out_dtype=jnp.dtype(jnp.float32)
-        )
-        for g, w in zip(gradients, w_into_hidden, strict=True)
+        dw = weight_gradients(plan, x, into_hidden, a, dy, key)
+    # (T, d) = (T, F) @ (F, d), Wg and Wu as they are stored
+    multiply_by = partial(
+        kernels.matmul,
+        b_k_major=True,
+        transpose_out=False,
+        out_dtype=jnp.dtype(jnp.float32),
     )
-    return dx + more, dw_gate, dw_up, dw_down
+    dgate, dup = gradients
+    return multiply_by(dgate, w.gate) + multiply_by(dup, w.up), dw
+
+
+GATED = Execution(forward, backward)

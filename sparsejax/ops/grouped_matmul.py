@@ -5,7 +5,7 @@ tile has one expert. Group sizes are data, shapes are not: no recompilation.
 """
 
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Literal
 
 import jax
@@ -22,8 +22,11 @@ from sparsejax.ops.backend import (
     Implementations,
     choose_backend,
     current_device,
+    of_kernels,
 )
 from sparsejax.ops.dense_matmul import dense_matmul
+from sparsejax.ops.kernels import registry
+from sparsejax.ops.kernels.base import KernelSet
 
 
 def grouped_matmul(
@@ -44,13 +47,13 @@ def grouped_matmul(
       weights: one matrix per expert.
       tile_expert: expert of each tile, non-decreasing.
       used_tiles: tiles that hold any row; the others are not computed.
-      backend: None for the first of `PREFERENCE` that can; a name runs or raises.
+      backend: None for the fastest that can; a name runs or raises.
     Raises:
       ValueError: the shapes do not fit.
       NotImplementedError: the named backend cannot run this GEMM; says why.
     """
     spec = _spec(rows, weights, tile_expert)
-    decision = choose_backend(spec, backend, IMPLEMENTATIONS)
+    decision = choose_backend(spec, backend, implementations())
     return _grouped_matmul(decision.backend, rows, weights, tile_expert, used_tiles)
 
 
@@ -91,8 +94,8 @@ def grouped_outer(
         over_tokens=True,
         device=current_device(),
     )
-    decision = choose_backend(spec, backend, OUTER_IMPLEMENTATIONS)
-    return OUTER_IMPLEMENTATIONS[decision.backend].run(
+    decision = choose_backend(spec, backend, outer_implementations())
+    return outer_implementations()[decision.backend].run(
         lhs, rhs, tile_expert, used_tiles, experts, expert_axis
     )
 
@@ -127,7 +130,7 @@ def _tile_rows(rows: int, tile_expert: jax.Array) -> int:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped_matmul(backend, rows, weights, tile_expert, used_tiles):
-    run = IMPLEMENTATIONS[backend].run
+    run = implementations()[backend].run
     return run(rows, weights.astype(rows.dtype), tile_expert, used_tiles)
 
 
@@ -142,7 +145,7 @@ def _bwd(backend, residuals, dout):
     transposed = weights.swapaxes(1, 2)
     drows = _grouped_matmul(backend, dout, transposed, tile_expert, used_tiles)
     # (experts, k, n) = (k, rows of the expert) @ (rows of the expert, n)
-    run = OUTER_IMPLEMENTATIONS[backend].run
+    run = outer_implementations()[backend].run
     dweights = run(rows, dout, tile_expert, used_tiles, weights.shape[0], 0)
     return drows, dweights.astype(weights.dtype), None, None
 
@@ -326,91 +329,75 @@ def _describe_reference(spec: GemmSpec) -> tuple[str, float]:
     return f"{spec.experts} dense GEMMs, each row's own one kept", 1.0
 
 
-# Hopper.
+# Sparse tensor cores.
 
 
-def _outer_on_sm90(lhs, rhs, tile_expert, used_tiles, experts, expert_axis):
+def _outer_on(
+    kernel_set: KernelSet, lhs, rhs, tile_expert, used_tiles, experts, expert_axis
+) -> jax.Array:
     _, ends = _tile_ranges(tile_expert, used_tiles, experts)
-    run = _outer_kernel(_tile_rows(lhs.shape[0], tile_expert), expert_axis)
-    return run(lhs, rhs, ends)
+    return kernel_set.dense_expert_weight_gradient(
+        lhs,
+        rhs,
+        ends,
+        group_tile=_tile_rows(lhs.shape[0], tile_expert),
+        expert_axis=expert_axis,
+    )
 
 
-@lru_cache
-def _outer_kernel(group_tile: int, expert_axis: int):
-    # The kernel has no batching rule.
-    @jax.custom_batching.sequential_vmap
-    def run(lhs, rhs, ends):
-        from pallas_kernels import dense_over_rows_sm90
-
-        return dense_over_rows_sm90.dense_over_rows(
-            lhs,
-            rhs,
-            ends,
-            group_tile=group_tile,
-            expert_axis=expert_axis,
-            multiprocessors=current_device().count_multiprocessors(),
-        )
-
-    return run
-
-
-def _why_no_outer_on_sm90(spec: GemmSpec) -> str | None:
-    if reason := spec.device.why_not_hopper():
-        return reason
-    from pallas_kernels import dense_over_rows_sm90
-
-    # Of an FFN's GEMM, m or n counts the neurons of all experts.
-    sizes = [spec.m, spec.n, spec.expert_features or spec.n]
-    return dense_over_rows_sm90.why_unsupported(sizes, spec.group_tile, spec.dtype)
-
-
-def _describe_outer_on_sm90(spec: GemmSpec) -> tuple[str, float]:
+def _describe_outer(spec: GemmSpec) -> tuple[str, float]:
     share = spec.experts_per_token / (spec.experts or 1)
     what = "dense GEMM" + " over the masked activation" * (spec.pattern is not None)
     return f"{what} of each of {spec.experts} experts on the tensor cores", share
 
 
-def _multiply_dense_on_sm90(*operands) -> jax.Array:
-    # Refused by `why_unsupported`: an FFN's packed rows take `ops.packed_rows`.
-    raise AssertionError("the kernel multiplies 2:4 operands")
+def _dense_outer_on_kernels() -> dict[Backend, Implementation]:
+    return {
+        each.name: replace(
+            of_kernels(
+                each,
+                _outer_on,
+                why_unsupported=lambda found, s: found.why_no_dense_weight_gradient(s),
+            ),
+            describe=_describe_outer,
+            why_slower=lambda spec: None,
+            times=lambda spec: None,
+        )
+        for each in registry.REGISTERED
+    }
 
 
-# Chosen also where the dense GEMM of all neurons is faster: without it that one does
-# not run, but the loop over chunks.
-SPARSE_ON_SM90 = replace(
-    sparse_matmul.IMPLEMENTATIONS["mosaic_sm90"],
-    run=_multiply_dense_on_sm90,
-    why_slower=lambda spec: None,
-)
+def implementations() -> Implementations:
+    """By backend. Of rows and weights that a set of kernels has packed an FFN calls the
+    kernels by itself."""
+    return {
+        **sparse_matmul.on_kernels(),
+        "reference": Implementation(
+            run=_matmul_reference,
+            why_unsupported=lambda spec: None,
+            describe=_describe_reference,
+        ),
+        "xla": Implementation(
+            run=_matmul_xla, why_unsupported=lambda spec: None, describe=_describe
+        ),
+    }
 
-IMPLEMENTATIONS: Implementations = {
-    "mosaic_sm90": SPARSE_ON_SM90,
-    "reference": Implementation(
-        run=_matmul_reference,
-        why_unsupported=lambda spec: None,
-        describe=_describe_reference,
-    ),
-    "xla": Implementation(
-        run=_matmul_xla, why_unsupported=lambda spec: None, describe=_describe
-    ),
-}
-OUTER_IMPLEMENTATIONS: Implementations = {
-    "mosaic_sm90": Implementation(
-        run=_outer_on_sm90,
-        why_unsupported=_why_no_outer_on_sm90,
-        describe=_describe_outer_on_sm90,
-    ),
-    "reference": Implementation(
-        run=_outer_reference,
-        why_unsupported=lambda spec: None,
-        describe=_describe_reference,
-    ),
-    "xla": Implementation(
-        run=_outer_xla, why_unsupported=lambda spec: None, describe=_describe
-    ),
-}
-SPARSE_OUTER_IMPLEMENTATIONS: Implementations = {
-    **OUTER_IMPLEMENTATIONS,
-    "mosaic_sm90": SPARSE_ON_SM90,
-}
-"""Where one operand is 2:4 along the rows."""
+
+def outer_implementations() -> Implementations:
+    """Of the weight gradient, by backend."""
+    return {
+        **_dense_outer_on_kernels(),
+        "reference": Implementation(
+            run=_outer_reference,
+            why_unsupported=lambda spec: None,
+            describe=_describe_reference,
+        ),
+        "xla": Implementation(
+            run=_outer_xla, why_unsupported=lambda spec: None, describe=_describe
+        ),
+    }
+
+
+def sparse_outer_implementations() -> Implementations:
+    """Of the weight gradient where one operand is 2:4 along the rows."""
+    return {**outer_implementations(), **sparse_matmul.on_kernels()}

@@ -1,13 +1,13 @@
 """GEMMs with one N:M-sparse operand.
 
-On sparse tensor cores a 2:4 operand halves the multiplications: "mosaic_sm90" is our
-kernel for those of Hopper, and reads operands that were packed for it. "xla" has no
-such instruction: it multiplies the decompressed operand, which saves nothing, and says
-so. "reference" does the same in the highest precision and is the specification.
+On sparse tensor cores a 2:4 operand halves the multiplications: a set of kernels
+(`ops.kernels`) reads operands that were packed for it. "xla" has no such instruction:
+it multiplies the decompressed operand, which saves nothing, and says so. "reference"
+does the same in the highest precision and is the specification.
 """
 
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,14 +22,14 @@ from sparsejax.ops.backend import (
     GemmSpec,
     Implementation,
     Implementations,
-    Times,
     choose_backend,
     current_device,
+    of_kernels,
 )
 from sparsejax.ops.dense_matmul import dense_matmul
-from sparsejax.packing import Packed, in_blocks, pack, unpack
-from sparsejax.patterns import TWO_FOUR
-from sparsejax.router import row_count
+from sparsejax.ops.kernels import registry
+from sparsejax.ops.kernels.base import KernelSet
+from sparsejax.packing import Packed, pack, unpack
 
 
 def sparse_matmul(
@@ -51,7 +51,7 @@ def sparse_matmul(
       rhs: (k, n), dense or compressed (either orientation), or packed for tensor cores
         (n, k). The kernel packs a compressed operand at every call: use `packing.pack`
         once for one that is used again.
-      backend: None for the first of `PREFERENCE` that can; a name runs or raises.
+      backend: None for the fastest that can; a name runs or raises.
     Raises:
       ValueError: not exactly one operand is compressed, or the shapes do not fit.
       NotImplementedError: the named backend cannot run this GEMM; says why.
@@ -67,7 +67,7 @@ def explain_sparse_matmul(
     backend: Backend | None = None,
 ) -> Decision:
     """The backend that `sparse_matmul` takes for these operands, and why."""
-    return choose_backend(_spec(lhs, rhs), backend, IMPLEMENTATIONS)
+    return choose_backend(_spec(lhs, rhs), backend, implementations())
 
 
 def _spec(lhs, rhs) -> GemmSpec:
@@ -113,7 +113,7 @@ def _spec(lhs, rhs) -> GemmSpec:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sparse_matmul(backend, lhs, rhs):
-    return IMPLEMENTATIONS[backend].run(lhs, rhs)
+    return implementations()[backend].run(lhs, rhs)
 
 
 def _fwd(backend, lhs, rhs):
@@ -181,16 +181,16 @@ def _describe(spec: GemmSpec) -> tuple[str, float]:
     return f"dense GEMM over the masked {operand}; skips nothing", 1.0
 
 
-# Hopper.
+# Sparse tensor cores.
 
 
 def why_not_packed(rows: int, k: int, dtype: str, out_dtype: jnp.dtype) -> str | None:
     """Why `pack_weight` cannot pack a (rows, k) weight on the device here, or None."""
-    if reason := current_device().why_not_hopper():
-        return reason
-    from pallas_kernels import compress_sm90
-
-    return compress_sm90.why_unsupported(rows, k, dtype, str(jnp.dtype(out_dtype)))
+    device = current_device()
+    found = registry.kernels_of(device)
+    if found is None:
+        return registry.why_none(device)
+    return found.why_not_packed(rows, k, dtype, out_dtype)
 
 
 def pack_weight(
@@ -213,263 +213,49 @@ def pack_weight(
     *layers, first, second = w.shape
     rows, k = (first, second) if axis == -1 else (second, first)
     flat, scales = lax.stop_gradient((w.reshape(-1, first, second), scale.reshape(-1)))
-
-    # The kernel has no batching rule.
-    @jax.custom_batching.sequential_vmap
-    def run(flat, scales):
-        from pallas_kernels import compress_sm90
-
-        return compress_sm90.compress(flat, scales, k_major=axis == -1, dtype=dtype)
-
-    values, metadata = run(flat, scales)
-    return Packed(
-        values.reshape(*layers, rows, k // 2),
-        metadata.reshape(*layers, *metadata.shape[1:]),
+    found = registry.kernels_of(current_device())
+    assert found is not None, "asked of `why_not_packed` before"
+    packed = found.pack_weight(flat, scales, axis=axis, dtype=dtype)
+    return replace(
+        packed,
+        values=packed.values.reshape(*layers, rows, k // 2),
+        metadata=packed.metadata.reshape(*layers, *packed.metadata.shape[1:]),
     )
 
 
-def shape_on_sm90(spec: GemmSpec):
-    """The kernel's view of `spec`: the sparse operand is its left one, so where that is
-    our right one both are transposed, and so is the product that it writes. Features
-    that stay whole have a second row."""
-    from pallas_kernels.sparse_matmul_configs import Shape
-
-    if spec.experts is not None:
-        return _grouped_shape_on_sm90(spec)
-    transposed = spec.sparse_operand == "rhs"
-    m, n = (spec.n, spec.m) if transposed else (spec.m, spec.n)
-    return Shape(
-        m=m + _whole_rows(spec),
-        n=n,
-        # Tokens are filled up with rows of zeros.
-        k=in_blocks(spec.k) if spec.over_tokens else spec.k,
-        dtype=spec.dtype,
-        b_k_major=not spec.over_tokens and (transposed or spec.rhs_transposed),
-        transpose_out=transposed,
-        float32_out=spec.over_tokens or spec.float32_out,
-    )
-
-
-def _grouped_shape_on_sm90(spec: GemmSpec):
-    """The same over experts, of this device's: rows instead of tokens, and one expert's
-    neurons instead of all."""
-    from pallas_kernels.sparse_matmul_configs import Shape
-
-    tokens, neurons = _tokens(spec), spec.expert_features
-    experts = _all_neurons(spec) // neurons
-    rows = row_count(tokens, spec.experts_per_token, experts, spec.group_tile)
-    grouped = partial(
-        Shape, dtype=spec.dtype, experts=experts, group_tile=spec.group_tile
-    )
-    if spec.over_tokens:
-        weight_up = spec.sparse_operand == "rhs"
-        return grouped(
-            m=neurons + _whole_rows(spec),
-            n=spec.m if weight_up else spec.n,
-            k=rows,
-            b_k_major=False,
-            transpose_out=weight_up,
-            float32_out=True,
-        )
-    if spec.sparse_weight:
-        return grouped(m=neurons, n=rows, k=spec.k)
-    return grouped(
-        m=rows,
-        n=spec.n,
-        k=neurons,
-        b_k_major=spec.rhs_transposed,
-        transpose_out=False,
-    )
-
-
-def _tokens(spec: GemmSpec) -> int:
-    return spec.k if spec.over_tokens else spec.m
-
-
-def _all_neurons(spec: GemmSpec) -> int:
-    """The size of an FFN's GEMM that counts neurons."""
-    if spec.over_tokens:
-        return spec.n if spec.sparse_operand == "rhs" else spec.m
-    return spec.n if spec.sparse_weight else spec.k
-
-
-def _whole_rows(spec: GemmSpec) -> int:
-    return in_blocks(spec.whole_features) if spec.over_tokens else 0
-
-
-def _why_unsupported_on_sm90(spec: GemmSpec) -> str | None:
-    if reason := spec.device.why_not_hopper():
-        return reason
-    if spec.pattern != TWO_FOUR:
-        return f"multiplies by 2:4 operands, not {spec.pattern or 'dense ones'}"
-    if spec.why_not_packed is not None:
-        return f"the activations are not packed: {spec.why_not_packed}"
-    if not spec.sparse_weight:
-        from pallas_kernels import activation_tiles
-
-        features = spec.expert_features or _all_neurons(spec)
-        if reason := activation_tiles.why_unsupported(features, spec.dtype):
-            return reason
-    from pallas_kernels.sparse_matmul_configs import (
-        default_config,
-        why_invalid,
-        why_unsupported,
-    )
-
-    shape, count = shape_on_sm90(spec), spec.device.count_multiprocessors()
-    return why_unsupported(shape) or why_invalid(default_config(shape, count), shape)
-
-
-def _why_slower_on_sm90(spec: GemmSpec) -> str | None:
-    from pallas_kernels import tuning
-
-    shape = shape_on_sm90(spec)
-    if not spec.sparse_weight and _times_on_sm90(spec) is None:
-        # Packing them costs time at every call, so that no rule can be trusted.
-        return (
-            "2:4 activations of this size have not been measured on this GPU, nor any "
-            "smaller to estimate it from"
-        )
-    return tuning.why_slower(spec.device, shape)
-
-
-def _times_on_sm90(spec: GemmSpec) -> Times | None:
-    from pallas_kernels import tuning
-
-    shape = shape_on_sm90(spec)
-    known = tuning.times(spec.device, shape, spec.experts_per_token)
-    if known is None:
-        return None
-    source = None
-    if known.estimated:
-        at = known.entry.shape
-        source = f"{at.m} x {at.n} x {at.k}" + (
-            f" of {at.experts} experts" if spec.experts is not None else ""
-        )
-    if known.measured_on is not None:
-        source = f"{source} on {known.measured_on}"
-    us = {
-        "mosaic_sm90": known.sparse_us,
-        "dense": known.dense_us,
-        "packing": known.pack_us,
-    }
-    return Times(
-        us=us,
-        estimated_from=source,
-        measured_on=known.measured_on,
-        least_gain=known.least_gain,
-    )
-
-
-def _describe_on_sm90(spec: GemmSpec) -> tuple[str, float]:
-    operand = "weight" if spec.sparse_weight else "activation"
-    features = spec.expert_features or _all_neurons(spec)
-    share = 0.5 * (1 + _whole_rows(spec) / features)
-    cores = f"the sparse tensor cores{_cut_up_as_on(spec)}"
-    if spec.experts is None:
-        return f"2:4 {operand} on {cores}", share
-    share *= spec.experts_per_token / spec.experts
-    return f"2:4 {operand} of {spec.experts} experts on {cores}", share
-
-
-def _cut_up_as_on(spec: GemmSpec) -> str:
-    """Where the kernel's config comes from, if from another GPU."""
-    known = _times_on_sm90(spec)
-    if known is None or known.measured_on is None:
-        return ""
-    return f", cut up as on {known.measured_on}"
-
-
-def _multiply_on_sm90(lhs, rhs) -> jax.Array:
+def _multiply_on(kernel_set: KernelSet, lhs: Any, rhs: Any) -> jax.Array:
     if isinstance(lhs, Compressed | Packed):
         packed = lhs if isinstance(lhs, Packed) else pack(lhs)
-        return multiply_packed(packed, rhs, b_k_major=False, transpose_out=False)
+        return kernel_set.matmul(packed, rhs, b_k_major=False, transpose_out=False)
     packed = rhs if isinstance(rhs, Packed) else pack(rhs)
-    return multiply_packed(packed, lhs, b_k_major=True, transpose_out=True)
+    return kernel_set.matmul(packed, lhs, b_k_major=True, transpose_out=True)
 
 
-def multiply_packed(
-    a: Packed,
-    b: Float[Array, "..."],
-    *,
-    b_k_major: bool,
-    transpose_out: bool,
-    out_dtype: jnp.dtype | None = None,
-    rows_apart: int = 0,
-) -> Any:
-    """A B on Hopper's sparse tensor cores, in any order of what is in memory.
-
-    Args:
-      a: (m, k), packed along k; its values are taken in the dtype of `b`.
-      b: (n, k) if `b_k_major`, else (k, n), or in segments (64, k / 64, n): row i of
-        B is then b[i % 64, i // 64].
-      transpose_out: return (A B)^T, (n, m).
-      out_dtype: None for the dtype of `b`.
-      rows_apart: the product of the last rows of A comes as a second result. 0: one
-        result.
-    """
-    out_dtype = jnp.dtype(b.dtype if out_dtype is None else out_dtype)
-    run = _kernel_on_sm90(b_k_major, transpose_out, out_dtype, rows_apart)
-    return run(a.values.astype(b.dtype), a.metadata, b)
-
-
-def tuned_config(shape):
-    """How the kernel cuts up a GEMM on the device here: what was tuned, or the
-    heuristic's."""
-    from pallas_kernels import tuning
-
-    return tuning.config_for(current_device(), shape)
-
-
-@lru_cache
-def _kernel_on_sm90(
-    b_k_major: bool, transpose_out: bool, out_dtype: jnp.dtype, rows_apart: int
-):
-    # The kernel has no batching rule: under vmap one matrix follows the other.
-    @jax.custom_batching.sequential_vmap
-    def run(values, metadata, b):
-        from pallas_kernels import sparse_matmul_configs, sparse_matmul_sm90
-
-        shape = sparse_matmul_configs.Shape(
-            m=values.shape[0],
-            n=b.shape[0] if b_k_major else b.shape[-1],
-            k=2 * values.shape[1],
-            dtype=str(b.dtype),
-            b_k_major=b_k_major,
-            transpose_out=transpose_out,
-            float32_out=out_dtype == jnp.float32,
+def on_kernels() -> dict[Backend, Implementation]:
+    """The sets of kernels, each as an implementation."""
+    return {
+        each.name: of_kernels(
+            each,
+            _multiply_on,
+            why_unsupported=lambda found, s: found.why_unsupported(s),
         )
-        return sparse_matmul_sm90.sparse_matmul(
-            values,
-            metadata,
-            b,
-            b_k_major=b_k_major,
-            transpose_out=transpose_out,
-            out_dtype=out_dtype,
-            rows_apart=rows_apart,
-            config=tuned_config(shape),
-            multiprocessors=current_device().count_multiprocessors(),
-        )
-
-    return run
+        for each in registry.REGISTERED
+    }
 
 
-IMPLEMENTATIONS: Implementations = {
-    "mosaic_sm90": Implementation(
-        run=_multiply_on_sm90,
-        why_unsupported=_why_unsupported_on_sm90,
-        describe=_describe_on_sm90,
-        why_slower=_why_slower_on_sm90,
-        times=_times_on_sm90,
-    ),
-    "reference": Implementation(
-        run=partial(_multiply, precision=lax.Precision.HIGHEST),
-        why_unsupported=lambda spec: None,
-        describe=lambda spec: ("decompress, then a GEMM at the highest precision", 1.0),
-    ),
-    "xla": Implementation(
-        run=_multiply,
-        why_unsupported=lambda spec: None,
-        describe=_describe,
-    ),
-}
+def implementations() -> Implementations:
+    """By backend."""
+    reference = "decompress, then a GEMM at the highest precision"
+    return {
+        **on_kernels(),
+        "reference": Implementation(
+            run=partial(_multiply, precision=lax.Precision.HIGHEST),
+            why_unsupported=lambda spec: None,
+            describe=lambda spec: (reference, 1.0),
+        ),
+        "xla": Implementation(
+            run=_multiply,
+            why_unsupported=lambda spec: None,
+            describe=_describe,
+        ),
+    }

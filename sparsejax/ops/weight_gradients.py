@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from sparsejax.ops.backend import Backend
-from sparsejax.ops.ffn_spec import FFNSparsity
-from sparsejax.ops.ffn_weights import multiply
+from sparsejax.ops.ffn_plan import FFNPlan
+from sparsejax.ops.ffn_weights import FFNWeights, multiply
 from sparsejax.ops.token_sparsity import (
     densest_features,
     in_fixed_order,
@@ -16,24 +15,24 @@ from sparsejax.ops.token_sparsity import (
 
 
 def weight_gradients(
-    sparsity: FFNSparsity,
-    backends: Sequence[Backend],
+    plan: FFNPlan,
     x: jax.Array,
     into_hidden: Sequence[jax.Array],
     a: jax.Array,
     dy: jax.Array,
     key: jax.Array | None,
-) -> tuple[list[jax.Array], jax.Array]:
+) -> FFNWeights:
     """x^T g for each g of `into_hidden`, and a^T dy, over all tokens; in float32.
 
     With `token_sparsity` every g and a are 2:4 along the tokens, but for the features
     with most non-zeros in a.
 
     Args:
-      backends: of each product.
-      into_hidden: gradients before the activation, (tokens, d_hidden) each.
+      into_hidden: gradients before the activation, (tokens, d_hidden) each: dY1, or of
+        a gated FFN dG and dU.
       a: after it, (tokens, d_hidden).
     """
+    sparsity = plan.sparsity
     if sparsity.token_sparsity is not None:
         method = sparsity.token_sparsity
         ordered = in_fixed_order if sparsity.permute_tokens else _by_fours
@@ -49,14 +48,15 @@ def weight_gradients(
             for matrix, key in zip(sparse, keys, strict=True)
         )
     accumulate = jnp.promote_types(x.dtype, jnp.float32)
-    *first, last = backends
+    into = [gemm for gemm in (plan.d_gate, plan.d_up) if gemm is not None]
     # (d, F) = (d, T) @ (T, F)
-    gradients = [
-        multiply(backend, x.T, g, out_dtype=accumulate)
-        for backend, g in zip(first, into_hidden, strict=True)
-    ]
+    *gate, up = (
+        multiply(gemm, x.T, g, out_dtype=accumulate)
+        for gemm, g in zip(into, into_hidden, strict=True)
+    )
     # (F, d) = (F, T) @ (T, d)
-    return gradients, multiply(last, a.T, dy, out_dtype=accumulate)
+    down = multiply(plan.d_down, a.T, dy, out_dtype=accumulate)
+    return FFNWeights(up=up, down=down, gate=gate[0] if gate else None)
 
 
 def _by_fours(x: jax.Array) -> jax.Array:

@@ -8,9 +8,9 @@ import pytest
 import hopper
 from experiments import bench_experts
 from experiments.sparse_modes import sparse_modes
-from pallas_kernels import grouped_matmul_sm90, tuning, tuning_cache
-from sparsejax.ops import sparse_matmul
+from pallas_kernels import tuning, tuning_cache
 from sparsejax.ops.ffn_spec import FFNSpec
+from sparsejax.ops.kernels.hopper_shapes import shape_of
 
 TINY = bench_experts.Config(
     tokens=512, d_model=64, d_hidden=256, experts=(2,), rounds=2, results=None
@@ -45,7 +45,7 @@ def test_what_an_ffn_will_ask_for_is_kept(monkeypatch, tmp_path):
         device=hopper.H200,
     )
     for gemm in spec.gemms():
-        assert sparse_matmul.shape_on_sm90(gemm) in known
+        assert shape_of(gemm) in known
     assert [row["pack_us"] > 0 for row in rows] == [True] * 5
     with pytest.raises(ValueError, match=r"share_of_first=0\.9 is not usual"):
         bench_experts.main(replace(TINY, tune=True, share_of_first=0.9))
@@ -54,9 +54,11 @@ def test_what_an_ffn_will_ask_for_is_kept(monkeypatch, tmp_path):
 
 def test_a_wrong_product_stops_the_benchmark(monkeypatch):
     hopper.pretend(monkeypatch)
-    right = grouped_matmul_sm90.sparse_rows
+    right = hopper.PlainKernels.expert_rows_matmul
     monkeypatch.setattr(
-        grouped_matmul_sm90, "sparse_rows", lambda *a, **k: 1.05 * right(*a, **k)
+        hopper.PlainKernels,
+        "expert_rows_matmul",
+        lambda *a, **k: 1.05 * right(*a, **k),
     )
     with pytest.raises(AssertionError, match="relative error"):
         bench_experts.main(replace(TINY, gemms=("2",)))

@@ -9,11 +9,11 @@ import pytest
 
 import hopper
 from experiments import bench_matmul
-from pallas_kernels import sparse_matmul_sm90, tuning, tuning_cache
+from pallas_kernels import tuning, tuning_cache
 from pallas_kernels.sparse_matmul_configs import default_config
 from sparsejax import ffn_gemms
-from sparsejax.ops import sparse_matmul
 from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
+from sparsejax.ops.kernels.hopper_shapes import shape_of
 from sparsejax.ops.token_sparsity import fixed_token_order
 from sparsejax.patterns import NM
 
@@ -73,7 +73,7 @@ def test_every_gemm_is_timed_and_tuned(tuned, monkeypatch):
     spec = FFNSpec(
         tokens=128, d_model=64, d_hidden=192, dtype="bfloat16", sparsity=sparsity
     )
-    asked = {sparse_matmul.shape_on_sm90(gemm) for gemm in spec.gemms()}
+    asked = {shape_of(gemm) for gemm in spec.gemms()}
     assert set(known) == asked
 
 
@@ -91,12 +91,12 @@ def test_packing_and_multiplying_gives_the_same_product(tuned, gemm, monkeypatch
 
 
 def test_a_wrong_kernel_is_never_timed(tuned, monkeypatch, tmp_path):
-    right = sparse_matmul_sm90.sparse_matmul
+    right = hopper.PlainKernels.matmul
 
     def wrong(*operands, **options):
         return right(*operands, **options) + jnp.bfloat16(0.25)
 
-    monkeypatch.setattr(sparse_matmul_sm90, "sparse_matmul", wrong)
+    monkeypatch.setattr(hopper.PlainKernels, "matmul", wrong)
     config = bench_matmul.Config(shapes=("32,64,64",), results=None)
     with pytest.raises(AssertionError, match="error"):
         bench_matmul.main(config)

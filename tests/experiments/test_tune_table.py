@@ -11,7 +11,7 @@ from experiments import tune_table
 from pallas_kernels import tuning, tuning_cache
 from pallas_kernels.sparse_matmul_configs import Shape
 from sparsejax import tune
-from sparsejax.ops import sparse_matmul
+from sparsejax.ops.kernels.hopper_shapes import shape_of
 
 SHAPES = [Shape(m=64, n=tokens, k=64) for tokens in (32, 64, 128, 256, 512)]
 
@@ -43,7 +43,7 @@ def test_what_other_tables_and_the_presets_have_is_to_do_and_what_is_known_is_no
     narrow = tune_table.Config(presets=(), d_model=(32,))
     assert tune_table._todo(narrow)[1] == []
     of_preset = tune_table._todo(tune_table.Config(like=(), presets=("gpt-124m",)))[1]
-    widths = {tune.gemm_of(sparse_matmul.shape_on_sm90(spec))[2] for spec in of_preset}
+    widths = {tune.gemm_of(shape_of(spec))[2] for spec in of_preset}
     assert len(of_preset) > 5 and widths == {768}
 
 

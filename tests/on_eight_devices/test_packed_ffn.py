@@ -11,7 +11,6 @@ from jax.sharding import AxisType
 
 import hopper
 from pallas_kernels import tuning
-from sparsejax.ops import sparse_matmul
 from sparsejax.ops.ffn import ffn
 from sparsejax.ops.ffn_layout import FFNLayout
 from sparsejax.ops.ffn_spec import FFNSparsity
@@ -135,10 +134,7 @@ def test_each_device_estimates_from_packed_activations_with_its_own_key(
     """As in test_ffn_layout: all devices have the same tokens, and their own draws."""
     # Kernels for GEMMs 2 to 4 as where they were measured faster; a named backend
     # would have to run GEMMs 5 and 6 too, which draw.
-    kernel = replace(
-        sparse_matmul.IMPLEMENTATIONS["mosaic_sm90"], why_slower=lambda spec: None
-    )
-    monkeypatch.setitem(sparse_matmul.IMPLEMENTATIONS, "mosaic_sm90", kernel)
+    monkeypatch.setattr(hopper.PlainKernels, "why_slower", lambda self, gemm: None)
     x, weights, _, dy = operands(gated=True)
     sparsity = FFNSparsity(activations=NM(2, 4), token_sparsity="mvue")
 

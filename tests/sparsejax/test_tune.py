@@ -11,9 +11,9 @@ from pallas_kernels import tuning, tuning_cache
 from pallas_kernels.device import CPU
 from sparsejax import ffn_gemms, tune
 from sparsejax.config import TrainConfig
-from sparsejax.ops import sparse_matmul
 from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
 from sparsejax.ops.gated_ffn import GatedFFNSpec
+from sparsejax.ops.kernels.hopper_shapes import shape_of
 from sparsejax.patterns import NM, VNM
 from sparsejax.presets import PRESETS
 
@@ -49,7 +49,7 @@ def gemms(sparsity: FFNSparsity, **changes):
 
 
 def shapes_of(specs):
-    return {sparse_matmul.shape_on_sm90(spec) for spec in specs}
+    return {shape_of(spec) for spec in specs}
 
 
 def test_what_nobody_has_measured_on_this_gpu_is_missing():
@@ -138,7 +138,7 @@ def test_every_gemm_that_an_ffn_asks_for_is_timed_as_it_is(specs, monkeypatch):
 
 
 def test_the_fastest_correct_config_is_kept_with_the_times_of_the_same_run(monkeypatch):
-    shape = sparse_matmul.shape_on_sm90(gemms(ALL_SIX)[0])
+    shape = shape_of(gemms(ALL_SIX)[0])
     configs = tuning.candidates(shape, 132)[:3]
     wrong, slow, fast = (lambda: 0), (lambda: 1), (lambda: 2)
     ms = {wrong: 0.1, slow: 3.0, fast: 2.0, "dense": 5.0, "pack": 1.0}
@@ -190,7 +190,7 @@ def test_a_gemm_that_does_not_fit_the_memory_stays_an_estimate(monkeypatch):
     def measure(spec):
         if spec is first:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
-        return hopper.timed(sparse_matmul.shape_on_sm90(spec), 1.0, 2.0)
+        return hopper.timed(shape_of(spec), 1.0, 2.0)
 
     said: list[str] = []
     assert len(tune.tune_missing(specs, report=said.append, measure=measure)) == 4
@@ -221,7 +221,7 @@ def test_a_run_asks_for_its_sparse_phases_on_one_device():
 def test_other_processes_take_the_entries_of_the_first(monkeypatch):
     hopper.see_device(monkeypatch)
     specs, given = gemms(ALL_SIX), []
-    tuned = hopper.timed(sparse_matmul.shape_on_sm90(specs[0]), 1.0, 2.0)
+    tuned = hopper.timed(shape_of(specs[0]), 1.0, 2.0)
 
     class Pair:
         def __init__(self, name):
@@ -254,7 +254,7 @@ def test_other_processes_take_the_entries_of_the_first(monkeypatch):
 
 def test_a_shape_of_a_table_names_its_gemm():
     specs = {
-        sparse_matmul.shape_on_sm90(spec): spec
+        shape_of(spec): spec
         for sparsity in (ALL_SIX, EXPERTS)
         for spec in gemms(sparsity, d_hidden=1024)
         if tune.runnable([spec])

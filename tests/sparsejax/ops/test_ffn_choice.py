@@ -15,7 +15,6 @@ from sparsejax.ops import ffn_choice
 from sparsejax.ops.backend import Decision, Times
 from sparsejax.ops.ffn import ffn
 from sparsejax.ops.ffn_choice import (
-    KERNELS,
     SlowerThanDense,
     decide,
     warn_if_slower,
@@ -29,6 +28,7 @@ ALL_SIX = FFNSparsity(
     weights=TWO_FOUR, activations=TWO_FOUR, token_sparsity="magnitude"
 )
 DENSE_US = 100.0
+KERNELS = "mosaic_sm90"
 
 
 def spec(sparsity: FFNSparsity = ALL_SIX, device: Device = hopper.H200) -> FFNSpec:
@@ -50,11 +50,9 @@ def pretend_times(
     def choose(gemm, backend):
         number = int(gemm.name[0])
         times = Times(
-            us={
-                KERNELS: us[number],
-                "dense": DENSE_US,
-                "packing": packing.get(number, 0.0),
-            },
+            kernel_us=us[number],
+            dense_us=DENSE_US,
+            packing_us=packing.get(number, 0.0),
             least_gain=gain,
         )
         refused = gemm.pattern is None or gemm.why_not_packed is not None
@@ -156,8 +154,7 @@ def test_what_is_slower_than_dense_is_told_as_explain_has_it(monkeypatch):
     decisions = spec().explain()
     assert why_slower_than_dense(decisions) is None
     slow = tuple(
-        replace(of, times=replace(of.times, us={**of.times.us, KERNELS: 120.0}))
-        for of in decisions
+        replace(of, times=replace(of.times, kernel_us=120.0)) for of in decisions
     )
     told = why_slower_than_dense(slow)
     assert "720 us on NVIDIA H200" in told and "600 us" in told

@@ -12,10 +12,12 @@ import pytest
 import hopper
 from pallas_kernels import tuning
 from pallas_kernels.sparse_matmul_configs import Shape
-from sparsejax.ops import ffn_all_neurons
 from sparsejax.ops.ffn import ffn
+from sparsejax.ops.ffn_all_neurons import ALL_NEURONS
+from sparsejax.ops.ffn_frame import Static
+from sparsejax.ops.ffn_plan import FFNPlan
 from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
-from sparsejax.ops.ffn_weights import FFNWeights, pack_ffn
+from sparsejax.ops.ffn_weights import ReadWeights, pack_ffn
 from sparsejax.ops.gated_ffn import GatedFFNSpec, gated_ffn
 from sparsejax.ops.packed_activations import GatedActivations
 from sparsejax.ops.sparse_matmul import sparse_matmul
@@ -62,7 +64,9 @@ def test_a_hopper_that_nobody_tuned_chooses_as_the_h200_where_that_gains_much(
     assert backends(measured) == backends(guessed) == [True] * 6
     for own, decision in zip(measured, guessed, strict=True):
         assert own.times.measured_on is None and "NVIDIA" not in own.path + own.reason
-        assert decision.times.us == own.times.us
+        assert decision.times.kernel_us == own.times.kernel_us
+        assert decision.times.dense_us == own.times.dense_us
+        assert decision.times.packing_us == own.times.packing_us
         assert decision.times.measured_on == "NVIDIA H200"
         assert decision.times.estimated_from.endswith(" on NVIDIA H200")
         assert ", cut up as on NVIDIA H200" in decision.path
@@ -344,11 +348,11 @@ def test_weights_packed_in_another_dtype_are_taken_in_that_of_x(calls):
 def test_nine_sixteenths_of_the_activations_are_kept_for_the_backward(calls):
     tokens = 128
     (x, *weights), _ = operands(tokens)
-    w = FFNWeights(*(weight.astype(x.dtype) for weight in weights))
-    shares = ("xla", *["mosaic_sm90"] * 5)
-    _, kept = jax.eval_shape(
-        partial(ffn_all_neurons.forward, ACTIVATIONS, shares), x, w
-    )
+    w = ReadWeights(*(weight.astype(x.dtype) for weight in weights))
+    plan = FFNPlan.of(FFNSpec.of(x, *weights, ACTIVATIONS), "mosaic_sm90")
+    static = Static(plan, None, ALL_NEURONS)
+    forward = partial(ALL_NEURONS.forward, static, expert_index=None)
+    _, kept = jax.eval_shape(forward, x, w)
     sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept)]
     # And one count per feature.
     assert sum(sizes) == tokens * F * 2 * 9 // 16 + 4 * F

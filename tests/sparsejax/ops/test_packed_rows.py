@@ -10,10 +10,11 @@ import pytest
 
 import hopper
 from pallas_kernels import tuning
-from sparsejax.ops import sparse_matmul
 from sparsejax.ops.ffn import ffn
 from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
 from sparsejax.ops.ffn_weights import pack_ffn
+from sparsejax.ops.kernels.hopper import HopperKernels
+from sparsejax.ops.kernels.hopper_shapes import shape_of
 from sparsejax.patterns import NM, VNM
 from test_packed_activations import assert_close, distance, operands, whole_numbers
 
@@ -137,9 +138,7 @@ def test_experts_take_the_kernel_unasked_whatever_a_dense_gemm_takes(
     is one GEMM, and left to dense where that is faster."""
     sparsities = SPARSITIES["all six"], SPARSITIES["all six, skipped"]
     shapes = {
-        sparse_matmul.shape_on_sm90(gemm)
-        for sparsity in sparsities
-        for gemm in spec(sparsity).gemms()
+        shape_of(gemm) for sparsity in sparsities for gemm in spec(sparsity).gemms()
     }
     known = {
         shape: hopper.timed(shape, measured, 100.0, pack_us=50.0)
@@ -150,9 +149,7 @@ def test_experts_take_the_kernel_unasked_whatever_a_dense_gemm_takes(
     masked, skipped = (spec(sparsity).explain() for sparsity in sparsities)
     assert on_sm90(skipped) == [True] * 6
     assert on_sm90(masked) == [measured != 101.0] + [True] * 5
-    packing = [
-        [d.times and d.times.us["packing"] for d in of] for of in (masked, skipped)
-    ]
+    packing = [[d.times and d.times.packing_us for d in of] for of in (masked, skipped)]
     if measured is None:
         assert packing == [[None] * 6] * 2
     else:
@@ -165,11 +162,11 @@ def test_a_dense_gemm_has_a_token_once_whatever_its_experts(monkeypatch):
     """Timed with one expert for a token, and as many rows."""
     sparsity = SPARSITIES["two of four experts"]
     (gemm,) = (g for g in spec(sparsity).gemms() if g.name.startswith("2"))
-    shape = sparse_matmul.shape_on_sm90(gemm)
+    shape = shape_of(gemm)
     known = {shape: hopper.timed(shape, 49.0, 100.0, pack_us=1.0)}
     monkeypatch.setattr(tuning, "entries", lambda kind: known)
-    times = sparse_matmul.IMPLEMENTATIONS["mosaic_sm90"].times(gemm)
-    assert times.us == {"mosaic_sm90": 49.0, "dense": 50.0, "packing": 1.0}
+    times = HopperKernels(gemm.device).times(gemm)
+    assert (times.kernel_us, times.dense_us, times.packing_us) == (49.0, 50.0, 1.0)
 
 
 def test_the_share_is_that_of_an_experts_half(untuned):

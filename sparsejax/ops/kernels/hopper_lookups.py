@@ -1,0 +1,77 @@
+"""Rows of experts, and features with residual rows, as kernels for Hopper find them."""
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+
+from pallas_kernels.activation_tiles import ByExpert
+from pallas_kernels.over_tokens_sm90 import Whole
+from sparsejax.ops.kernels.base import ExpertRows, ResidualRows
+
+
+@lru_cache
+def one_by_one(kernel: Callable[..., Any], /, **options: Any) -> Callable[..., Any]:
+    """A kernel with hashable options as a function of arrays. It has no batching rule:
+    under vmap one call follows the other. The same kernel and options give the same
+    function, so that a program with many calls traces it once."""
+    return jax.custom_batching.sequential_vmap(partial(kernel, **options))
+
+
+def looking_up(
+    found: tuple[jax.Array, ...], *operands: jax.Array, kernel: Callable, experts: int
+) -> Any:
+    """A kernel that looks up rows, if `lookups` has found any."""
+    return kernel(*operands, _by_expert(experts, found))
+
+
+def over_tokens(
+    found: tuple[jax.Array, ...],
+    slots: tuple[jax.Array, ...],
+    *operands: jax.Array,
+    kernel: Callable,
+    experts: int,
+    residual_rows: int,
+    by_segments: bool,
+) -> Any:
+    """A kernel of `over_tokens_sm90`, with what `lookups` and `slots` have found."""
+    whole = (Whole(slots[0], residual_rows),) if slots else ()
+    if not found:
+        return kernel(*operands, *whole, by_segments=by_segments)
+    by_expert = _by_expert(experts, found)
+    return kernel(*operands, *whole, by_segments=by_segments, by_expert=by_expert)
+
+
+def _by_expert(experts: int, found: tuple[jax.Array, ...]) -> ByExpert | None:
+    if not found:
+        return None
+    tile_expert, *row_token = found
+    return ByExpert(row_token[0] if row_token else None, tile_expert, experts)
+
+
+def experts_of(rows: ExpertRows | None) -> int:
+    """How many experts the rows have; 0 where there are no rows."""
+    return 0 if rows is None else rows.experts
+
+
+def lookups(rows: ExpertRows | None, *, by_token: bool) -> tuple[jax.Array, ...]:
+    """Each tile's expert, and each row's token where the matrix has a row per token."""
+    if rows is None:
+        return ()
+    return (rows.tile_expert, rows.row_token) if by_token else (rows.tile_expert,)
+
+
+def used(rows: ExpertRows | None) -> tuple[jax.Array, ...]:
+    """Each tile's expert, and how many tiles are used."""
+    return () if rows is None else (rows.tile_expert, rows.used_tiles)
+
+
+def slots(residual: ResidualRows | None) -> tuple[jax.Array, ...]:
+    """Each feature's residual row, if any have one."""
+    return () if residual is None else (residual.slots,)
+
+
+def tile_rows(rows: ExpertRows) -> int:
+    """How many rows a tile has."""
+    return rows.row_token.size // rows.tile_expert.size

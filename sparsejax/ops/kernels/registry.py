@@ -1,0 +1,69 @@
+"""The sets of kernels that GPUs offer an FFN: one line for each.
+
+A set is loaded only where its GPU is there or planned for, so that a process on a CPU
+imports no kernel. What a set has to offer is `base.KernelSet`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pallas_kernels.device import Device
+
+if TYPE_CHECKING:
+    from sparsejax.ops.kernels.base import KernelSet
+
+KernelSetName = Literal["mosaic_sm90"]
+"""The names that users give as `backend`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registered:
+    """A set of kernels that may not be loaded yet."""
+
+    name: KernelSetName
+    why_unavailable: Callable[[Device], str | None]
+    """Why a device cannot run any of them, or None."""
+    load: Callable[[Device], "KernelSet"]
+    """The set, for a device that can."""
+
+
+def _load_hopper(device: Device) -> "KernelSet":
+    from sparsejax.ops.kernels.hopper import HopperKernels
+
+    return HopperKernels(device)
+
+
+HOPPER = Registered(
+    name="mosaic_sm90",
+    why_unavailable=Device.why_not_hopper,
+    load=_load_hopper,
+)
+
+REGISTERED: tuple[Registered, ...] = (HOPPER,)
+"""All sets, those that are to be preferred first."""
+
+
+def names() -> tuple[KernelSetName, ...]:
+    """The names of all sets, in the order of preference."""
+    return tuple(each.name for each in REGISTERED)
+
+
+def name_for(device: Device) -> KernelSetName | None:
+    """The name of `kernels_of`, which is not loaded."""
+    runs = (each.name for each in REGISTERED if each.why_unavailable(device) is None)
+    return next(runs, None)
+
+
+def kernels_of(device: Device) -> "KernelSet | None":
+    """The preferred set of those that run on `device`, or None where none does."""
+    for each in REGISTERED:
+        if each.why_unavailable(device) is None:
+            return each.load(device)
+    return None
+
+
+def why_none(device: Device) -> str:
+    """Why no set runs on `device`."""
+    reasons = (f"{each.name} {each.why_unavailable(device)}" for each in REGISTERED)
+    return "; ".join(reasons)

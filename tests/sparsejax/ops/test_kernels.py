@@ -1,0 +1,201 @@
+"""Sets of kernels: another one is a line in the registry; foreign packs are refused."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hopper
+from pallas_kernels.device import CPU, Device
+from sparsejax.formats import compress
+from sparsejax.ops.ffn import ffn
+from sparsejax.ops.ffn_plan import FFNPlan
+from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
+from sparsejax.ops.gated_ffn import GatedFFNSpec
+from sparsejax.ops.kernels import registry
+from sparsejax.ops.kernels.hopper import HopperKernels
+from sparsejax.ops.kernels.hopper_lookups import one_by_one
+from sparsejax.packing import WGMMA_ORDER, pack, unpack
+from sparsejax.patterns import NM, VNM
+
+TWO_FOUR = NM(2, 4)
+ALL_SIX = FFNSparsity(
+    weights=TWO_FOUR, activations=TWO_FOUR, token_sparsity="magnitude"
+)
+SKIPPED = FFNSparsity(
+    weights=TWO_FOUR,
+    activations=VNM(64, 2, 8),
+    skip_blocks=True,
+    weight_gradients="expert_columns",
+)
+TRUE_MASS = replace(SKIPPED, skip_blocks=False, router="true_mass")
+
+
+@dataclass(frozen=True)
+class OfAnotherDevice(hopper.PlainKernels):
+    """A second set: plain JAX for a CPU, faster than dense by its own account."""
+
+    name = "of_another_device"
+
+    def why_slower(self, gemm):
+        return None
+
+    def times(self, gemm):
+        return None
+
+
+@pytest.fixture
+def second(monkeypatch) -> list[str]:
+    """The kernels that the second set was asked for."""
+    calls: list[str] = []
+    jax.clear_caches()
+    registered = registry.Registered(
+        name="of_another_device",
+        why_unavailable=lambda device: None if device.platform == "cpu" else "no CPU",
+        load=lambda device: OfAnotherDevice(hopper.H200, calls=calls),
+    )
+    monkeypatch.setattr(registry, "REGISTERED", (*registry.REGISTERED, registered))
+    return calls
+
+
+def test_a_second_set_is_a_line_in_the_registry(second):
+    assert registry.names() == ("mosaic_sm90", "of_another_device")
+    assert isinstance(registry.kernels_of(CPU), OfAnotherDevice)
+    assert registry.name_for(hopper.H200) == "mosaic_sm90"
+    assert registry.kernels_of(hopper.A100) is None
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (256, 128), jnp.bfloat16)
+    w_up = jax.random.normal(keys[1], (128, 512)) / 11
+    w_down = jax.random.normal(keys[2], (512, 128)) / 22
+    run = partial(ffn, sparsity=ALL_SIX, scales=jnp.asarray([1.3, 1.5]))
+    got, pull_back = jax.vjp(run, x, w_up, w_down)
+    expected, expected_back = jax.vjp(
+        partial(run, backend="reference"), x, w_up, w_down
+    )
+    pairs = zip((got, *pull_back(x)), (expected, *expected_back(x)), strict=True)
+    for ours, theirs in pairs:
+        ours, theirs = (np.asarray(a, np.float64) for a in (ours, theirs))
+        assert np.linalg.norm(ours - theirs) <= 2**-7 * np.linalg.norm(theirs)
+    assert {"compress", "keep_features of a product", "keep_tokens"} <= set(second)
+
+
+def test_what_was_packed_in_another_order_is_refused():
+    x = jax.random.normal(jax.random.key(0), (64, 64), jnp.bfloat16)
+    ours = pack(compress(x, TWO_FOUR))
+    assert ours.layout == WGMMA_ORDER
+    foreign = replace(ours, layout="tcgen05")
+    assert jax.tree.structure(ours) != jax.tree.structure(foreign)
+    with pytest.raises(ValueError, match="layout='tcgen05' is not 'wgmma"):
+        unpack(foreign)
+    on_hopper = HopperKernels(hopper.H200)
+    for call in (
+        lambda: on_hopper.matmul(foreign, x, b_k_major=False, transpose_out=False),
+        lambda: on_hopper.weight_gradient(
+            foreign, x, transpose_out=True, residual_rows=0
+        ),
+        lambda: on_hopper.matmul_keep_features(x, foreign, None),
+        lambda: on_hopper.matmul_activation_gradient(x, ours, foreign, None),
+        lambda: on_hopper.activation_gradient(x, foreign, None, by_token=False),
+        lambda: on_hopper.gated_gradients(x, ours, foreign),
+        lambda: on_hopper.keep_tokens(foreign, None, by_segments=True),
+        lambda: on_hopper.over_tokens(ours, foreign, None, None, by_segments=True),
+    ):
+        with pytest.raises(ValueError, match="packed in the order 'tcgen05' cannot"):
+            call()
+
+
+@pytest.mark.newest_jax
+def test_under_vmap_one_kernel_follows_the_other():
+    on_hopper = HopperKernels(hopper.H200)
+    shapes = [(3, 128, 256), (3, 256, 128), (3, 1, 4, 128)]
+    y_up, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes[:2])
+
+    @jax.vmap
+    def run(y_up, b):
+        kept = on_hopper.keep_features(y_up, None, by_token=False)
+        return on_hopper.matmul(kept.a, b, b_k_major=False, transpose_out=False)
+
+    text = jax.jit(run).trace(y_up, b).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu") >= 2 and "while" in text
+
+
+def test_a_kernel_is_traced_once_for_all_calls_alike():
+    """By sets that are loaded anew for every call, too."""
+    traced = []
+
+    def kernel(x, *, kernels, scale):
+        traced.append(kernels)
+        return scale * x
+
+    def run(x):
+        for scale in (2, 2, 3, 2):
+            kernels = HopperKernels(hopper.H200)
+            x = one_by_one(kernel, kernels=kernels, scale=scale)(x)
+        return x
+
+    jax.jit(run).lower(jnp.ones(4))
+    assert len(traced) == 2
+
+
+# The plan.
+
+
+def spec(sparsity: FFNSparsity, device: Device = hopper.H200) -> FFNSpec:
+    return FFNSpec(
+        tokens=256,
+        d_model=128,
+        d_hidden=512,
+        dtype="bfloat16",
+        sparsity=sparsity,
+        device=device,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "up_writes_a", "d_hidden_writes_dy_up", "over_tokens", "row_tile"),
+    [
+        (ALL_SIX, True, True, True, None),
+        (replace(ALL_SIX, weights=None), False, False, True, None),
+        (replace(ALL_SIX, token_sparsity=None), True, True, False, None),
+        (SKIPPED, True, True, False, 128),
+        (TRUE_MASS, False, True, False, 128),
+    ],
+)
+def test_a_plan_says_what_is_packed_and_fused(
+    sparsity, up_writes_a, d_hidden_writes_dy_up, over_tokens, row_tile
+):
+    plan = FFNPlan.of(spec(sparsity), "mosaic_sm90")
+    assert plan.packs_activations and plan.kernels == HopperKernels(hopper.H200)
+    assert plan.up_writes_a == up_writes_a
+    assert plan.d_hidden_writes_dy_up == d_hidden_writes_dy_up
+    assert plan.over_tokens == over_tokens and plan.row_tile == row_tile
+    assert plan.gemms == spec(sparsity).explain("mosaic_sm90")
+    again = FFNPlan.of(spec(sparsity), "mosaic_sm90")
+    assert plan == again and hash(plan) == hash(again)
+    on_xla = FFNPlan.of(spec(sparsity), "xla")
+    assert on_xla.kernels is None and on_xla != plan
+    assert not (on_xla.up_writes_a or on_xla.d_hidden_writes_dy_up)
+    assert not on_xla.over_tokens
+    assert on_xla.row_tile == (None if row_tile is None else 64)
+
+
+def test_a_gated_plan_has_all_nine_gemms():
+    call = GatedFFNSpec(
+        tokens=256,
+        d_model=128,
+        d_hidden=512,
+        dtype="bfloat16",
+        sparsity=ALL_SIX,
+        device=hopper.H200,
+        activation="reglu2",
+    )
+    plan = FFNPlan.of(call, "mosaic_sm90")
+    assert [of.spec.name[:2] for of in plan.gemms] == [
+        "1a", "1b", "2 ", "3 ", "4a", "4b", "5a", "5b", "6 "
+    ]  # fmt: skip
+    assert all(getattr(plan, str(of.spec.role)) is of for of in plan.gemms)
+    assert plan.activation == "reglu2" and plan.over_tokens
+    assert not (plan.up_writes_a or plan.d_hidden_writes_dy_up)
