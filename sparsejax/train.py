@@ -20,7 +20,12 @@ from jaxtyping import Array, Float, Int, Key
 
 from sparsejax import metrics
 from sparsejax.batches import train_batches, validation_batches
-from sparsejax.config import OptimizerConfig, TrainConfig, largest_divisor
+from sparsejax.config import (
+    OptimizerConfig,
+    ScheduleName,
+    TrainConfig,
+    largest_divisor,
+)
 from sparsejax.corpus import Corpus, load_corpus
 from sparsejax.micro_batches import loss_and_gradient
 from sparsejax.model import Transformer, cross_entropy
@@ -56,10 +61,8 @@ class TrainState:
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """AdamW behind a clip of the global norm; linear warm-up, then one cosine.
-
-    The schedule does not know of phases. Norm scales are not decayed.
-    """
+    """AdamW behind a clip of the global norm, with the learning rate of
+    `learning_rate`, which does not know of phases. Norm scales are not decayed."""
     schedule = learning_rate(config, steps)
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
@@ -75,14 +78,55 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """The learning rate of step 0, 1, ..., steps - 1."""
+    """The learning rate of step 0, 1, ..., steps - 1: a linear rise over the first w =
+    round(warmup_share steps) of them, then what `config.schedule` names."""
     warmup = round(config.warmup_share * steps)
-    peak, final = config.peak_learning_rate, config.final_ratio
-    cosine = optax.cosine_decay_schedule(peak, max(steps - warmup, 1), final)
+    peak = config.peak_learning_rate
+    after = AFTER_WARMUP[config.schedule](config, steps, steps - warmup)
     if warmup == 0:
-        return cosine
+        return after
     rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
-    return optax.join_schedules([rise, cosine], [warmup])
+    return optax.join_schedules([rise, after], [warmup])
+
+
+def cosine(config: OptimizerConfig, steps: int, after_warmup: int) -> optax.Schedule:
+    """One cosine over the steps that are left after the warm-up, to final_ratio x peak
+    after the last of them. Source: arXiv 1608.03983, without restarts.
+
+    Args:
+      steps: those of the run.
+      after_warmup: how many of them this schedule has; it counts from the first.
+    """
+    return optax.cosine_decay_schedule(
+        config.peak_learning_rate, max(after_warmup, 1), config.final_ratio
+    )
+
+
+def warmup_stable_decay(
+    config: OptimizerConfig, steps: int, after_warmup: int
+) -> optax.Schedule:
+    """Constant at the peak; over the last d = round(decay_share steps), with t from 0
+    at the first of them to 1 after the last,
+
+        rate(t) = peak (final_ratio + (1 - final_ratio) (1 - sqrt(t)))
+
+    Source: the "1 - sqrt" form of arXiv 2405.18392. Arguments as in `cosine`.
+    """
+    decay = min(round(config.decay_share * steps), after_warmup)
+    stable = after_warmup - decay
+
+    def rate(count: jax.typing.ArrayLike) -> jax.Array:
+        t = jnp.clip((count - stable) / max(decay, 1), 0.0, 1.0)
+        # The same equation in a form that is the peak to the last bit at t = 0: runs
+        # that differ in their decay alone have the same bits before it.
+        return config.peak_learning_rate * (1 - (1 - config.final_ratio) * jnp.sqrt(t))
+
+    return rate
+
+
+AFTER_WARMUP: dict[
+    ScheduleName, Callable[[OptimizerConfig, int, int], optax.Schedule]
+] = {"cosine": cosine, "wsd": warmup_stable_decay}
 
 
 def _is_matrix(params: nnx.State) -> nnx.State:

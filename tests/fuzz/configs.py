@@ -81,6 +81,9 @@ def starting_point(generator: Generator) -> TrainConfig:
         settings["model"]["activation"] = "swiglu"
     elif recipe != "paper" and generator.random() < 0.3:
         settings["model"]["activation"] = "reglu2"
+    if generator.random() < 0.3:
+        decay = one_of(generator, (0.0, 0.2, 0.9))
+        settings["optimizer"] |= {"schedule": "wsd", "decay_share": decay}
     if generator.random() < 0.5:
         settings["mesh"] = {
             axis: one_of(generator, (1, 1, 2)) for axis in ("data", "fsdp", "tensor")

@@ -42,6 +42,15 @@ from sparsejax.recipe import phases
             r"phases.warmup_share=0.6 \+ sparse_share=0.5 exceed 1; they are shares",
         ),
         (
+            lambda: OptimizerConfig(decay_share=0.5),
+            "optimizer.decay_share=0.5 has no meaning in schedule 'cosine', .* use "
+            "--optimizer.schedule wsd",
+        ),
+        (
+            lambda: OptimizerConfig(schedule="wsd", warmup_share=0.5, decay_share=0.6),
+            r"optimizer.warmup_share=0.5 \+ decay_share=0.6 exceed 1; they are shares",
+        ),
+        (
             lambda: RecipeConfig(experts=2, experts_per_token=3),
             "phases.experts_per_token=3 exceeds experts=2; a token has at most all",
         ),
@@ -135,6 +144,7 @@ OUT_OF_RANGE = {
     OptimizerConfig: {
         "peak_learning_rate": POSITIVE,
         "warmup_share": SHARE,
+        "decay_share": SHARE,
         "final_ratio": SHARE,
         "beta1": (-0.1, 1.0, NAN, INFINITY),
         "beta2": (-0.1, 1.0, NAN, INFINITY),
@@ -196,6 +206,7 @@ def test_a_number_out_of_range_is_refused_by_its_dotted_name(kind, name, value):
 CHOICES = {
     ModelConfig: {"activation": "gelu", "dtype": "float16", "remat": "all"},
     DataConfig: {"shard_dtype": "int32"},
+    OptimizerConfig: {"schedule": "linear"},
     RecipeConfig: {"router": "truemass", "token_sparsity": "mag"},
     TrainConfig: {"preset": "small", "recipe": "papr", "backend": "cuda"},
 }
@@ -339,6 +350,8 @@ def test_a_gated_network_may_have_sparse_weights():
 
 
 def test_shares_may_fill_the_run_exactly():
+    wsd = OptimizerConfig(schedule="wsd", warmup_share=0.25, decay_share=0.75)
+    assert wsd.warmup_share + wsd.decay_share == 1
     assert RecipeConfig(warmup_share=0.25, sparse_share=0.75).sparse_share == 0.75
 
 

@@ -76,6 +76,42 @@ def test_the_rate_rises_linearly_and_falls_by_one_cosine(steps, warmup_share):
         assert float(schedule(step)) == pytest.approx(expected, rel=1e-5), step
 
 
+@pytest.mark.parametrize(
+    ("steps", "warmup_share", "decay_share"),
+    [(50, 0.1, 0.2), (40, 0.0, 1.0), (20, 0.5, 0.5), (30, 0.1, 0.0)],
+)
+def test_the_rate_stays_at_the_peak_and_falls_by_one_minus_a_square_root(
+    steps, warmup_share, decay_share
+):
+    config = OptimizerConfig(
+        peak_learning_rate=0.3,
+        schedule="wsd",
+        warmup_share=warmup_share,
+        decay_share=decay_share,
+        final_ratio=0.1,
+    )
+    schedule = learning_rate(config, steps)
+    warmup, decay = round(warmup_share * steps), round(decay_share * steps)
+    rates = [float(schedule(step)) for step in range(steps)]
+    for step in range(warmup):
+        assert rates[step] == pytest.approx(0.3 * (step + 1) / warmup, rel=1e-5)
+    # To the last bit: runs that differ in their decay alone are the same before it.
+    assert set(rates[warmup : steps - decay]) <= {float(np.float32(0.3))}
+    for step in range(steps - decay, steps):
+        t = (step - (steps - decay)) / decay
+        expected = 0.3 * (0.1 + 0.9 * (1 - math.sqrt(t)))
+        assert rates[step] == pytest.approx(expected, rel=1e-5), step
+    after = 0.03 if decay else 0.3
+    assert float(schedule(steps)) == pytest.approx(after, rel=1e-5)
+
+
+def test_where_rounding_leaves_too_few_steps_the_decay_is_the_shorter_one():
+    config = OptimizerConfig(schedule="wsd", warmup_share=0.5, decay_share=0.5)
+    # Both would be rounded to 2 of 3 steps.
+    rates = [float(learning_rate(config, 3)(step)) for step in range(3)]
+    assert rates == pytest.approx([1.5e-3, 3e-3, 3e-3], rel=1e-5)
+
+
 def test_a_run_that_is_all_warm_up_ends_at_the_peak():
     config = OptimizerConfig(peak_learning_rate=1.5e-3, warmup_share=1.0)
     schedule = learning_rate(config, 7)
