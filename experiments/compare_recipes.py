@@ -32,9 +32,10 @@ from rich.table import Table
 from experiments import console, pretrain, printed_plan
 from experiments.comparison_file import Comparison, Trial, read_comparison
 from experiments.own_process import Terminated, in_own_process
-from experiments.plot import SHADES, plot_comparison, training_seconds
+from experiments.plot import SHADES, plot_comparison
 from experiments.provenance import commit
 from experiments.rows import append_rows
+from sparsejax.branch import Branch
 from sparsejax.checkpoint import Checkpoints
 from sparsejax.config import TrainConfig
 from sparsejax.config_file import changed_settings, read_config
@@ -43,7 +44,9 @@ from sparsejax.presets import PRESETS
 from sparsejax.recipe import phases
 from sparsejax.records import (
     check_writable,
+    first_step,
     records_until,
+    training_seconds,
     write_whole,
 )
 
@@ -83,19 +86,21 @@ def main(comparison: Comparison, folder: Path, results: Path | None) -> list[dic
     check_writable(folder)
     for trial in comparison.trials:
         _refuse_other_settings(trial, folder / trial.place)
+        _refuse_other_beginning(trial, folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "comparison.json", json.dumps(_listing(comparison)) + "\n")
     rows: list[dict] = []
-    for trial in comparison.trials:
+    for number, trial in enumerate(comparison.trials, 1):
         if has_ended(trial, folder / trial.place):
             console.say(f"{trial.name}, seed {trial.seed}: has ended, skipped")
-        elif not _train(trial, folder / trial.place):
+        elif not _train(trial, folder):
             console.say("the same command again goes on with the comparison")
             return rows
-        rows.append(_row(comparison, trial, folder / trial.place, rows))
-        _append_if_new(rows[-1], folder / "rows.jsonl")
-        if results is not None:
-            _append_if_new(rows[-1], results)
+        rows = _rows(comparison, comparison.trials[:number], folder)
+        for row in rows:
+            _append_if_new(row, folder / "rows.jsonl")
+            if results is not None:
+                _append_if_new(row, results)
     console.STDOUT.print(losses_table(rows))
     console.STDOUT.print(means_table(rows))
     console.say(plot_comparison(folder))
@@ -122,6 +127,23 @@ def _refuse_other_settings(trial: Trial, folder: Path) -> None:
         )
 
 
+def _refuse_other_beginning(trial: Trial, folder: Path) -> None:
+    """`_refuse_other_settings` of a branch, and of what was one or is one now."""
+    own = folder / trial.place
+    starts = [r for r in _records(trial.config, own) if r["event"] == "start"]
+    if not starts:
+        return
+    origin, branch = starts[0].get("branch"), trial.branch_in(folder)
+    if branch is not None:
+        branch.check_begun(origin, own)
+    elif origin is not None:
+        raise ValueError(
+            f"{own} holds a branch of {origin['run']} at step {origin['step']}, and "
+            f"in the comparison {trial.name} is none; delete that folder, or choose "
+            f"another --folder for the whole comparison"
+        )
+
+
 def has_ended(trial: Trial, folder: Path) -> bool:
     """Whether the run is complete, its last checkpoint included, or has diverged."""
     records = _records(trial.config, folder)
@@ -132,24 +154,28 @@ def has_ended(trial: Trial, folder: Path) -> bool:
 
 
 def _train(trial: Trial, folder: Path) -> bool:
-    """Trains the run to its end or until it diverges; False where SIGTERM came."""
+    """Trains the run of a comparison in `folder` to its end or until it diverges; False
+    where SIGTERM came."""
     console.say(f"{trial.name}, seed {trial.seed}", style="bold")
     ended = None
     while ended is None:
         try:
-            ended = in_own_process(train_here, trial.config, folder)
+            ended = in_own_process(
+                train_here, trial.config, folder / trial.place, trial.branch_in(folder)
+            )
         except Terminated:
             return False
     return ended
 
 
-def train_here(config: TrainConfig, folder: Path) -> bool | None:
-    """`_train`, in this process; None where a new one is to resume the run."""
+def train_here(config: TrainConfig, folder: Path, branch: Branch | None) -> bool | None:
+    """`_train` of one run in its own folder, in this process; None where a new one is
+    to resume the run."""
     console.quiet_orbax()
     folder.mkdir(parents=True, exist_ok=True)
     _note_provenance(folder)
     try:
-        outcome = pretrain.main(config, folder)
+        outcome = pretrain.main(config, folder, branch=branch)
     except NonFiniteLoss as error:
         console.say(f"NonFiniteLoss: {error}", style="yellow")
         return True
@@ -184,19 +210,36 @@ def _records(config: TrainConfig, folder: Path) -> list[dict]:
 # What came of them.
 
 
+def _rows(comparison: Comparison, ended: Sequence[Trial], folder: Path) -> list[dict]:
+    """What is recorded of the runs that have ended, as far as the baseline of their
+    seed has, which may be a branch of another: the same whenever it is asked."""
+    losses = {trial: _losses(trial.config, folder / trial.place) for trial in ended}
+    references = {
+        trial.seed: own["loss"]
+        for trial, own in losses.items()
+        if trial.name == comparison.baseline
+    }
+    return [
+        _row(comparison, trial, folder / trial.place, own, references[trial.seed])
+        for trial, own in losses.items()
+        if trial.seed in references
+    ]
+
+
 def _row(
-    comparison: Comparison, trial: Trial, folder: Path, rows: Sequence[dict]
+    comparison: Comparison,
+    trial: Trial,
+    folder: Path,
+    own: dict,
+    reference: float | None,
 ) -> dict:
-    """What is recorded of a run that has ended: the same whenever it is asked.
+    """What is recorded of one run.
 
     Args:
-      rows: of the runs before, the baseline's among them.
+      own: its `_losses`.
+      reference: the last loss of the baseline.
     """
     config = trial.config
-    own = _losses(config, folder)
-    by_run = {(row["name"], row["seed"]): row["loss"] for row in rows}
-    by_run[trial.name, trial.seed] = own["loss"]
-    reference = by_run[comparison.baseline, trial.seed]
     settings = changed_settings(PRESETS[config.preset](), config)
     missing = None in (own["loss"], reference)
     return {
@@ -204,6 +247,7 @@ def _row(
         "name": trial.name,
         "seed": trial.seed,
         "preset": config.preset,
+        **({} if trial.trunk is None else {"branch": f"{trial.trunk}@{trial.begin}"}),
         "settings": {
             name: value
             for name, (_, value) in settings.items()
@@ -224,11 +268,12 @@ def _losses(config: TrainConfig, folder: Path) -> dict:
     diverged = [r["at"] for r in records if r["event"] == "non_finite_loss"]
     planned = phases(config)
     ends = list(accumulate(phase.steps for phase in planned))
-    if not diverged and not validation.keys() >= set(ends):
+    own_ends = {end for end in ends if end > first_step(records)}
+    if not diverged and not validation.keys() >= own_ends:
         raise ValueError(
             f"{folder} holds a run that has ended, but its metrics.jsonl lacks a "
-            f"validation at step {', '.join(map(str, ends))}; delete the folder to "
-            f"train the run anew"
+            f"validation at step {', '.join(map(str, sorted(own_ends)))}; delete the "
+            f"folder to train the run anew"
         )
     seconds = training_seconds(records, config.tokens_per_step)
     steps = max(seconds)
@@ -240,7 +285,9 @@ def _losses(config: TrainConfig, folder: Path) -> dict:
             if end in validation
         },
         "switches": [
-            {"from": planned[switch["phase"] - 1].kind, "to": switch["to"]}
+            # Earlier records did not say what was left; no run was a branch then.
+            {"from": switch.get("from", planned[switch["phase"] - 1].kind)}
+            | {"to": switch["to"]}
             | {name: switch[name] for name in ("step", *AROUND_A_SWITCH)}
             for switch in switches
         ],
@@ -348,12 +395,14 @@ def run(arguments: list[str]) -> int:
         comparison = read_comparison(options.comparison)
         comparison = comparison.only(options.only, options.seeds)
         if options.dry_run:
-            configs: dict[str, TrainConfig] = {}
+            first: dict[str, Trial] = {}
             for trial in comparison.trials:
-                configs.setdefault(trial.name, trial.config)
-            for name, config in configs.items():
+                first.setdefault(trial.name, trial)
+            for name, trial in first.items():
                 console.say(name, style="bold")
-                printed_plan.announce(config, predicted=True)
+                if trial.trunk is not None:
+                    console.say(f"begins with step {trial.begin:,} of {trial.trunk}")
+                printed_plan.announce(trial.config, predicted=True)
             return 0
         if comparison.trials[0].config.deterministic:
             console.repeat_bits()

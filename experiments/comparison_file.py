@@ -10,17 +10,22 @@ recipe = "dense"
 [runs.long-sparse-phase]
 seeds = [0]                  # default: all of them
 phases.sparse_share = 0.8
+[runs.dense-longer]
+branch = "dense@400"         # begins with that checkpoint of another run, of its seed
+steps = 1200                 # (without "@400": with the last one)
 """
 
 import re
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from sparsejax.branch import Branch
 from sparsejax.config import TrainConfig
-from sparsejax.config_file import from_json, to_json
+from sparsejax.config_file import check_branchable, from_json, to_json
 from sparsejax.presets import PRESETS
 from sparsejax.recipe import phases
 
@@ -32,11 +37,21 @@ class Trial:
     name: str
     seed: int
     config: TrainConfig
+    trunk: str | None = None
+    """The run that this one is a branch of; None: it is none."""
+    begin: int = 0
+    """The steps that its trunk has done where it begins."""
 
     @property
     def place(self) -> str:
         """Its folder in that of the comparison."""
         return f"{self.name}/seed-{self.seed}"
+
+    def branch_in(self, folder: Path) -> Branch | None:
+        """What it begins with, where the comparison is in `folder`."""
+        if self.trunk is None:
+            return None
+        return Branch(folder / self.trunk / f"seed-{self.seed}", self.begin)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +61,11 @@ class Comparison:
     name: str
     baseline: str
     trials: tuple[Trial, ...]
-    """Seed after seed, the baseline first."""
+    """Seed after seed; the baseline first, and every branch behind its trunk."""
 
     def only(self, runs: Collection[str], seeds: Collection[int]) -> "Comparison":
-        """Some runs with some seeds, and the baseline's of these; none given: all.
+        """Some runs with some seeds, with those that they branch from, and the
+        baseline's of these; none given: all.
 
         Raises:
           ValueError: a run or a seed is none of the comparison's, or a run has none of
@@ -67,6 +83,10 @@ class Comparison:
                     f"{', '.join(map(str, known))}"
                 )
         taken = {self.baseline, *(runs or known_runs)}
+        # Every branch stands behind its trunk.
+        for trial in reversed(self.trials):
+            if trial.name in taken and trial.trunk is not None:
+                taken.add(trial.trunk)
         seeds = seeds or known_seeds
         trials = [t for t in self.trials if t.name in taken and t.seed in seeds]
         for run in runs:
@@ -110,29 +130,124 @@ def _comparison(name: str, content: Mapping[str, Any]) -> Comparison:
         raise ValueError(
             f"baseline={baseline!r} is none of the runs; give one of {', '.join(runs)}"
         )
-    in_order = sorted(runs, key=lambda run: run != baseline)
+    branches = {run: _branch(run, runs) for run in runs}
+    in_order = _trunks_first(baseline, branches)
     own_seeds = {run: _own_seeds(run, runs[run], seeds) for run in runs}
     if own_seeds[baseline] != seeds:
         raise ValueError(
             f"runs.{baseline} is what all others are compared with and needs seeds "
             f"{seeds}; leave its own out"
         )
-    trials = tuple(
-        Trial(
-            name=run,
-            seed=seed,
-            config=_config(run, content.get("base", {}), runs[run], seed),
-        )
-        for seed in seeds
-        for run in in_order
-        if seed in own_seeds[run]
-    )
+    trials: list[Trial] = []
+    for seed in seeds:
+        of_seed: dict[str, Trial] = {}
+        for run in in_order:
+            if seed in own_seeds[run]:
+                config = _config(run, content.get("base", {}), runs[run], seed)
+                of_seed[run] = _trial(run, seed, config, branches[run], of_seed)
+        trials += of_seed.values()
     if len({trial.config.deterministic for trial in trials}) > 1:
         raise ValueError(
             "deterministic is a setting of the whole process, and differs between the "
             "runs; set it in base, or not at all"
         )
-    return Comparison(name=name, baseline=baseline, trials=trials)
+    return Comparison(name=name, baseline=baseline, trials=tuple(trials))
+
+
+def _branch(run: str, runs: Mapping[str, Any]) -> Branch | None:
+    """The name of the run, in the place of a folder, and the step that a run says it
+    branches from."""
+    settings = runs[run]
+    if not isinstance(settings, dict) or "branch" not in settings:
+        return None
+    stated = settings["branch"]
+    branch = Branch.named(stated) if isinstance(stated, str) else None
+    if branch is None or str(branch.folder) not in runs:
+        raise ValueError(
+            f"runs.{run}.branch={stated!r} must be another of the runs and a step, "
+            f"such as {next(iter(runs))}@1000; there are {', '.join(runs)}"
+        )
+    return branch
+
+
+def _trunks_first(baseline: str, branches: Mapping[str, Branch | None]) -> list[str]:
+    """The runs, the baseline as early as can be, and every branch behind its trunk.
+
+    Raises:
+      ValueError: a run would begin with a checkpoint of what it will become.
+    """
+    ordered: list[str] = []
+    for run in sorted(branches, key=lambda run: run != baseline):
+        way: list[str] = []
+        on = run
+        while on not in ordered:
+            if on in way:
+                raise ValueError(
+                    f"runs.{run}.branch leads back to {on} ({' -> '.join([*way, on])});"
+                    f" one of these runs has to begin by itself"
+                )
+            way.append(on)
+            trunk = branches[on]
+            if trunk is None:
+                break
+            on = str(trunk.folder)
+        ordered += reversed(way)
+    return ordered
+
+
+def _trial(
+    run: str,
+    seed: int,
+    config: TrainConfig,
+    branch: Branch | None,
+    before: Mapping[str, Trial],
+) -> Trial:
+    """A run of one seed.
+
+    Args:
+      before: the runs of this seed that are trained before it.
+    Raises:
+      ValueError: it is a branch and its trunk is not trained with this seed, keeps no
+        checkpoint of the step, or has settings that a branch has to share.
+    """
+    if branch is None:
+        return Trial(name=run, seed=seed, config=config)
+    name, place = str(branch.folder), f"runs.{run}, seed {seed}"
+    if name not in before:
+        raise ValueError(
+            f"{place}: it branches from {name}, which is not trained with that seed; "
+            f"give both the same seeds"
+        )
+    trunk = before[name].config
+    begin = trunk.steps if branch.step is None else branch.step
+    kept = kept_steps(trunk)
+    if begin not in kept:
+        raise ValueError(
+            f"{place}: {name} ends without a checkpoint of step {begin}; it keeps "
+            f"{', '.join(map(str, kept))}; branch from one of them, or set "
+            f"runs.{name}.keep_every and checkpoint_every to divisors of {begin}"
+        )
+    if begin >= config.steps:
+        raise ValueError(
+            f"{place}: steps={config.steps} leaves nothing to train after step {begin} "
+            f"of {name}; set more steps, or branch from an earlier checkpoint"
+        )
+    try:
+        check_branchable(trunk, config, Path(name))
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+    return Trial(name=run, seed=seed, config=config, trunk=name, begin=begin)
+
+
+def kept_steps(config: TrainConfig) -> list[int]:
+    """The steps of the checkpoints that a run leaves when it has ended, by the keep
+    policy of `sparsejax.checkpoint`."""
+    for_good = set(accumulate(phase.steps for phase in phases(config)))
+    every, keep_every = config.checkpoint_every, config.keep_every
+    written = for_good | set(range(every, config.steps, every) if every else ())
+    newest = sorted(written)[-config.keep_checkpoints :]
+    multiples = {step for step in written if keep_every and step % keep_every == 0}
+    return sorted(for_good | multiples | set(newest))
 
 
 def _seeds(place: str, seeds: Any) -> list[int]:
@@ -171,7 +286,8 @@ def _config(run: str, base: Any, changes: Any, seed: int) -> TrainConfig:
                 f"{place} sets a seed, which every run takes from seeds; leave it out"
             )
     try:
-        own = {name: value for name, value in changes.items() if name != "seeds"}
+        others = ("seeds", "branch")
+        own = {name: value for name, value in changes.items() if name not in others}
         settings = _overlaid(base, own)
         preset = settings.get("preset")
         start = to_json(PRESETS[preset]() if preset in list(PRESETS) else TrainConfig())

@@ -104,10 +104,18 @@ def progress(config: TrainConfig) -> Iterator[Callable[[dict[str, Any]], None]]:
 def _line_of(record: dict[str, Any]) -> str | None:
     step = f"step {record['step']}"
     if record["event"] == "start":
-        return (
+        line = (
             f"data: {record['corpus']}\n"
             f"unigram model: {record['unigram_loss']:.3f} nats per token"
         )
+        if "branch" in record:
+            trunk = record["branch"]
+            line += (
+                f"\na branch of {trunk['run']}, from step {trunk['step']}: learning "
+                f"rate there {trunk['learning_rate']:.3g}, here "
+                f"{record['learning_rate']:.3g}"
+            )
+        return line
     if record["event"] == "validation":
         return f"{step} {record['kind']}: validation loss {record['loss']:.4f}"
     if record["event"] == "switch":

@@ -5,8 +5,6 @@ uv run experiments/plot.py runs/ablations
 """
 
 import json
-import math
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from sparsejax.config_file import read_config
+from sparsejax.records import first_step, training_seconds
 
 SHADES = {"warm-up": "#dddddd", "sparse": "#cfe8cf", "dense": "#eeeeee"}
 LINES = ("-", "--", ":", "-.")
@@ -33,7 +32,7 @@ def plot_run(folder: Path) -> str:
     steps = _of_event(records, "step")
     validations = _of_event(records, "validation")
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for kind, first, last in _spans(steps):
+    for kind, first, last in _spans(records):
         axes.axvspan(first, last, color=SHADES[kind], alpha=0.6, linewidth=0)
         top = axes.get_xaxis_transform()
         middle = (first + last) / 2
@@ -89,7 +88,6 @@ def plot_comparison(folder: Path) -> str:
     for row, (name, places) in enumerate(runs.items()):
         for index, place in enumerate(places):
             records = _read(folder / place)
-            steps = _of_event(records, "step")
             curve = _validation_curve(records)
             config = read_config(folder / place / "config.json")
             for at, (losses, strips) in zip(
@@ -104,7 +102,7 @@ def plot_comparison(folder: Path) -> str:
                     linewidth=1,
                     label=name if index == 0 else None,
                 )
-                for kind, first, last in _spans(steps) if index == 0 else ():
+                for kind, first, last in _spans(records) if index == 0 else ():
                     start, width = at(first), at(last) - at(first)
                     strips.barh(row, width, left=start, color=SHADES[kind], label=kind)
     (by_tokens, by_seconds), (phases, phases_by_seconds) = grid
@@ -130,28 +128,6 @@ def _validation_curve(records: list[dict]) -> list[tuple[int, float]]:
     return sorted(points, key=lambda point: point[0])
 
 
-def training_seconds(records: list[dict], tokens_per_step: int) -> dict[int, float]:
-    """Seconds of the training steps up to each step with a record, 0 included.
-
-    Validation, saving and compilation are left out, so that they do not depend on how
-    often a run was resumed. A record without a rate, as the first of a phase and of a
-    resume, takes the median of its phase, or else of the run; NaN where there is none.
-    """
-    steps = _of_event(records, "step")
-    rated = [r for r in steps if "tokens_per_second" in r]
-    rates = [r["tokens_per_second"] for r in rated]
-    seconds, total, before = {0: 0.0}, 0.0, 0
-    for record in steps:
-        phase = record["phase"]
-        of_phase = [r["tokens_per_second"] for r in rated if r["phase"] == phase]
-        typical = statistics.median(of_phase or rates or [math.nan])
-        rate = record.get("tokens_per_second", typical)
-        total += (record["step"] - before) * tokens_per_step / rate
-        before = record["step"]
-        seconds[before] = total
-    return seconds
-
-
 def _scales(
     records: list[dict], tokens_per_step: int
 ) -> tuple[Callable[[int], float], Callable[[int], float]]:
@@ -164,9 +140,10 @@ def _scales(
     )
 
 
-def _spans(steps: list[dict]) -> list[tuple[str, int, int]]:
+def _spans(records: list[dict]) -> list[tuple[str, int, int]]:
     """Kind, first and last step of each phase."""
-    spans, first = [], 0
+    steps = _of_event(records, "step")
+    spans, first = [], first_step(records)
     for phase in sorted({r["phase"] for r in steps}):
         of_phase = [r for r in steps if r["phase"] == phase]
         last = of_phase[-1]["step"]

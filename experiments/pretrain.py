@@ -17,6 +17,11 @@ What it would cost, without running it; and continuing a stopped run:
         --device 'NVIDIA H100 80GB HBM3' --devices 8
     uv run experiments/pretrain.py --resume runs/tiny-default-20260101-120000
 
+A new run that begins with another one's last checkpoint, and goes on to more steps:
+
+    uv run experiments/pretrain.py --steps 2600 \\
+        --branch runs/tiny-default-20260101-120000
+
 The run folder receives config.json, metrics.jsonl, checkpoints/, loss.png and
 model.safetensors, the dense weights. For a long dense phase after one on a GPU's sparse
 tensor cores the process starts itself anew, as dense steps are faster then
@@ -42,8 +47,10 @@ from experiments.own_process import Terminated
 from experiments.plot import plot_run
 from pallas_kernels.device import Device
 from sparsejax.batches import train_batches, validation_batches
+from sparsejax.branch import Branch
+from sparsejax.checkpoint_folder import latest_step
 from sparsejax.config import RecipeName, TrainConfig
-from sparsejax.config_file import check_resumable, read_config
+from sparsejax.config_file import check_branchable, check_resumable, read_config
 from sparsejax.corpus import Corpus, load_corpus
 from sparsejax.loop import NonFiniteLoss, Outcome, train
 from sparsejax.model import greedy_sample
@@ -65,6 +72,10 @@ class Options:
     """Where the run is written. Default: runs/PRESET-RECIPE-DATE-TIME."""
     resume: Path | None = None
     """Run folder of a stopped run: continue it, with its own settings."""
+    branch: str | None = None
+    """RUN@STEP: begin with the checkpoint of that step in the run folder RUN (without
+    @STEP: the latest), and go on in another folder, with that run's settings where no
+    others are given; model, tokens and seeds stay."""
     dry_run: bool = False
     """Print the plan and stop: the data is read and checked, nothing is allocated or
     written."""
@@ -91,9 +102,10 @@ def main(
     *,
     corpus: Corpus | None = None,
     step_times: StepTimes | None = None,
+    branch: Branch | None = None,
 ) -> Outcome:
     """Trains `config` in `run_folder`, or continues the run that is in it, to its end
-    or to where a new process is to resume it. `corpus` and `step_times` as in
+    or to where a new process is to resume it. `corpus`, `step_times` and `branch` as in
     `sparsejax.loop.train`."""
     if run_folder is None:
         now = datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -101,7 +113,10 @@ def main(
         names = Exchange("run folder").gather("name", name, timeout_seconds=60)
         run_folder = RUNS / names[0]
     check_writable(run_folder)
-    printed_plan.announce(config, step_times=step_times)
+    begun = latest_step(run_folder / "checkpoints") is not None
+    printed_plan.announce(
+        config, step_times=step_times, branch=None if begun else branch
+    )
     with console.progress(config) as observe:
         outcome = train(
             config,
@@ -110,6 +125,7 @@ def main(
             stop_after_sparse=True,
             corpus=corpus,
             step_times=step_times,
+            branch=branch,
         )
     if outcome.resume_in_new_process:
         return outcome
@@ -180,29 +196,29 @@ def read_metrics(run_folder: Path) -> list[dict]:
 
 
 def parse(arguments: list[str]) -> Options:
-    """The command line: a preset or a stopped run, then whatever overrides it.
+    """The command line: a preset, a stopped run or the trunk of a branch, then whatever
+    overrides it.
 
     Raises:
-      ValueError: --resume with another folder, a damaged config.json, or a setting that
-        may not change.
+      ValueError: --resume with another folder or with --branch, a damaged config.json,
+        a setting that may not change, or no checkpoint to branch from.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", choices=list(PRESETS))
     first.add_argument("--recipe")
     first.add_argument("--resume", type=Path)
+    first.add_argument("--branch")
     start, _ = first.parse_known_args(arguments)
-    if start.resume is None:
-        default = PRESETS[start.preset or before_training.default_preset()]()
+    branch = None if start.branch is None else Branch.named(start.branch)
+    if start.resume is not None:
+        default = settings_in(start.resume, "--resume", "a stopped run")
+    else:
+        if branch is not None:
+            default = settings_in(branch.folder, "--branch", "the run to branch from")
+        else:
+            default = PRESETS[start.preset or before_training.default_preset()]()
         if start.recipe in get_args(RecipeName) and start.recipe != default.recipe:
             default = default.with_recipe(start.recipe)
-    else:
-        saved = start.resume / "config.json"
-        if not saved.is_file():
-            raise ValueError(
-                f"--resume {start.resume}: there is no {saved}; give the run folder of "
-                f"a stopped run"
-            )
-        default = read_config(saved)
     options = tyro.cli(
         Options,
         args=arguments,
@@ -215,8 +231,28 @@ def parse(arguments: list[str]) -> Options:
             raise ValueError(
                 "--resume continues in its own folder; leave --run-folder out"
             )
+        if branch is not None:
+            raise ValueError(
+                f"--resume {start.resume} goes on with a run, and --branch "
+                f"{start.branch} begins one; leave one of them out"
+            )
         check_resumable(default, options.config, start.resume)
+    elif branch is not None:
+        trunk = read_config(branch.folder / "config.json")
+        check_branchable(trunk, options.config, branch.folder)
+        branch.first_step()
     return options
+
+
+def settings_in(folder: Path, flag: str, what: str) -> TrainConfig:
+    """Those of the run in `folder`. Raises ValueError where there is none, and says of
+    the flag that named it which folder it wants."""
+    saved = folder / "config.json"
+    if not saved.is_file():
+        raise ValueError(
+            f"{flag} {folder}: there is no {saved}; give the run folder of {what}"
+        )
+    return read_config(saved)
 
 
 def absent_gpus(options: Options) -> printed_plan.Absent | None:
@@ -250,9 +286,12 @@ def run(arguments: list[str]) -> int:
     try:
         options = parse(arguments)
         absent = absent_gpus(options)
+        branch = None if options.branch is None else Branch.named(options.branch)
         if options.dry_run:
             said = what_data(options.config)
-            printed_plan.announce(options.config, predicted=True, absent=absent)
+            printed_plan.announce(
+                options.config, predicted=True, absent=absent, branch=branch
+            )
             console.say(said)
             return 0
         if options.config.deterministic:
@@ -263,7 +302,13 @@ def run(arguments: list[str]) -> int:
             join(heartbeat_seconds=options.heartbeat_seconds)
             console.STDOUT.quiet = jax.process_index() > 0
             step_times = before_training.agreed(step_times)
-        outcome = main(options.config, run_folder, corpus=corpus, step_times=step_times)
+        outcome = main(
+            options.config,
+            run_folder,
+            corpus=corpus,
+            step_times=step_times,
+            branch=branch,
+        )
         if outcome.resume_in_new_process:
             resume_in_new_process(options, outcome.folder)
     except Terminated:

@@ -12,6 +12,7 @@ from experiments import console
 from experiments.console import DETERMINISTIC, say
 from pallas_kernels.device import Device
 from sparsejax import plan
+from sparsejax.branch import Branch
 from sparsejax.config import MeshConfig, TrainConfig
 from sparsejax.layers import attention_implementation
 from sparsejax.metrics import ffn_decisions
@@ -19,7 +20,7 @@ from sparsejax.ops.backend import Decision, current_device
 from sparsejax.ops.ffn_spec import FFNSparsity
 from sparsejax.ops.kernels import registry
 from sparsejax.patterns import Pattern
-from sparsejax.recipe import Phase, phases
+from sparsejax.recipe import Phase, phases, steps_left
 from sparsejax.sharding import check_shardable
 from sparsejax.step_times import StepTimes, phases_run_dense
 
@@ -33,10 +34,12 @@ def announce(
     predicted: bool = False,
     absent: "Absent | None" = None,
     step_times: StepTimes | None = None,
+    branch: Branch | None = None,
 ) -> None:
     """Devices, mesh, size, FLOPs, phases, the path of each GEMM; with `predicted` also
     memory, communication and the expected speed-up, for a mesh whose devices need not
-    exist; with `step_times` how fast the steps were, and what follows from it.
+    exist; with `step_times` how fast the steps were, and what follows from it; with
+    `branch` where the run begins.
 
     Args:
       absent: with `predicted`, the GPUs that are planned for instead of those here.
@@ -47,6 +50,7 @@ def announce(
     """
     model = config.model
     planned = phases(config)
+    begin = 0 if branch is None else branch.first_step()
     sparsities = tuple(dict.fromkeys(phase.sparsity for phase in planned))
     device = current_device() if absent is None else absent.device
     mesh = _mesh_of(config, predicted=predicted)
@@ -81,6 +85,8 @@ def announce(
     )
     console.STDOUT.print(_flops_table(config))
     console.STDOUT.print(_phase_table(config, planned))
+    if branch is not None:
+        say(f"a branch: begins with step {begin:,} of {branch.folder}")
     for sparsity in sparsities:
         _say_paths(config, sparsity, decisions[sparsity], micro_batches)
     if predicted:
@@ -92,7 +98,8 @@ def announce(
             )
         _predict(config, planned)
     if step_times is not None:
-        _say_step_times(config, planned, step_times, decisions)
+        left = steps_left(planned, begin)
+        _say_step_times(config, left, step_times, decisions)
 
 
 def _say_step_times(

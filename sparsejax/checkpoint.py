@@ -306,6 +306,15 @@ class Checkpoints:
         """
         return self._folder / self._decide(lambda: self._held.path(step).name)
 
+    def check_intact(self, step: int) -> None:
+        """Compares a checkpoint with its manifest, to the last bit, and renames
+        nothing: for a run that reads another's.
+
+        Raises:
+          ValueError: no such checkpoint, one of an unknown format, or a damaged one.
+        """
+        self._decide(lambda: self._held.check_intact(step))
+
     def metadata(self, step: int | None = None) -> dict[str, Any]:
         """The metadata saved with a step, by default with the newest.
 

@@ -95,6 +95,19 @@ class CheckpointFolder:
             )
         return path.name, record
 
+    def check_intact(self, step: int) -> None:
+        """Compares a step's newest revision with its manifest, to the last bit; for
+        readers, which rename nothing.
+
+        Raises:
+          ValueError: there is none, it has a format that this version does not read, or
+            it is damaged.
+        """
+        path = self.path(step)
+        check_format(path)
+        if (reason := _find_damage(path, step)) is not None:
+            raise ValueError(f"{path} is damaged ({reason}); use another step")
+
     def unused_path(self, step: int) -> Path:
         """For a new checkpoint."""
         # A new name, because a folder cannot replace another one in a single operation:

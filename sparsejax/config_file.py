@@ -3,13 +3,13 @@
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from sparsejax.annotations import fits, in_words, kinds_of
-from sparsejax.config import TrainConfig
+from sparsejax.config import OptimizerConfig, RecipeConfig, TrainConfig
 
 JSON_NAMES = {
     int: "an integer",
@@ -131,6 +131,42 @@ def check_resumable(before: TrainConfig, after: TrainConfig, folder: Path) -> No
                 f"{folder} holds a run whose {name} is {old!r} and cannot become "
                 f"{new!r}; leave it out, or begin a run in another folder (a resumed "
                 f"run may change {', '.join(sorted(MAY_CHANGE))})"
+            )
+
+
+MAY_DIFFER_IN_BRANCH = (
+    MAY_CHANGE
+    | {f"optimizer.{field.name}" for field in fields(OptimizerConfig)}
+    | {f"phases.{field.name}" for field in fields(RecipeConfig)}
+    | {
+        "recipe",
+        "model.dtype",
+        "model.remat",
+        "micro_batches",
+        "sequences_per_device",
+        "backend",
+        "deterministic",
+        "eval_batches",
+        "keep_slower",
+    }
+)
+"""Settings that a branch may have other than its trunk: how long it trains, how sparse,
+at which learning rate, and how that is computed. All others say what the trunk's
+checkpoint is: sizes of the model and the function it computes, the tokens, their order,
+and the seed, whose random key is in the state."""
+
+
+def check_branchable(trunk: TrainConfig, branch: TrainConfig, folder: Path) -> None:
+    """Raises ValueError where a run under the settings `branch` cannot begin with a
+    checkpoint of the run in `folder`, trained under `trunk`."""
+    for name, (old, new) in changed_settings(trunk, branch).items():
+        if name not in MAY_DIFFER_IN_BRANCH:
+            raise ValueError(
+                f"{folder} holds a run whose {name} is {old!r}, and a branch of it "
+                f"cannot have {new!r}; leave it out, or begin a run that is no branch "
+                f"(a branch may have another number of steps, optimizer, recipe and "
+                f"phases, but has its trunk's model, tokens, order of the data and "
+                f"seed)"
             )
 
 

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsejax.branch import Branch, Trunk
 from sparsejax.checkpoint import TIMEOUT_SECONDS, Checkpoints
 from sparsejax.config import TrainConfig
 from sparsejax.config_file import check_resumable, from_json, read_config, to_json
@@ -33,7 +34,7 @@ from sparsejax.processes import (
     is_loss_of_contact,
     until_sigterm,
 )
-from sparsejax.recipe import Phase
+from sparsejax.recipe import Phase, are_alike, phase_at, steps_left
 from sparsejax.records import (
     Record,
     append_record,
@@ -79,6 +80,7 @@ def train(
     stop_after_sparse: bool = False,
     corpus: Corpus | None = None,
     step_times: StepTimes | None = None,
+    branch: Branch | None = None,
 ) -> Outcome:
     """Trains `config` in `folder`, or continues the run that `folder` holds.
 
@@ -96,6 +98,11 @@ def train(
     phases dense that lose time, unless `config.keep_slower`; the checkpoints say which
     these are, so that a run that goes on does the same, whatever it is given.
 
+    With `branch` a new run begins with all that a checkpoint of another run holds, and
+    goes on at that step under the settings of `config`: see `sparsejax.branch`. Where
+    its phase has another sparsity than the state of the checkpoint, a switch comes
+    first. It saves at once, and needs the other run no more.
+
     A run of several processes (`jax.distributed`) calls it in all of them, with one
     folder that all of them see; process 0 writes the records.
 
@@ -104,9 +111,10 @@ def train(
       ProcessLost: another process died or is out of reach; likewise.
       CheckpointFailed: a checkpoint could not be written; likewise.
       OSError: another file could not be written; likewise.
-      ValueError: settings or data that do not fit; a folder of another run, one in
-        which a run trains at this moment, or one that cannot be made or written in,
-        which is found out before anything else.
+      ValueError: settings or data that do not fit; a checkpoint to branch from that is
+        not there or is damaged; a folder of another run, one in which a run trains at
+        this moment, or one that cannot be made or written in, which is found out before
+        anything else.
     """
     check_writable(folder)
     saved = folder / "config.json"
@@ -122,7 +130,8 @@ def train(
         ) as checkpoints,
         until_sigterm(run.mesh) as terminated,
     ):
-        loop = _Loop(run, folder, checkpoints, observe, stop_after_sparse, step_times)
+        loop = _Loop(run, folder, checkpoints, observe, stop_after_sparse)
+        loop.begin_or_resume(step_times, branch)
         if jax.process_index() == 0:
             with loop.writing(saved):
                 write_whole(saved, json.dumps(to_json(config), indent=2) + "\n")
@@ -139,7 +148,6 @@ class _Loop:
         checkpoints: Checkpoints,
         observe: Callable[[Record], None],
         stop_after_sparse: bool,
-        step_times: StepTimes | None,
     ) -> None:
         self.run = run
         self.phases = run.phases
@@ -154,6 +162,14 @@ class _Loop:
         self.pace = Pace(run)
         self.saving_seconds = 0.0
         self.is_save_untold = False
+        self.step = self.phase_index = 0
+        self.origin: dict[str, Any] | None = None
+
+    def begin_or_resume(
+        self, step_times: StepTimes | None, branch: Branch | None
+    ) -> None:
+        """Brings the state to where the first step of this process begins."""
+        checkpoints, folder = self.checkpoints, self.folder
         damaged = checkpoints.set_aside_damaged()
         if damaged and checkpoints.latest_step() is None:
             found = "; ".join(f"{each.path} ({each.reason})" for each in damaged)
@@ -162,35 +178,63 @@ class _Loop:
                 f"there is nothing to go on from. To train anew in this folder, give "
                 f"the command again; to keep its records, use another folder"
             )
-        if checkpoints.latest_step() is None:
-            self.step = self.phase_index = 0
-            if step_times is not None:
-                self.leave_out_slower_phases(step_times)
-            self.state = run.initial_state()
-            if jax.process_index() == 0:
-                with self.writing(self.metrics_file):
-                    self.metrics_file.write_text("")
-            self.record(
-                "start",
-                corpus=run.corpus.description,
-                unigram_loss=unigram_loss(run.corpus),
-                micro_batches=run.micro_batches,
-            )
-            if step_times is not None:
-                self.record(
-                    "step_times", run_dense=self.run_dense, **asdict(step_times)
-                )
-        else:
-            self.restore()
+        if checkpoints.latest_step() is not None:
+            self.restore(branch)
             self.observe_only(
                 "resume",
                 checkpoint=str(checkpoints.path()),
                 run_dense=self.run_dense,
             )
+        elif branch is not None:
+            with Trunk(branch, self.config, folder) as trunk:
+                self.begin_as_branch(trunk, step_times)
+        else:
+            if step_times is not None:
+                self.leave_out_slower_phases(step_times)
+            self.state = self.run.initial_state()
+            self.record_start(step_times)
         for checkpoint in damaged:
             path, reason = str(checkpoint.path), checkpoint.reason
             self.observe_only("damaged", checkpoint=path, reason=reason)
         self.pace.start(self.step)
+
+    def begin_as_branch(self, trunk: Trunk, step_times: StepTimes | None) -> None:
+        """The trunk's state and data, switched to the phase in which they go on."""
+        self.check_corpus(trunk.corpus)
+        self.run.check_shardable(trunk.phase.sparsity)
+        self.step, self.origin = trunk.step, trunk.origin
+        self.phase_index = phase_at(self.phases, self.step)
+        if step_times is not None:
+            self.leave_out_slower_phases(step_times)
+        elif are_alike(self.phases, trunk.phases) and not self.config.keep_slower:
+            self.train_dense(trunk.run_dense)
+        restored = trunk.restore(self.run.template(trunk.phase.sparsity))
+        self.state = restored.state
+        self.batches.set_state(restored.data_state)
+        self.record_start(
+            step_times,
+            branch=trunk.origin
+            | {"seconds": trunk.seconds(), "learning_rate": trunk.learning_rate},
+            learning_rate=self.learning_rate_of(self.step),
+        )
+        if trunk.phase.sparsity != self.phase.sparsity:
+            self.switch(trunk.phase, self.phase_index)
+        self.save(blocking=True)
+
+    def record_start(self, step_times: StepTimes | None, **values: Any) -> None:
+        """The first records of a run, in a file without any."""
+        if jax.process_index() == 0:
+            with self.writing(self.metrics_file):
+                self.metrics_file.write_text("")
+        self.record(
+            "start",
+            corpus=self.run.corpus.description,
+            unigram_loss=unigram_loss(self.run.corpus),
+            micro_batches=self.run.micro_batches,
+            **values,
+        )
+        if step_times is not None:
+            self.record("step_times", run_dense=self.run_dense, **asdict(step_times))
 
     @property
     def phase(self) -> Phase:
@@ -201,9 +245,8 @@ class _Loop:
         if self.config.keep_slower:
             return
         minutes = self.config.new_process_minutes if self.stop_after_sparse else None
-        self.train_dense(
-            phases_run_dense(times, self.phases, new_process_minutes=minutes)
-        )
+        left = steps_left(self.phases, self.step)
+        self.train_dense(phases_run_dense(times, left, new_process_minutes=minutes))
 
     def train_dense(self, phases: Sequence[int]) -> None:
         """Makes the phases with these numbers dense."""
@@ -341,17 +384,21 @@ class _Loop:
 
     def log(self, report: dict[str, jax.Array]) -> None:
         speed = self.pace.of_steps(self.step, self.phase.sparsity)
-        schedule = learning_rate(self.config.optimizer, self.config.steps)
         self.record(
             "step",
             loss=float(report["loss"]),
             gradient_norm=float(report["gradient_norm"]),
             sparse=not self.phase.sparsity.is_dense,
-            learning_rate=float(jnp.asarray(schedule(self.step - 1))),
+            learning_rate=self.learning_rate_of(self.step - 1),
             saving_seconds=self.saving_seconds,
             **speed,
         )
         self.saving_seconds = 0.0
+
+    def learning_rate_of(self, step: int) -> float:
+        """That of the step after `step` steps."""
+        schedule = learning_rate(self.config.optimizer, self.config.steps)
+        return float(jnp.asarray(schedule(step)))
 
     def validate(self) -> None:
         loss = self.run.validate(self.state, self.phase.sparsity)
@@ -370,29 +417,31 @@ class _Loop:
 
     def end_phase(self, *, validated: bool) -> None:
         """Validates, switches to the next phase if there is one, saves for good."""
-        before = self.phase.sparsity
         if not validated:
             self.validate()
         last = self.phase_index + 1 == len(self.phases)
-        if last:
-            self.save(permanent=True, blocking=True)
-            return
+        if not last:
+            self.switch(self.phase, self.phase_index + 1)
+        self.save(permanent=True, blocking=True)
+
+    def switch(self, before: Phase, index: int) -> None:
+        """Brings a state of the phase `before` to the phase of the number `index`, with
+        a validation on both sides."""
+        left, after = before.sparsity, self.phases[index].sparsity
         losses = {
-            "before": self.run.validate(self.state, before),
-            "before_unmasked": self.run.validate(self.state, before, masks=False),
+            "before": self.run.validate(self.state, left),
+            "before_unmasked": self.run.validate(self.state, left, masks=False),
         }
-        following = self.phases[self.phase_index + 1]
-        after = following.sparsity
-        self.state = self.run.switch(self.state, before, after)
+        self.state = self.run.switch(self.state, left, after)
         losses |= {
             "after": self.run.validate(self.state, after),
             "after_unmasked": self.run.validate(self.state, after, masks=False),
         }
         self.refuse_non_finite(self.step, losses)
-        self.phase_index += 1
+        self.phase_index = index
         jump = losses["after"] - losses["before"]
-        self.record("switch", to=following.kind, jump=jump, large=jump > JUMP, **losses)
-        self.save(permanent=True, blocking=True)
+        kinds = {"from": before.kind, "to": self.phase.kind}
+        self.record("switch", **kinds, jump=jump, large=jump > JUMP, **losses)
 
     def recluster_is_due(self) -> bool:
         start = sum(phase.steps for phase in self.phases[: self.phase_index])
@@ -422,6 +471,7 @@ class _Loop:
                 "config": to_json(self.config),
                 "corpus": self.run.corpus.fingerprint,
                 "run_dense": self.run_dense,
+                "branch": self.origin,
             },
             permanent=permanent,
             blocking=blocking,
@@ -437,17 +487,29 @@ class _Loop:
             if good is not None:
                 self.observe_only("saved", checkpoint=str(good))
 
-    def restore(self) -> None:
-        """The newest checkpoint, and metrics.jsonl as it was then."""
-        metadata = self.checkpoints.metadata()
-        before = from_json(metadata["config"])
-        check_resumable(before, self.config, self.folder)
-        if metadata["corpus"] != self.run.corpus.fingerprint:
+    def check_corpus(self, fingerprint: Any) -> None:
+        """Raises ValueError where a checkpoint of these tokens is not of the run's."""
+        if fingerprint != self.run.corpus.fingerprint:
             raise ValueError(
                 f"the checkpoint was trained on other tokens than "
                 f"{self.run.corpus.description}; point --data.text or --data.shards, "
                 f"and --data.tokenizer, at those that the run began with"
             )
+
+    def restore(self, branch: Branch | None) -> None:
+        """The newest checkpoint, and metrics.jsonl as it was then.
+
+        Raises:
+          ValueError: it is of other settings or tokens, or not of the branch named.
+        """
+        metadata = self.checkpoints.metadata()
+        before = from_json(metadata["config"])
+        check_resumable(before, self.config, self.folder)
+        # Checkpoints of before there was any are of runs that are no branches.
+        self.origin = metadata.get("branch")
+        if branch is not None:
+            branch.check_begun(self.origin, self.folder)
+        self.check_corpus(metadata["corpus"])
         step = self.checkpoints.latest_step()
         assert step is not None
         self.check_phase(step, metadata["phase"], metadata["kind"], before.steps)

@@ -1,6 +1,8 @@
 """The phases of a training run: how many steps, and how sparse."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from sparsejax.annotations import check_value
 from sparsejax.config import RecipeConfig, RecipeName, TrainConfig
@@ -52,6 +54,29 @@ def sparsity_of(recipe: RecipeName, settings: RecipeConfig) -> FFNSparsity:
         token_sparsity=settings.token_sparsity,
         dense_features=settings.dense_features,
         permute_tokens=settings.permute_tokens,
+    )
+
+
+def phase_at(planned: Sequence[Phase], step: int) -> int:
+    """The number of the phase that the step after `step` steps belongs to; of a run
+    that is over, its last one."""
+    ends = accumulate(phase.steps for phase in planned)
+    return next((i for i, end in enumerate(ends) if step < end), len(planned) - 1)
+
+
+def are_alike(left: Sequence[Phase], right: Sequence[Phase]) -> bool:
+    """Whether both are the same phases, however long."""
+    return [replace(of, steps=0) for of in left] == [
+        replace(of, steps=0) for of in right
+    ]
+
+
+def steps_left(planned: Sequence[Phase], step: int) -> tuple[Phase, ...]:
+    """The phases as long as what is left of each after `step` steps."""
+    ends = accumulate(phase.steps for phase in planned)
+    return tuple(
+        replace(phase, steps=min(phase.steps, max(0, end - step)))
+        for phase, end in zip(planned, ends, strict=True)
     )
 
 

@@ -1,7 +1,9 @@
 """metrics.jsonl: the records of a run, one JSON object per line; its folder."""
 
 import json
+import math
 import os
+import statistics
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,6 +32,45 @@ def records_until(path: Path, step: int, kinds: Sequence[str]) -> str:
         return ""
     lines = path.read_text(errors="replace").splitlines()
     return "".join(f"{line}\n" for line in lines if _is_record(line, step, kinds))
+
+
+def first_step(records: Sequence[Record]) -> int:
+    """How many steps were done before the run's first: 0, or those of the trunk that a
+    branch began with."""
+    return next((r["step"] for r in records if r["event"] == "start"), 0)
+
+
+def training_seconds(
+    records: Sequence[Record], tokens_per_step: int
+) -> dict[int, float]:
+    """Seconds of the training steps up to each step with a record, and up to the first
+    step, which is 0 or, of a branch, what its trunk took.
+
+    Validation, saving and compilation are left out, so that they do not depend on how
+    often a run was resumed. A record without a rate, as the first of a phase and of a
+    resume, takes the median of its phase, or else of the run; NaN where there is none.
+    """
+    steps = [r for r in records if r["event"] == "step"]
+    rated = [r for r in steps if "tokens_per_second" in r]
+    rates = [r["tokens_per_second"] for r in rated]
+    before, total = first_step(records), _seconds_before(records)
+    seconds = {before: total}
+    for record in steps:
+        phase = record["phase"]
+        of_phase = [r["tokens_per_second"] for r in rated if r["phase"] == phase]
+        typical = statistics.median(of_phase or rates or [math.nan])
+        rate = record.get("tokens_per_second", typical)
+        total += (record["step"] - before) * tokens_per_step / rate
+        before = record["step"]
+        seconds[before] = total
+    return seconds
+
+
+def _seconds_before(records: Sequence[Record]) -> float:
+    """What the steps took that a branch began with; NaN where that is not known."""
+    starts = (r["branch"] for r in records if r["event"] == "start" and "branch" in r)
+    seconds = next((of["seconds"] for of in starts), 0.0)
+    return math.nan if seconds is None else seconds
 
 
 def write_whole(path: Path, text: str) -> None:

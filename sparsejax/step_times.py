@@ -91,10 +91,10 @@ def phases_run_dense(
     A phase of n steps saves n (dense - sparse). What follows it in the same process,
     m dense steps, takes m (dense after - dense) longer; a new process for them spares
     that and costs `NEW_PROCESS_SECONDS`. A phase that saves no more than it costs is
-    trained dense.
+    trained dense. One of which no step is left is not asked.
 
     Args:
-      phases: of the run.
+      phases: of the run, as long as what is left of them.
       new_process_minutes: dense phases that take as long begin a process of their own;
         None where none does.
     """
@@ -107,7 +107,7 @@ def phases_run_dense(
         tail_minutes = dense_later * times.dense_ms / 60_000
         if new_process_minutes is not None and tail_minutes >= new_process_minutes:
             lost = min(lost, 1e3 * NEW_PROCESS_SECONDS)
-        if saved <= lost:
+        if own and saved <= lost:
             slower.append(of.phase)
     return tuple(slower)
 

@@ -182,12 +182,7 @@ class Run:
         self.mesh = make_mesh(config.mesh, devices)
         resolved = config.mesh.resolve(self.mesh.size)
         self.micro_batches = config.micro_batches_on(resolved)
-        check_shardable(
-            config.model,
-            [phase.sparsity for phase in self.phases],
-            resolved,
-            micro_batch=self._micro_batch,
-        )
+        self.check_shardable(*(phase.sparsity for phase in self.phases))
         if corpus is None:
             corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
         self.corpus = corpus
@@ -205,6 +200,13 @@ class Run:
         self.statistics = nnx.jit(metrics.model_statistics, out_shardings=on_all)
         self.masks = nnx.jit(metrics.weight_masks)
         self.flip_rate = jax.jit(metrics.mask_flip_rate, out_shardings=on_all)
+
+    def check_shardable(self, *sparsities: FFNSparsity) -> None:
+        """Raises ValueError where the mesh cannot share a model of these."""
+        resolved = self.config.mesh.resolve(self.mesh.size)
+        check_shardable(
+            self.config.model, sparsities, resolved, micro_batch=self._micro_batch
+        )
 
     def phase_ends(self) -> list[int]:
         """The step after the last of each phase."""

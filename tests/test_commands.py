@@ -134,6 +134,8 @@ def planned_or_small(words: Command, launcher: Command) -> None:
         names = {path.name for path in Path(RUN).iterdir()}
         assert names >= {"config.json", "loss.png", "model.safetensors"}
         return
+    # The small run has saved its last step, and not those of the documents.
+    words = tuple(re.sub(r"^(runs/.*)@\d+$", r"\1", word) for word in words)
     # The folder that all hosts see is here.
     words = tuple(word.replace("/shared/", "shared/") for word in words)
     extra = [] if "--dry-run" in words else ["--dry-run"]

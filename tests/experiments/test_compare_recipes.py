@@ -235,7 +235,8 @@ def test_a_comparison_that_is_started_again_goes_on(
 
 def test_a_run_trains_in_a_process_of_its_own(finished, text, tmp_path, monkeypatch):
     monkeypatch.setattr(compare_recipes, "in_own_process", in_own_process)
-    monkeypatch.setattr(pretrain, "main", lambda *_: pytest.fail("trains here"))
+    train = lambda *_, branch: pytest.fail("trains here")
+    monkeypatch.setattr(pretrain, "main", train)
     comparison = micro_comparison(text)
     rows = main(replace(comparison, trials=comparison.trials[:1]), tmp_path, None)
     assert without_clock(rows) == without_clock(finished[1][:1])
@@ -245,10 +246,10 @@ def test_a_run_may_take_several_processes(finished, text, tmp_path, monkeypatch)
     comparison, called = of_seed_0(micro_comparison(text)), []
     train = compare_recipes.in_own_process
 
-    def in_two(function, config, folder):
+    def in_two(function, config, *where):
         called.append(config.recipe)
         first = called.count(config.recipe) == 1
-        return None if first else train(function, config, folder)
+        return None if first else train(function, config, *where)
 
     monkeypatch.setattr(compare_recipes, "in_own_process", in_two)
     rows = main(comparison, tmp_path, None)
@@ -314,6 +315,55 @@ def test_a_run_that_diverges_is_a_result(finished, text, tmp_path, capsys, monke
     assert "NonFiniteLoss: loss=nan at step 5" in shown
     monkeypatch.setattr(pretrain, "main", lambda *_: pytest.fail("trains"))
     assert main(comparison, tmp_path, None) == rows
+
+
+def test_one_trunk_gives_the_losses_of_several_lengths(
+    text, compiled_once, tmp_path, monkeypatch
+):
+    """Also where the baseline is a branch itself, and when it is stopped in one."""
+    base = micro_config(text, steps=6, recipe="dense", eval_every=0, keep_every=2)
+    optimizer = replace(base.optimizer, schedule="wsd", decay_share=0.0)
+    trunk = replace(base, optimizer=optimizer)
+    decay = lambda steps: replace(
+        trunk, steps=steps, optimizer=replace(optimizer, decay_share=2 / steps)
+    )
+    trials = (
+        Trial(name="trunk", seed=0, config=trunk),
+        Trial(name="six", seed=0, config=decay(6), trunk="trunk", begin=4),
+        Trial(name="eight", seed=0, config=decay(8), trunk="trunk", begin=6),
+    )
+    comparison = Comparison(name="lengths", baseline="six", trials=trials)
+    folder = tmp_path / "runs"
+    with interrupted(monkeypatch, run=2, step=5, act=kill):
+        with pytest.raises(Killed):
+            main(comparison, folder, None)
+    # The baseline has not ended: nothing can be compared with it yet.
+    assert not (folder / "rows.jsonl").exists()
+    rows = main(comparison, folder, None)
+    assert [row["name"] for row in rows] == ["trunk", "six", "eight"]
+    assert [row.get("branch") for row in rows] == [None, "trunk@4", "trunk@6"]
+    assert rows[1]["to_baseline"] == 0.0
+    for row, steps in zip(rows, (6, 6, 8), strict=True):
+        losses = losses_of(folder / row["name"] / "seed-0")
+        assert row["loss"] == losses["validation", steps]
+        assert row["to_baseline"] == row["loss"] - rows[1]["loss"]
+        assert (row["steps"], row["tokens"]) == (steps, steps * 4 * 16)
+    # A branch's seconds are its trunk's and its own.
+    assert rows[2]["seconds"] > rows[0]["seconds"]
+    assert main(comparison, folder, None) == rows
+    moved = folder.rename(tmp_path / "moved")
+    assert main(comparison, moved, None) == rows
+    begins = {"begin": 2, "trunk": "trunk"}
+    for change, message in (
+        (
+            begins,
+            r"seed-0 holds a branch of ../../trunk/seed-0 at step 6, not .* step 2",
+        ),
+        ({"trunk": None}, "holds a branch of .* and in the comparison eight is none"),
+    ):
+        other = replace(comparison, trials=(*trials[:2], replace(trials[2], **change)))
+        with pytest.raises(ValueError, match=message):
+            main(other, moved, None)
 
 
 def test_a_row_names_all_places_that_its_run_was_trained_in(finished, text, tmp_path):

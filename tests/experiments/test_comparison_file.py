@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from experiments import comparison_file
-from experiments.comparison_file import read_comparison
+from experiments.comparison_file import kept_steps, read_comparison
 from sparsejax import plan
+from sparsejax.branch import Branch
 from sparsejax.config import TrainConfig
 from sparsejax.config_file import changed_settings
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
@@ -74,6 +75,101 @@ def test_a_run_may_have_some_of_the_seeds(tmp_path):
     order = [("b", 2), ("a", 2), ("b", 0), ("b", 1), ("a", 1)]
     assert [(trial.name, trial.seed) for trial in trials] == order
     assert [trial.config.steps for trial in trials if trial.name == "a"] == [9, 9]
+
+
+BRANCHES = """
+seeds = [0, 1]
+baseline = "dense-long"
+[base]
+steps = 400
+optimizer = { schedule = "wsd", decay_share = 0.0 }
+checkpoint_every = 100
+keep_every = 200
+[runs.sparse-long]
+branch = "sparse"
+steps = 800
+recipe = "default"
+optimizer.decay_share = 0.5
+[runs.dense-long]
+branch = "dense@200"
+recipe = "dense"
+optimizer.decay_share = 0.5
+[runs.dense]
+recipe = "dense"
+[runs.longest]
+seeds = [1]
+branch = "sparse-long@600"
+steps = 1000
+[runs.sparse]
+"""
+
+
+def test_branches_come_after_the_runs_that_they_begin_with(tmp_path):
+    comparison = read_comparison(write(tmp_path, BRANCHES))
+    of_one = ["dense", "dense-long", "sparse", "sparse-long", "longest"]
+    order = [(name, 0) for name in of_one[:-1]] + [(name, 1) for name in of_one]
+    assert [(trial.name, trial.seed) for trial in comparison.trials] == order
+    by_name = {trial.name: trial for trial in comparison.trials}
+    assert by_name["dense"].branch_in(tmp_path) is None
+    trunks = {trial.name: (trial.trunk, trial.begin) for trial in comparison.trials}
+    assert trunks == {
+        "dense": (None, 0),
+        "dense-long": ("dense", 200),
+        "sparse": (None, 0),
+        "sparse-long": ("sparse", 400),
+        "longest": ("sparse-long", 600),
+    }
+    folder = tmp_path / "sparse-long" / "seed-1"
+    assert by_name["longest"].branch_in(tmp_path) == Branch(folder, 600)
+    assert by_name["sparse-long"].config.steps == 800
+    some = comparison.only(["longest"], [1])
+    assert [trial.name for trial in some.trials] == of_one
+    some = comparison.only(["dense"], [0])
+    assert [trial.name for trial in some.trials] == ["dense", "dense-long"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            ("dense@200", "dens@200"),
+            "runs.dense-long.branch='dens@200' must be another",
+        ),
+        (('"dense@200"', "3"), "runs.dense-long.branch=3 must be another of the runs"),
+        (
+            ("[runs.dense]", "[runs.dense]\nbranch = 'dense-long'"),
+            "leads back to dense",
+        ),
+        (
+            ("dense@200", "dense@100"),
+            "runs.dense-long, seed 0: dense ends without a checkpoint of step 100; it "
+            "keeps 200, 300, 400; .* set runs.dense.keep_every",
+        ),
+        (("[runs.sparse]", "[runs.sparse]\nsteps = 800"), "steps=800 leaves nothing"),
+        (
+            ("[runs.sparse]", "[runs.sparse]\nseeds = [0]"),
+            "sparse-long, seed 1: it branches from sparse, which is not trained with",
+        ),
+        (
+            ("[runs.dense]", "[runs.dense]\nmodel.layers = 2"),
+            "dense-long, seed 0: dense holds a run whose model.layers is 2, and a ",
+        ),
+        (("[base]", "[base]\nbranch = 'dense'"), "setting branch is unknown"),
+    ],
+)
+def test_a_branch_that_cannot_be_is_refused(change, message, tmp_path):
+    path = write(tmp_path, BRANCHES.replace(*change))
+    with pytest.raises(ValueError, match=message):
+        read_comparison(path)
+
+
+def test_the_kept_steps_are_those_of_the_keep_policy():
+    config = TrainConfig(steps=1000, checkpoint_every=150, keep_checkpoints=3)
+    # Switches at 50 and 550, the end, and of the others the newest.
+    assert kept_steps(config) == [50, 550, 750, 900, 1000]
+    assert kept_steps(replace(config, checkpoint_every=0)) == [50, 550, 1000]
+    sparser = replace(config, recipe="dense", keep_every=300, keep_checkpoints=1)
+    assert kept_steps(sparser) == [300, 600, 900, 1000]
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ import matplotlib.image
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.plot import SHADES, plot_comparison, plot_run, training_seconds
+from experiments.plot import SHADES, plot_comparison, plot_run
 from sparsejax.config import DataConfig, TrainConfig
 from sparsejax.config_file import to_json
+from sparsejax.records import training_seconds
 
 START = {"event": "start", "step": 0, "phase": 0, "kind": "warm-up"}
 

@@ -102,6 +102,40 @@ def stopped_run(folder: Path, config: TrainConfig) -> list[str]:
     return ["--resume", str(folder)]
 
 
+def test_a_branch_has_the_settings_of_its_trunk_and_those_that_are_given(
+    text, tmp_path, capsys
+):
+    config = micro_config(text, recipe="paper", steps=4, eval_every=0)
+    trunk = tmp_path / "trunk"
+    pretrain.main(config, trunk)
+    branch = ["--branch", f"{trunk}@3"]
+    assert pretrain.parse(branch).config == config
+    steps = [*branch, "--steps", "6", "--optimizer.schedule", "wsd"]
+    longer = pretrain.parse(steps).config
+    wsd = replace(config.optimizer, schedule="wsd")
+    assert longer == replace(config, steps=6, optimizer=wsd)
+    assert pretrain.parse([*branch, "--recipe", "weights"]).config == replace(
+        config, recipe="weights", phases=replace(config.phases, block_rows=128)
+    )
+    capsys.readouterr()
+    assert pretrain.run([*steps, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert f"a branch: begins with step 3 of {trunk}" in shown
+    assert pretrain.run([*steps, "--run-folder", str(tmp_path / "branch")]) == 0
+    shown = capsys.readouterr().out
+    assert "a branch of ../trunk, from step 3: learning rate there " in shown
+    records = read_records(tmp_path / "branch")
+    assert [r["step"] for r in records if r["event"] == "step"] == [4, 5, 6]
+    for given, message in (
+        ([f"{trunk}@2"], "no checkpoint of step 2 to branch from; take one of 1, 3, 4"),
+        ([str(tmp_path)], f"--branch {tmp_path}: there is no "),
+        ([f"{trunk}@3", "--seed", "1"], "whose seed is 0, and a branch of it cannot"),
+        ([f"{trunk}@3", "--resume", str(trunk)], "begins one; leave one of them out"),
+    ):
+        assert pretrain.run(["--branch", *given]) == 1
+        assert message in capsys.readouterr().err
+
+
 def test_a_resume_has_the_settings_of_its_run(text, tmp_path):
     config = micro_config(text)
     resume = stopped_run(tmp_path / "run", config)

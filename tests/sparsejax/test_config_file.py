@@ -11,13 +11,16 @@ from hypothesis import strategies as st
 from sparsejax.config import (
     DataConfig,
     MeshConfig,
+    ModelConfig,
     OptimizerConfig,
     RecipeConfig,
     TrainConfig,
 )
 from sparsejax.config_file import (
     MAY_CHANGE,
+    MAY_DIFFER_IN_BRANCH,
     changed_settings,
+    check_branchable,
     check_resumable,
     from_json,
     read_config,
@@ -200,6 +203,55 @@ def test_a_resume_may_change_what_touches_no_training_its_mesh_length_and_paths(
     )
     assert set(changed_settings(before, after)) == MAY_CHANGE
     check_resumable(before, after, Path("runs/a"))
+
+
+def test_a_branch_may_have_other_steps_optimizer_recipe_and_phases():
+    trunk = TrainConfig(checkpoint_every=200)
+    branch = replace(
+        trunk,
+        steps=2600,
+        recipe="paper",
+        phases=RecipeConfig(experts=8, warmup_share=0.5, sparse_share=0.25),
+        optimizer=OptimizerConfig(schedule="wsd", decay_share=0.5, beta1=0.5),
+        model=replace(trunk.model, dtype="bfloat16", remat="full"),
+        micro_batches=4,
+        eval_batches=3,
+        keep_slower=True,
+    )
+    check_branchable(trunk, branch, Path("runs/a"))
+    settings = {
+        (prefix + field.name)
+        for prefix, kind in (("optimizer.", OptimizerConfig), ("phases.", RecipeConfig))
+        for field in fields(kind)
+    }
+    assert MAY_DIFFER_IN_BRANCH >= MAY_CHANGE | settings
+    assert _dotted(to_json(trunk)) >= MAY_DIFFER_IN_BRANCH
+
+
+def _dotted(settings: dict, prefix: str = "") -> set[str]:
+    names = set()
+    for name, value in settings.items():
+        nested = isinstance(value, dict)
+        names |= _dotted(value, f"{prefix}{name}.") if nested else {prefix + name}
+    return names
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 1}, "runs/a holds a run whose seed is 0, .* cannot have 1; leave it"),
+        ({"batch_size": 8}, "batch_size is 32, and a branch of it cannot have 8"),
+        ({"data": DataConfig(seed=1)}, r"data\.seed is 0, and"),
+        ({"data": DataConfig(sequence_length=8)}, r"data\.sequence_length is 128, and"),
+        ({"model": ModelConfig(layers=3)}, r"model\.layers is 4, and"),
+        ({"model": ModelConfig(scan_layers=False)}, r"model\.scan_layers is True, and"),
+        ({"preset": "gpt-124m"}, "preset is 'tiny', and"),
+    ],
+)
+def test_a_branch_has_its_trunks_model_tokens_order_and_seed(change, message):
+    trunk = TrainConfig()
+    with pytest.raises(ValueError, match=message):
+        check_branchable(trunk, replace(trunk, **change), Path("runs/a"))
 
 
 def test_a_chosen_number_of_micro_batches_follows_the_mesh_and_a_named_one_stays():
