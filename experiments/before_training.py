@@ -57,7 +57,7 @@ def keep_programs() -> None:
 
 def why_untimed(config: TrainConfig, run_folder: Path | None) -> str | None:
     """Why the steps of a run are not timed before it, or None."""
-    if all(phase.sparsity.is_dense for phase in phases(config)):
+    if all(phase.is_dense for phase in phases(config)):
         return "no phase is sparse"
     if run_folder is not None and latest_step(run_folder / "checkpoints") is not None:
         return "its checkpoints say which phases are trained dense"

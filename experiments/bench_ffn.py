@@ -134,8 +134,8 @@ def of_run(config: Config) -> tuple[Config, Inputs]:
     run = Run(train_config, devices=jax.devices()[:1])
     with Checkpoints(config.run / "checkpoints") as checkpoints:
         phase = run.phases[checkpoints.metadata()["phase"]]
-        restored = checkpoints.restore(template=run.template(phase.sparsity))
-    model = run.model(restored.state, phase.sparsity)
+        restored = checkpoints.restore(template=run.template(phase.held))
+    model = run.model(restored.state, phase.sparsity, phase.held)
     layer = train_config.model.layers // 2
     x = _ffn_inputs(model, run, layer, config.tokens)
     ffn = model.blocks.ffn

@@ -76,13 +76,14 @@ class Stepper:
         # Bytes, under the preset's vocabulary: its head is part of the step.
         corpus = load_corpus(config.data, vocab_size=ByteTokenizer.vocab_size)
         self.run = Run(config, devices=devices, corpus=corpus)
-        first, *later = (phase.sparsity for phase in self.run.phases)
+        first, *later = self.run.phases
         timed = later[0] if later else first
         state = self.run.initial_state()
-        self.state: TrainState = self.run.switch(state, first, timed)
+        self.state: TrainState = self.run.switch_phase(state, first, timed)
         self.batches = self.run.batches()
         tokens = self.run.place(next(self.batches)["tokens"])
-        self.step = self.run.step(timed).lower(self.state, tokens).compile()
+        step = self.run.step(timed.sparsity, timed.held)
+        self.step = step.lower(self.state, tokens).compile()
 
     def steps(self, count: int) -> list[dict[str, float]]:
         """Losses and gradient norms of the next steps, waited for at the end."""

@@ -32,7 +32,7 @@ from rich.table import Table
 from experiments import console, pretrain, printed_plan
 from experiments.comparison_file import Comparison, Trial, read_comparison
 from experiments.own_process import Terminated, in_own_process
-from experiments.plot import SHADES, plot_comparison
+from experiments.plot import plot_comparison
 from experiments.provenance import commit
 from experiments.rows import append_rows
 from sparsejax.branch import Branch
@@ -323,8 +323,8 @@ def losses_table(rows: Sequence[dict]) -> Table:
     table = Table(
         title="validation loss at the end of a phase -> right after the switch"
     )
-    switched = {switch["from"] for row in rows for switch in row["switches"]}
-    left = [kind for kind in SHADES if kind in switched]
+    # In the order of the phases, as far as the runs have the same.
+    left = dict.fromkeys(switch["from"] for row in rows for switch in row["switches"])
     table.add_column("run")
     for name in ("seed", *left, "final", f"to {rows[0]['baseline']}"):
         table.add_column(name, justify="right")

@@ -290,7 +290,12 @@ def _config(run: str, base: Any, changes: Any, seed: int) -> TrainConfig:
         own = {name: value for name, value in changes.items() if name not in others}
         settings = _overlaid(base, own)
         preset = settings.get("preset")
-        start = to_json(PRESETS[preset]() if preset in list(PRESETS) else TrainConfig())
+        default = PRESETS[preset]() if preset in list(PRESETS) else TrainConfig()
+        phases_of_it = settings.get("phases")
+        if isinstance(phases_of_it, dict) and phases_of_it.get("schedule"):
+            # Of the preset's recipe nothing would be read.
+            default = default.with_schedule(())
+        start = to_json(default)
         seeded = _overlaid(start, {"seed": seed, "data": {"seed": seed}})
         config = from_json(_overlaid(seeded, settings))
         phases(config)

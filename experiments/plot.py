@@ -6,7 +6,8 @@ uv run experiments/plot.py runs/ablations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from sparsejax.config_file import read_config
 from sparsejax.records import first_step, training_seconds
 
 SHADES = {"warm-up": "#dddddd", "sparse": "#cfe8cf", "dense": "#eeeeee"}
+"""Of the phases of the recipes."""
+OTHER_SHADES = ("#d6e4f5", "#f7e3c8", "#e6d9f0", "#d3ede9", "#f6d9dc", "#eceabf")
+"""Of phases with other names, in the order in which they come."""
 LINES = ("-", "--", ":", "-.")
 
 
@@ -32,8 +36,10 @@ def plot_run(folder: Path) -> str:
     steps = _of_event(records, "step")
     validations = _of_event(records, "validation")
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for kind, first, last in _spans(records):
-        axes.axvspan(first, last, color=SHADES[kind], alpha=0.6, linewidth=0)
+    spans = _spans(records)
+    shades = shades_of(kind for kind, _, _ in spans)
+    for kind, first, last in spans:
+        axes.axvspan(first, last, color=shades[kind], alpha=0.6, linewidth=0)
         top = axes.get_xaxis_transform()
         middle = (first + last) / 2
         axes.text(middle, 0.97, kind, transform=top, ha="center", va="top")
@@ -85,9 +91,11 @@ def plot_comparison(folder: Path) -> str:
         layout="constrained",
     )
     colours = plt.get_cmap("tab10" if len(runs) <= 10 else "tab20")
+    read = {place: _read(folder / place) for of in runs.values() for place in of}
+    shades = shades_of(kind for of in read.values() for kind, _, _ in _spans(of))
     for row, (name, places) in enumerate(runs.items()):
         for index, place in enumerate(places):
-            records = _read(folder / place)
+            records = read[place]
             curve = _validation_curve(records)
             config = read_config(folder / place / "config.json")
             for at, (losses, strips) in zip(
@@ -104,7 +112,7 @@ def plot_comparison(folder: Path) -> str:
                 )
                 for kind, first, last in _spans(records) if index == 0 else ():
                     start, width = at(first), at(last) - at(first)
-                    strips.barh(row, width, left=start, color=SHADES[kind], label=kind)
+                    strips.barh(row, width, left=start, color=shades[kind], label=kind)
     (by_tokens, by_seconds), (phases, phases_by_seconds) = grid
     by_tokens.set_ylabel("validation loss, nats per token")
     by_tokens.legend(title="a line per seed")
@@ -119,6 +127,12 @@ def plot_comparison(folder: Path) -> str:
     figure.savefig(folder / "comparison.png", dpi=120)
     plt.close(figure)
     return f"figure: {folder / 'comparison.png'}"
+
+
+def shades_of(kinds: Iterable[str]) -> dict[str, str]:
+    """A colour for each phase, by its name."""
+    others = cycle(OTHER_SHADES)
+    return {kind: SHADES.get(kind) or next(others) for kind in dict.fromkeys(kinds)}
 
 
 def _validation_curve(records: list[dict]) -> list[tuple[int, float]]:

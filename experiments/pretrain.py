@@ -50,7 +50,12 @@ from sparsejax.batches import train_batches, validation_batches
 from sparsejax.branch import Branch
 from sparsejax.checkpoint_folder import latest_step
 from sparsejax.config import RecipeName, TrainConfig
-from sparsejax.config_file import check_branchable, check_resumable, read_config
+from sparsejax.config_file import (
+    check_branchable,
+    check_resumable,
+    read_config,
+    read_schedule,
+)
 from sparsejax.corpus import Corpus, load_corpus
 from sparsejax.loop import NonFiniteLoss, Outcome, train
 from sparsejax.model import greedy_sample
@@ -76,6 +81,9 @@ class Options:
     """RUN@STEP: begin with the checkpoint of that step in the run folder RUN (without
     @STEP: the latest), and go on in another folder, with that run's settings where no
     others are given; model, tokens and seeds stay."""
+    schedule: Path | None = None
+    """A file, TOML or JSON, with the phases of the run instead of the recipe's: tables
+    [[phase]] with name, share of the steps, sparsity, every, learning_rate_scale."""
     dry_run: bool = False
     """Print the plan and stop: the data is read and checked, nothing is allocated or
     written."""
@@ -109,7 +117,8 @@ def main(
     `sparsejax.loop.train`."""
     if run_folder is None:
         now = datetime.now().strftime("%Y%m%d-%H%M%S")
-        name = f"{config.preset}-{config.recipe}-{now}"
+        what = "schedule" if config.phases.schedule else config.recipe
+        name = f"{config.preset}-{what}-{now}"
         names = Exchange("run folder").gather("name", name, timeout_seconds=60)
         run_folder = RUNS / names[0]
     check_writable(run_folder)
@@ -208,6 +217,7 @@ def parse(arguments: list[str]) -> Options:
     first.add_argument("--recipe")
     first.add_argument("--resume", type=Path)
     first.add_argument("--branch")
+    first.add_argument("--schedule", type=Path)
     start, _ = first.parse_known_args(arguments)
     branch = None if start.branch is None else Branch.named(start.branch)
     if start.resume is not None:
@@ -217,8 +227,11 @@ def parse(arguments: list[str]) -> Options:
             default = settings_in(branch.folder, "--branch", "the run to branch from")
         else:
             default = PRESETS[start.preset or before_training.default_preset()]()
-        if start.recipe in get_args(RecipeName) and start.recipe != default.recipe:
+        present = None if default.phases.schedule else default.recipe
+        if start.recipe in get_args(RecipeName) and start.recipe != present:
             default = default.with_recipe(start.recipe)
+        if start.schedule is not None:
+            default = default.with_schedule(read_schedule(start.schedule))
     options = tyro.cli(
         Options,
         args=arguments,
@@ -230,6 +243,11 @@ def parse(arguments: list[str]) -> Options:
         if options.run_folder is not None:
             raise ValueError(
                 "--resume continues in its own folder; leave --run-folder out"
+            )
+        if start.schedule is not None:
+            raise ValueError(
+                f"--resume {start.resume} goes on with the phases that its run has; "
+                f"leave --schedule {start.schedule} out"
             )
         if branch is not None:
             raise ValueError(

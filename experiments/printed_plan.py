@@ -2,8 +2,8 @@
 
 import os
 import statistics
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 import jax
 from rich.table import Table
@@ -19,7 +19,7 @@ from sparsejax.metrics import ffn_decisions
 from sparsejax.ops.backend import Decision, current_device
 from sparsejax.ops.ffn_spec import FFNSparsity
 from sparsejax.ops.kernels import registry
-from sparsejax.patterns import Pattern
+from sparsejax.patterns import Pattern, name_of
 from sparsejax.recipe import Phase, phases, steps_left
 from sparsejax.sharding import check_shardable
 from sparsejax.step_times import StepTimes, phases_run_dense
@@ -51,14 +51,14 @@ def announce(
     model = config.model
     planned = phases(config)
     begin = 0 if branch is None else branch.first_step()
-    sparsities = tuple(dict.fromkeys(phase.sparsity for phase in planned))
+    sparsities = _names_of(planned)
     device = current_device() if absent is None else absent.device
     mesh = _mesh_of(config, predicted=predicted)
     if absent is not None:
         mesh = absent.mesh(config.mesh)
     micro_batches = config.micro_batches_on(mesh)
     micro_batch = config.batch_size // micro_batches
-    check_shardable(model, sparsities, mesh, micro_batch=micro_batch)
+    check_shardable(model, list(sparsities), mesh, micro_batch=micro_batch)
     tokens = micro_batch * config.data.sequence_length
     tokens_per_device = tokens // mesh.token_shards
     decisions = {
@@ -87,8 +87,8 @@ def announce(
     console.STDOUT.print(_phase_table(config, planned))
     if branch is not None:
         say(f"a branch: begins with step {begin:,} of {branch.folder}")
-    for sparsity in sparsities:
-        _say_paths(config, sparsity, decisions[sparsity], micro_batches)
+    for sparsity, name in sparsities.items():
+        _say_paths(config, name, sparsity, decisions[sparsity], micro_batches)
     if predicted:
         table = _memory_table(config, mesh, tokens_per_device, sparsities, absent)
         console.STDOUT.print(table)
@@ -128,7 +128,8 @@ def _say_step_times(
             say(f"  the {kind} phase loses time here, and is kept (--keep-slower)")
         elif of.phase in run_dense:
             why = "would lose time here"
-            chosen = decisions[planned[of.phase].sparsity]
+            own = planned[of.phase].sparsities
+            chosen = [d for sparsity in own for d in decisions[sparsity]]
             if not any(decision.on_kernels for decision in chosen):
                 why = f"has no kernels on {times.device}, would lose time"
             say(
@@ -213,30 +214,36 @@ def _flops_table(config: TrainConfig) -> Table:
 
 
 def _phase_table(config: TrainConfig, planned: tuple[Phase, ...]) -> Table:
+    what = "schedule" if config.phases.schedule else f"recipe {config.recipe}"
     table = Table(
-        title=f"recipe {config.recipe}: {config.steps:,} steps x "
-        f"{config.tokens_per_step:,} tokens"
+        title=f"{what}: {config.steps:,} steps x {config.tokens_per_step:,} tokens"
     )
     for name in ("phase", "steps", "weights", "activations", "GEMMs 5, 6"):
         table.add_column(name)
     first = 0
     for phase in planned:
-        sparsity = phase.sparsity
-        table.add_row(
-            phase.kind,
-            f"{first + 1:,} - {first + phase.steps:,}",
-            _name(sparsity.weights),
-            _describe_activations(sparsity),
-            _describe_gradients(sparsity),
-        )
+        steps = f"{first + 1:,} - {first + phase.steps:,}"
+        if phase.learning_rate_scale != 1:
+            steps += f", learning rate x {phase.learning_rate_scale:g}"
+        table.add_row(phase.kind, steps, *_described(phase.sparsity))
+        if phase.every is not None:
+            each = f"one in {phase.every.steps:,} of them"
+            table.add_row("", each, *_described(phase.every.sparsity))
         first += phase.steps
     return table
 
 
+def _described(sparsity: FFNSparsity) -> tuple[str, str, str]:
+    """Weights, activations and weight gradients, in words."""
+    return (
+        _name(sparsity.weights),
+        _describe_activations(sparsity),
+        _describe_gradients(sparsity),
+    )
+
+
 def _name(pattern: Pattern | None) -> str:
-    if pattern is None:
-        return "dense"
-    return ":".join(map(str, astuple(pattern)))
+    return "dense" if pattern is None else name_of(pattern)
 
 
 def _describe_activations(sparsity: FFNSparsity) -> str:
@@ -261,12 +268,13 @@ def _describe_gradients(sparsity: FFNSparsity) -> str:
 
 def _say_paths(
     config: TrainConfig,
+    name: str,
     sparsity: FFNSparsity,
     decisions: tuple[Decision, ...],
     micro_batches: int,
 ) -> None:
     executed = statistics.fmean(decision.executed_share for decision in decisions)
-    say(f"FFN, {_kind(sparsity)} phase: {executed:.0%} of the dense FLOPs executed")
+    say(f"FFN, {name} phase: {executed:.0%} of the dense FLOPs executed")
     for decision in decisions:
         say(
             f"  {decision.spec.name:<18} {decision.backend}: {decision.path} "
@@ -376,14 +384,14 @@ def _memory_table(
     config: TrainConfig,
     mesh: MeshConfig,
     tokens_per_device: int,
-    sparsities: tuple[FFNSparsity, ...],
+    sparsities: Mapping[FFNSparsity, str],
     absent: Absent | None,
 ) -> Table:
     table = Table(title="memory, GiB per device")
     table.add_column("use")
     memories = []
-    for sparsity in sparsities:
-        table.add_column(_kind(sparsity), justify="right")
+    for sparsity, name in sparsities.items():
+        table.add_column(name, justify="right")
         memories.append(
             plan.memory_bytes(
                 config.model,
@@ -410,11 +418,11 @@ def _say_communication(
     config: TrainConfig,
     mesh: MeshConfig,
     tokens_per_device: int,
-    sparsities: tuple[FFNSparsity, ...],
+    sparsities: Mapping[FFNSparsity, str],
     micro_batches: int,
 ) -> None:
     say("communication, GiB that a device receives per step:")
-    for sparsity in sparsities:
+    for sparsity, name in sparsities.items():
         sent = plan.communication_bytes(
             config.model, mesh, sparsity, micro_batches, tokens_per_device
         )
@@ -422,11 +430,18 @@ def _say_communication(
             f"{field.name.replace('_', ' ')} {getattr(sent, field.name) / 2**30:,.2f}"
             for field in fields(sent)
         )
-        say(f"  {_kind(sparsity)}: {', '.join(parts)}, total {sent.total / 2**30:,.2f}")
+        say(f"  {name}: {', '.join(parts)}, total {sent.total / 2**30:,.2f}")
 
 
-def _kind(sparsity: FFNSparsity) -> str:
-    return "dense" if sparsity.is_dense else "sparse"
+def _names_of(planned: Sequence[Phase]) -> dict[FFNSparsity, str]:
+    """Every sparsity of the run once, under the name of the first phase that has it;
+    dense steps as "dense", whatever phase they are in."""
+    names: dict[FFNSparsity, str] = {}
+    for phase in planned:
+        for when, sparsity in zip(("", ", between"), phase.sparsities, strict=False):
+            name = "dense" if sparsity.is_dense else f"{phase.kind}{when}"
+            names.setdefault(sparsity, name)
+    return names
 
 
 def _count(number: int, noun: str) -> str:
@@ -436,16 +451,28 @@ def _count(number: int, noun: str) -> str:
 
 def _predict(config: TrainConfig, planned: tuple[Phase, ...]) -> None:
     flops = plan.flops_per_token(config.model, config.data.sequence_length)
-    sparse = [phase for phase in planned if not phase.sparsity.is_dense]
     say(f"FFN share of a dense step's FLOPs: {flops.ffn_share():.1%}")
+    shares: dict[FFNSparsity, float] = {}
+    for phase in planned:
+        for share, sparsity in zip(phase.shares, phase.sparsities, strict=True):
+            of_run = share * phase.steps / config.steps
+            shares[sparsity] = shares.get(sparsity, 0.0) + of_run
+    sparse = {of: share for of, share in shares.items() if not of.is_dense}
     if not sparse:
         return
-    share = sum(phase.steps for phase in sparse) / config.steps
-    factors = plan.gemm_speedups(config.model, sparse[0].sparsity)
-    step = plan.predicted_speedup(flops.ffn_share(), factors)
+    names, took, described = _names_of(planned), 0.0, []
+    for sparsity, share in sparse.items():
+        factors = plan.gemm_speedups(config.model, sparsity)
+        step = plan.predicted_speedup(flops.ffn_share(), factors)
+        took += share / step
+        assumed = ", ".join(f"{factor:.2f}" for factor in factors)
+        described.append(
+            f"(assumed GEMM factors {assumed}; no overhead): {names[sparsity]} step "
+            f"{step:.2f}x"
+        )
+    share = sum(sparse.values())
+    whole = plan.whole_run_speedup(share / took, share)
     say(
-        f"predicted on sparse tensor cores (assumed GEMM factors "
-        f"{', '.join(f'{factor:.2f}' for factor in factors)}; no overhead): sparse "
-        f"step {step:.2f}x, whole run {plan.whole_run_speedup(step, share):.2f}x at "
-        f"{share:.0%} sparse steps. Not a measurement"
+        f"predicted on sparse tensor cores {', '.join(described)}, whole run "
+        f"{whole:.2f}x at {share:.0%} sparse steps. Not a measurement"
     )

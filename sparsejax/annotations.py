@@ -1,4 +1,5 @@
-"""What a value may be, as its annotation says: types, `Literal`s, unions of both.
+"""What a value may be, as its annotation says: types, `Literal`s, unions of both, and
+tuples of any length whose entries are one of them.
 
 Python keeps no caller to an annotation, and a choice that nothing knows falls through
 the branches that know the others. Where a choice is given, it is checked here.
@@ -44,6 +45,9 @@ def fits(value: Any, annotation: Any) -> bool:
 
 
 def _fits_one(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is tuple:
+        each, _ = get_args(kind)
+        return isinstance(value, tuple) and all(fits(part, each) for part in value)
     if _is_literal(kind):
         return any(type(value) is type(c) and value == c for c in get_args(kind))
     if isinstance(value, bool):

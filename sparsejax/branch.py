@@ -110,6 +110,16 @@ class Trunk:
             )
         self._folder = branch.folder
         self._checkpoints = Checkpoints(branch.folder / "checkpoints")
+        try:
+            self._read(branch, config)
+        except BaseException:
+            self._checkpoints.close()
+            raise
+        self.origin = {"run": _from(folder, branch.folder), "step": self.step}
+        """What the branch's checkpoints and its first record say of where it began."""
+
+    def _read(self, branch: Branch, config: TrainConfig) -> None:
+        """Finds the checkpoint, and what it says besides its arrays."""
         self.step = branch.step_among(self._checkpoints.steps())
         if self.step >= config.steps:
             raise ValueError(
@@ -121,8 +131,6 @@ class Trunk:
         self._metadata = self._checkpoints.metadata(self.step)
         self.config = from_json(self._metadata["config"])
         check_branchable(self.config, config, branch.folder)
-        self.origin = {"run": _from(folder, branch.folder), "step": self.step}
-        """What the branch's checkpoints and its first record say of where it began."""
 
     def __enter__(self) -> Self:
         return self
@@ -158,7 +166,8 @@ class Trunk:
     @property
     def learning_rate(self) -> float:
         """That of the trunk's next step."""
-        schedule = learning_rate(self.config.optimizer, self.config.steps)
+        of = self.config
+        schedule = learning_rate(of.optimizer, of.steps, self.phases)
         return float(np.asarray(schedule(self.step)))
 
     def restore(self, template: PyTree) -> Restored:

@@ -1,13 +1,20 @@
 """Every setting of a training run, as frozen dataclasses with the range of each."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from math import isqrt
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
+import tyro
+
 from sparsejax.annotations import check_fields
 from sparsejax.ops.backend import Backend
-from sparsejax.ops.ffn_spec import RouterChoice, TokenSparsity
+from sparsejax.ops.ffn_spec import (
+    DENSE,
+    FFNSparsity,
+    RouterChoice,
+    TokenSparsity,
+)
 
 FLOAT32_MAX = 3.4028234663852886e38
 
@@ -273,8 +280,61 @@ PresetName = Literal["tiny", "wide-200m", "gpt-124m", "llama-1b", "llama-7b"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Interleaved:
+    """Steps of a phase that run with another sparsity than its others: each `steps`-th,
+    counted from the first of the phase. Neurons keep their order and weights their
+    scales. Without `sparsity` they are dense, on all neurons."""
+
+    steps: Annotated[int, Interval(least=2, most=INT32_MAX)]
+    sparsity: FFNSparsity = DENSE
+
+    def __post_init__(self) -> None:
+        check_fields(self, "every.")
+        check_intervals(self, "every.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseConfig:
+    """One phase of a schedule: consecutive steps that are trained alike."""
+
+    name: str
+    """In records, tables and figures; that of one phase of the schedule alone."""
+    share: Annotated[float | None, Interval(above=0, most=1)] = None
+    """Of the run's steps. None, in one phase of a schedule: what the others leave."""
+    sparsity: FFNSparsity = DENSE
+    """Of its steps, and of its validations."""
+    every: Interleaved | None = None
+    """Steps of the phase with another sparsity."""
+    learning_rate_scale: Positive = 1.0
+    """Multiplies the learning rate that the schedule of the optimiser gives."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "phases.schedule.")
+        check_intervals(self, "phases.schedule.")
+        if not self.name.strip() or not self.name.isprintable():
+            raise ValueError(
+                f"phases.schedule.name={self.name!r} must be a word or some, in one "
+                f"line; records and figures tell phases by it"
+            )
+        experts = {s.experts for s in self.sparsities if s.experts}
+        if len(experts) > 1:
+            raise ValueError(
+                f"phase {self.name!r} has steps with {min(experts)} experts and steps "
+                f"with {max(experts)}, but its neurons lie in one order; give both the "
+                f"same number of experts, or make two phases of it"
+            )
+
+    @property
+    def sparsities(self) -> tuple[FFNSparsity, ...]:
+        """Of its steps, and of those in between where there are any."""
+        between = () if self.every is None else (self.every.sparsity,)
+        return (self.sparsity, *between)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecipeConfig:
-    """How long the phases are, and what the sparse one does beyond its recipe."""
+    """How long the phases are, and what the sparse one does beyond its recipe; or, as a
+    schedule, which phases there are instead of the recipe's three."""
 
     warmup_share: Share = 0.05
     """Share of the steps that are dense before the sparse phase."""
@@ -306,10 +366,18 @@ class RecipeConfig:
     """Steps between warm-started new clusterings in the sparse phase; 0: never."""
     fold: bool = True
     """On leaving 2:4 weights, set W1 to beta S(W1), which the forward has used."""
+    # Not a flag for each of its fields: the command line reads a file (--schedule).
+    schedule: Annotated[
+        tuple[PhaseConfig, ...], tyro.conf.Fixed, tyro.conf.Suppress
+    ] = ()
+    """The phases in their order. Empty: those of the recipe, dense, sparse, dense. With
+    a schedule, of the other settings here `fold` and `recluster_every` are read."""
 
     def __post_init__(self) -> None:
         check_fields(self, "phases.")
         check_intervals(self, "phases.")
+        if self.schedule:
+            self._check_schedule()
         if self.warmup_share + self.sparse_share > 1:
             raise ValueError(
                 f"phases.warmup_share={self.warmup_share} + sparse_share="
@@ -329,6 +397,38 @@ class RecipeConfig:
                     f"{', '.join(map(repr, get_args(TokenSparsity)))}"
                 )
 
+    def _check_schedule(self) -> None:
+        for field_ in fields(self):
+            value = getattr(self, field_.name)
+            if field_.name not in READ_WITH_SCHEDULE and value != field_.default:
+                raise ValueError(
+                    f"phases.{field_.name}={value!r} has no meaning beside "
+                    f"phases.schedule, whose phases say that themselves; leave one of "
+                    f"them out"
+                )
+        names = [phase.name for phase in self.schedule]
+        if double := {name for name in names if names.count(name) > 1}:
+            raise ValueError(
+                f"phases.schedule has several phases named {sorted(double)[0]!r}; "
+                f"records and figures tell them by their names, give each its own"
+            )
+        shares = [phase.share for phase in self.schedule]
+        total, left = sum(filter(None, shares)), shares.count(None)
+        if left > 1:
+            raise ValueError(
+                f"phases.schedule has {left} phases without a share of the steps; one "
+                f"of them takes what is left, give the others theirs"
+            )
+        if total > 1 + 1e-9 or (not left and total < 1 - 1e-9):
+            raise ValueError(
+                f"the shares in phases.schedule sum to {total:g} and not to 1; change "
+                f"one, or leave one out, which then is what the others leave"
+            )
+
+
+READ_WITH_SCHEDULE = ("schedule", "fold", "recluster_every")
+"""Settings of the phases that a schedule leaves to all of them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -339,7 +439,7 @@ class TrainConfig:
     recipe: RecipeName = "default"
     """default: 2:4 weights and activations in the middle of the run. paper: 2:4 weights
     and V:2:M activations (arXiv 2602.06183). activations: 2:4 activations only (arXiv
-    2503.16672). weights: 2:4 weights only. dense: none."""
+    2503.16672). weights: 2:4 weights only. dense: none. Not read with a schedule."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -394,6 +494,55 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         check_intervals(self)
+        if self.phases.schedule:
+            self._check_schedule()
+        else:
+            self._check_recipe()
+        if self.keep_every % (self.checkpoint_every or 1) or (
+            self.keep_every and not self.checkpoint_every
+        ):
+            raise ValueError(
+                f"keep_every={self.keep_every} is not a multiple of checkpoint_every="
+                f"{self.checkpoint_every}: only what is written can be kept"
+            )
+        if self.batch_size % (self.micro_batches or 1):
+            raise ValueError(
+                f"batch_size={self.batch_size} is not a multiple of micro_batches="
+                f"{self.micro_batches}; change one of them"
+            )
+
+    def _check_schedule(self) -> None:
+        """What the sparsities of a schedule do not fit."""
+        schedule, activation = self.phases.schedule, self.model.activation
+        if self.recipe != TrainConfig.recipe:
+            raise ValueError(
+                f"recipe={self.recipe!r} has no meaning beside phases.schedule, which "
+                f"says what each phase computes; leave one of them out"
+            )
+        for phase in schedule:
+            for sparsity in phase.sparsities:
+                if activation == "swiglu" and sparsity.activations is not None:
+                    raise ValueError(
+                        f"phase {phase.name!r} makes activations sparse, which "
+                        f"model.activation='swiglu' cannot be (silu is nowhere zero); "
+                        f"leave activations out, or use --model.activation reglu2 or "
+                        f"relu2"
+                    )
+                if self.model.gated and sparsity.experts:
+                    raise ValueError(
+                        f"phase {phase.name!r} routes tokens to experts, which an FFN "
+                        f"with model.activation={activation!r} does not have; give it "
+                        f"activations 2:4, or use --model.activation relu2"
+                    )
+        experts = [s.experts for phase in schedule for s in phase.sparsities]
+        if self.phases.recluster_every and not any(experts):
+            raise ValueError(
+                f"phases.recluster_every={self.phases.recluster_every} has no meaning "
+                f"in a schedule without experts; leave it out"
+            )
+
+    def _check_recipe(self) -> None:
+        """What the recipe does not read, and what its sparsity does not fit."""
         self._refuse_unread_settings()
         if self.model.activation == "swiglu" and self.recipe in SPARSE_ACTIVATIONS:
             raise ValueError(
@@ -406,18 +555,6 @@ class TrainConfig:
                 f"recipe='paper' routes tokens to experts, which an FFN with "
                 f"model.activation={self.model.activation!r} does not have; use "
                 f"--recipe default or --model.activation relu2"
-            )
-        if self.keep_every % (self.checkpoint_every or 1) or (
-            self.keep_every and not self.checkpoint_every
-        ):
-            raise ValueError(
-                f"keep_every={self.keep_every} is not a multiple of checkpoint_every="
-                f"{self.checkpoint_every}: only what is written can be kept"
-            )
-        if self.batch_size % (self.micro_batches or 1):
-            raise ValueError(
-                f"batch_size={self.batch_size} is not a multiple of micro_batches="
-                f"{self.micro_batches}; change one of them"
             )
 
     def _refuse_unread_settings(self) -> None:
@@ -455,6 +592,11 @@ class TrainConfig:
             for name in ("warmup_share", "sparse_share", "fold")
         }
         return replace(self, recipe=recipe, phases=RecipeConfig(**lengths))
+
+    def with_schedule(self, schedule: tuple[PhaseConfig, ...]) -> "TrainConfig":
+        """The same with the phases of a schedule instead of its recipe's."""
+        phases = RecipeConfig(schedule=schedule, fold=self.phases.fold)
+        return replace(self, recipe=TrainConfig.recipe, phases=phases)
 
     @property
     def tokens_per_step(self) -> int:

@@ -2,14 +2,16 @@
 
 import json
 import sys
+import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from sparsejax.annotations import fits, in_words, kinds_of
-from sparsejax.config import OptimizerConfig, RecipeConfig, TrainConfig
+from sparsejax.config import OptimizerConfig, PhaseConfig, RecipeConfig, TrainConfig
+from sparsejax.patterns import NM, VNM, Pattern, name_of, named_pattern
 
 JSON_NAMES = {
     int: "an integer",
@@ -21,8 +23,18 @@ JSON_NAMES = {
 
 
 def to_json(config: TrainConfig) -> dict[str, Any]:
-    """The resolved settings as nested plain values."""
-    return asdict(config)
+    """The resolved settings as nested plain values; patterns as "2:4", "128:2:32"."""
+    return _plain(config)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Pattern):
+        return name_of(value)
+    if is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return value
 
 
 def from_json(settings: Any) -> TrainConfig:
@@ -62,21 +74,66 @@ def read_config(path: Path) -> TrainConfig:
         ) from error
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScheduleFile:
+    """What a file of phases holds."""
+
+    phase: tuple[PhaseConfig, ...]
+
+
+def read_schedule(path: Path) -> tuple[PhaseConfig, ...]:
+    """The phases in a file: tables [[phase]] of TOML with the settings of a
+    `PhaseConfig`, or, in a file .json, an object with a list "phase" of the same.
+
+    Raises:
+      ValueError: names the file, and why it cannot be read or which setting is wrong.
+    """
+    parse = json.loads if path.suffix == ".json" else tomllib.loads
+    try:
+        content = parse(path.read_text(encoding="utf-8"))
+        schedule = from_plain(ScheduleFile, content).phase
+        if not schedule:
+            raise ValueError("it has no phase, [[phase]]")
+        return RecipeConfig(schedule=schedule).schedule
+    except (ValueError, TypeError, OSError, RecursionError) as error:
+        raise ValueError(f"{path} does not hold a schedule: {error}") from error
+
+
 def _typed(hint: Any, value: Any, name: str) -> Any:
     """`value`, read from JSON, as the type `hint` of the setting `name`."""
-    if is_dataclass(hint):
-        return _typed_fields(hint, value, name)
+    nested = [kind for kind in kinds_of(hint) if is_dataclass(kind)]
+    if NM in nested or VNM in nested:
+        return _typed_pattern(hint, value, name)
+    if value is None and NoneType in kinds_of(hint):
+        return None
+    if nested:
+        return _typed_fields(nested[0], value, name)
     if get_origin(hint) is tuple:
         kind, _ = get_args(hint)
         if not isinstance(value, list | tuple):
             raise ValueError(f"setting {name}={value!r} must be a list")
         return tuple(_typed(kind, each, f"{name}[{i}]") for i, each in enumerate(value))
-    if float in kinds_of(hint) and type(value) in (int, float):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if float in kinds_of(hint) and is_number:
         if abs(value) <= sys.float_info.max:
             return float(value)
     elif fits(value, hint):
         return value
     raise ValueError(f"setting {name}={value!r} must be {in_words(hint, JSON_NAMES)}")
+
+
+def _typed_pattern(hint: Any, value: Any, name: str) -> Pattern | None:
+    """`_typed` of a setting that is a pattern, or None."""
+    try:
+        pattern = named_pattern(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"setting {name}={value!r}: {error}") from error
+    if not fits(pattern, hint):
+        allowed = "'2:4', '128:2:32'" if VNM in kinds_of(hint) else "'2:4'"
+        raise ValueError(
+            f"setting {name}={value!r} must be a pattern, such as {allowed}, or null"
+        )
+    return pattern
 
 
 def _typed_fields(kind: Any, values: Any, name: str) -> Any:
@@ -95,7 +152,18 @@ def _typed_fields(kind: Any, values: Any, name: str) -> Any:
         field_name: _typed(hints[field_name], value, prefix + field_name)
         for field_name, value in values.items()
     }
-    return kind(**typed)
+    required = [f.name for f in fields(kind) if _has_no_default(f)]
+    if missing := [field_name for field_name in required if field_name not in typed]:
+        raise ValueError(f"setting {prefix}{missing[0]} is missing; add it")
+    try:
+        return kind(**typed)
+    except ValueError as error:
+        # What lies in a list does not know its place.
+        raise ValueError(f"{name}: {error}" if "[" in name else str(error)) from error
+
+
+def _has_no_default(of: Field) -> bool:
+    return of.default is MISSING and of.default_factory is MISSING
 
 
 MAY_CHANGE = frozenset(

@@ -347,7 +347,7 @@ class SparseFFN(nnx.Module):
             check_gated(self.activation, sparsity)
         check_divisible(self.d_model, self.d_hidden, sparsity)
 
-    def compute_as(self, sparsity: FFNSparsity) -> None:
+    def compute_as(self, sparsity: FFNSparsity, *, keep_centres: bool = False) -> None:
         """Sets what the next call computes, and changes no weight and no beta.
 
         This is the part of `switching.switch` that is about one FFN's calls; a training
@@ -355,7 +355,8 @@ class SparseFFN(nnx.Module):
 
         Centres appear with a V:N:M pattern, as the mean directions of contiguous blocks
         of neurons (a valid router, if a poor one, before any `cluster`); they are kept
-        while the number of experts stays and dropped without such a pattern.
+        while the number of experts stays and dropped without such a pattern, unless
+        `keep_centres`: then single steps of another sparsity can lie in between.
 
         Raises:
           ValueError: see `check`; nothing has been changed then.
@@ -363,7 +364,7 @@ class SparseFFN(nnx.Module):
         self.check(sparsity)
         experts = sparsity.experts
         if experts is None:
-            self.centres = None
+            self.centres = self.centres if keep_centres else None
         elif self.centres is None or self.sparsity.experts != experts:
             self.centres = RouterCentres(_block_centres(self.w_up[...], experts))
         self.sparsity = sparsity

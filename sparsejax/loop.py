@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,7 @@ class _Loop:
         else:
             if step_times is not None:
                 self.leave_out_slower_phases(step_times)
-            self.state = self.run.initial_state()
+            self.state = self.run.initial_state(self.phase.held)
             self.record_start(step_times)
         for checkpoint in damaged:
             path, reason = str(checkpoint.path), checkpoint.reason
@@ -201,14 +202,14 @@ class _Loop:
     def begin_as_branch(self, trunk: Trunk, step_times: StepTimes | None) -> None:
         """The trunk's state and data, switched to the phase in which they go on."""
         self.check_corpus(trunk.corpus)
-        self.run.check_shardable(trunk.phase.sparsity)
+        self.run.check_shardable(*trunk.phase.sparsities)
         self.step, self.origin = trunk.step, trunk.origin
         self.phase_index = phase_at(self.phases, self.step)
         if step_times is not None:
             self.leave_out_slower_phases(step_times)
         elif are_alike(self.phases, trunk.phases) and not self.config.keep_slower:
             self.train_dense(trunk.run_dense)
-        restored = trunk.restore(self.run.template(trunk.phase.sparsity))
+        restored = trunk.restore(self.run.template(trunk.phase.held))
         self.state = restored.state
         self.batches.set_state(restored.data_state)
         self.record_start(
@@ -217,7 +218,7 @@ class _Loop:
             | {"seconds": trunk.seconds(), "learning_rate": trunk.learning_rate},
             learning_rate=self.learning_rate_of(self.step),
         )
-        if trunk.phase.sparsity != self.phase.sparsity:
+        if trunk.phase.sparsities != self.phase.sparsities:
             self.switch(trunk.phase, self.phase_index)
         self.save(blocking=True)
 
@@ -288,10 +289,9 @@ class _Loop:
                     self.check(*pending)
                     pending = None
                 with self.pace.clock.stopped():
-                    model = self.run.model(self.state, self.phase.sparsity)
-                    masks = jax.block_until_ready(self.run.masks(model))
+                    masks = jax.block_until_ready(self.run.masks(self.model()))
             tokens = self.run.place(next(self.batches)["tokens"])
-            self.state, report = self.run.step(self.phase.sparsity)(self.state, tokens)
+            report = self.do_step(tokens)
             self.step += 1
             # The step before is looked at while this one runs.
             if pending is not None:
@@ -334,7 +334,7 @@ class _Loop:
         self.tell_save()
         return Outcome(
             state=self.state,
-            model=self.run.model(self.state, self.phase.sparsity),
+            model=self.model(),
             corpus=self.run.corpus,
             folder=self.folder,
             completed=self.step == self.config.steps,
@@ -342,19 +342,38 @@ class _Loop:
             checkpoint=self.checkpoints.path(),
         )
 
+    def do_step(self, tokens: jax.Array) -> dict[str, jax.Array]:
+        """The next optimiser step, with the sparsity that it has in its phase."""
+        sparsity = self.phase.sparsity_of(self.step + 1 - self.phase_start())
+        step = self.run.step(sparsity, self.phase.held)
+        with self.pace.compiling(sparsity):
+            self.state, report = step(self.state, tokens)
+        return report
+
+    def phase_start(self) -> int:
+        """The steps before the present phase."""
+        return sum(phase.steps for phase in self.phases[: self.phase_index])
+
+    def model(self) -> Transformer:
+        """As the phase's steps compute."""
+        return self.run.model(self.state, self.phase.sparsity, self.phase.held)
+
     def left_sparse_kernels(self) -> bool:
         """Whether, at the end of a phase, that ran on sparse tensor cores and the next
         one is dense."""
         at_the_end = self.step == self.config.steps
-        if at_the_end or self.phase_index == 0 or not self.phase.sparsity.is_dense:
+        if at_the_end or self.phase_index == 0 or not self.phase.is_dense:
             return False
-        before = self.phases[self.phase_index - 1].sparsity
-        return any(decision.on_kernels for decision in self.pace.decisions(before))
+        before = self.phases[self.phase_index - 1].sparsities
+        decisions = [d for sparsity in before for d in self.pace.decisions(sparsity)]
+        return any(decision.on_kernels for decision in decisions)
 
     def is_long(self) -> bool:
-        """Whether what is left of the run takes `new_process_minutes` or more at the
-        pace of the last steps, as process 0 sees it."""
-        minutes = self.pace.minutes_of(self.config.steps - self.step)
+        """Whether the dense steps from here to the next sparse phase take
+        `new_process_minutes` or more at the pace of the last steps, as process 0 sees
+        it."""
+        ahead = takewhile(lambda of: of.is_dense, self.phases[self.phase_index :])
+        minutes = self.pace.minutes_of(sum(phase.steps for phase in ahead))
         long = minutes >= self.config.new_process_minutes
         answers = Exchange("is_long").gather(
             str(self.step), str(long), timeout_seconds=TIMEOUT_SECONDS
@@ -383,12 +402,12 @@ class _Loop:
         )
 
     def log(self, report: dict[str, jax.Array]) -> None:
-        speed = self.pace.of_steps(self.step, self.phase.sparsity)
+        speed = self.pace.of_steps(self.step, self.phase)
         self.record(
             "step",
             loss=float(report["loss"]),
             gradient_norm=float(report["gradient_norm"]),
-            sparse=not self.phase.sparsity.is_dense,
+            sparse=not self.phase.is_dense,
             learning_rate=self.learning_rate_of(self.step - 1),
             saving_seconds=self.saving_seconds,
             **speed,
@@ -397,16 +416,21 @@ class _Loop:
 
     def learning_rate_of(self, step: int) -> float:
         """That of the step after `step` steps."""
-        schedule = learning_rate(self.config.optimizer, self.config.steps)
+        of = self.config
+        schedule = learning_rate(of.optimizer, of.steps, self.run.phases)
         return float(jnp.asarray(schedule(step)))
 
     def validate(self) -> None:
-        loss = self.run.validate(self.state, self.phase.sparsity)
+        loss = self.validation_loss(self.phase)
         self.refuse_non_finite(self.step, {"validation_loss": loss})
         self.record("validation", loss=loss)
 
+    def validation_loss(self, phase: Phase, *, masks: bool = True) -> float:
+        """That of a state of this phase: see `Run.validate`."""
+        return self.run.validate(self.state, phase.sparsity, phase.held, masks=masks)
+
     def look_at_ffns(self, masks_before: list[jax.Array] | None) -> None:
-        model = self.run.model(self.state, self.phase.sparsity)
+        model = self.model()
         tokens = self.run.sample_of_validation(tokens=4096)
         report = dict(self.run.statistics(model, tokens))
         if masks_before:
@@ -427,15 +451,15 @@ class _Loop:
     def switch(self, before: Phase, index: int) -> None:
         """Brings a state of the phase `before` to the phase of the number `index`, with
         a validation on both sides."""
-        left, after = before.sparsity, self.phases[index].sparsity
+        after = self.phases[index]
         losses = {
-            "before": self.run.validate(self.state, left),
-            "before_unmasked": self.run.validate(self.state, left, masks=False),
+            "before": self.validation_loss(before),
+            "before_unmasked": self.validation_loss(before, masks=False),
         }
-        self.state = self.run.switch(self.state, left, after)
+        self.state = self.run.switch_phase(self.state, before, after)
         losses |= {
-            "after": self.run.validate(self.state, after),
-            "after_unmasked": self.run.validate(self.state, after, masks=False),
+            "after": self.validation_loss(after),
+            "after_unmasked": self.validation_loss(after, masks=False),
         }
         self.refuse_non_finite(self.step, losses)
         self.phase_index = index
@@ -444,13 +468,12 @@ class _Loop:
         self.record("switch", **kinds, jump=jump, large=jump > JUMP, **losses)
 
     def recluster_is_due(self) -> bool:
-        start = sum(phase.steps for phase in self.phases[: self.phase_index])
         every = self.config.phases.recluster_every
-        has_clusters = self.phase.sparsity.experts is not None
-        return has_clusters and self._is_due(every, self.step - start)
+        has_clusters = self.phase.held.experts is not None
+        return has_clusters and self._is_due(every, self.step - self.phase_start())
 
     def recluster(self) -> None:
-        recluster = self.run.recluster(self.phase.sparsity)
+        recluster = self.run.recluster(self.phase.held)
         self.state = jax.block_until_ready(recluster(self.state))
         self.record("recluster")
 
@@ -516,7 +539,7 @@ class _Loop:
         self.phase_index = metadata["phase"]
         # Checkpoints of before there was any are of runs that left no phase out.
         self.train_dense(metadata.get("run_dense", ()))
-        template = self.run.template(self.phase.sparsity)
+        template = self.run.template(self.phase.held)
         restored = self.checkpoints.restore(template=template)
         self.state, self.step = restored.state, restored.step
         self.batches.set_state(restored.data_state)

@@ -3,11 +3,12 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from sparsejax import metrics
 from sparsejax.ops.backend import Decision
 from sparsejax.ops.ffn_spec import FFNSparsity
+from sparsejax.recipe import Phase
 from sparsejax.train import Run
 
 
@@ -24,17 +25,35 @@ class Pace:
         self.tokens_per_second = math.inf
         """The last that was finite."""
         self.clock = Clock(0)
+        self.compiled: set[FFNSparsity] = set()
 
     def start(self, step: int) -> None:
         """Steps after this one are timed, the first of them alone: it compiles."""
         self.clock = Clock(step)
+        self.compiled.clear()
 
-    def of_steps(self, step: int, sparsity: FFNSparsity) -> dict[str, float]:
-        """What a record says of the steps up to this one; nothing of the first."""
+    def compiling(self, sparsity: FFNSparsity) -> AbstractContextManager[None]:
+        """Around the call of a step: the first of a sparsity compiles, which is no part
+        of the steps' time."""
+        is_new = sparsity not in self.compiled
+        self.compiled.add(sparsity)
+        return self.clock.stopped() if is_new else nullcontext()
+
+    def of_steps(self, step: int, phase: Phase) -> dict[str, float]:
+        """What a record says of the steps up to this one; nothing of the first. Where
+        some steps of the phase have another sparsity, means over all of its steps."""
         rate = self.clock.tokens_per_second(step, self.config.tokens_per_step)
         if not math.isfinite(rate):
             return {}
         self.tokens_per_second = rate
+        total: dict[str, float] = {}
+        for share, sparsity in zip(phase.shares, phase.sparsities, strict=True):
+            for name, value in self._speed(rate, sparsity).items():
+                total[name] = total.get(name, 0.0) + share * value
+        return total | {"tokens_per_second": rate}
+
+    def _speed(self, rate: float, sparsity: FFNSparsity) -> dict[str, float]:
+        """Of steps with one sparsity."""
         model, length = self.config.model, self.config.data.sequence_length
         decisions = self.decisions(sparsity)
         speed = metrics.speed(

@@ -1,6 +1,7 @@
 """Sparsity patterns as frozen types: N:M and V:N:M."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import astuple, dataclass
 
 from sparsejax.annotations import check_fields
 
@@ -100,6 +101,26 @@ class VNM:
 
 
 Pattern = NM | VNM
+
+
+def named_pattern(text: str) -> Pattern:
+    """Of "N:M" as "2:4", or of "V:N:M" as "128:2:32".
+
+    Raises:
+      ValueError: the text is neither, or names a pattern that cannot be.
+    """
+    if not re.fullmatch(r"\d{1,9}(:\d{1,9}){1,2}", text):
+        raise ValueError(
+            f"{text!r} names no pattern; write N:M as '2:4', or V:N:M as '128:2:32'"
+        )
+    numbers = [int(number) for number in text.split(":")]
+    return NM(*numbers) if len(numbers) == 2 else VNM(*numbers)
+
+
+def name_of(pattern: Pattern) -> str:
+    """The inverse of `named_pattern`."""
+    return ":".join(map(str, astuple(pattern)))
+
 
 TWO_FOUR = NM(2, 4)
 """What sparse tensor cores run."""

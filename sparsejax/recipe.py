@@ -5,19 +5,68 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from sparsejax.annotations import check_value
-from sparsejax.config import RecipeConfig, RecipeName, TrainConfig
+from sparsejax.config import (
+    Interleaved,
+    PhaseConfig,
+    RecipeConfig,
+    RecipeName,
+    TrainConfig,
+)
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity, check_divisible
 from sparsejax.patterns import NM, VNM
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Consecutive steps with one sparsity, and so with one compiled step."""
+    """Consecutive steps that share one form of the state: all with one sparsity, and so
+    with one compiled step, or some of them with another one."""
 
     kind: str
-    """"warm-up", "sparse" or "dense"."""
+    """Its name; in the recipes "warm-up", "sparse" or "dense"."""
     steps: int
     sparsity: FFNSparsity
+    """Of its steps and validations."""
+    every: Interleaved | None = None
+    """Those of its steps that have another sparsity."""
+    learning_rate_scale: float = 1.0
+
+    @property
+    def sparsities(self) -> tuple[FFNSparsity, ...]:
+        """`sparsity`, and that of the steps in between where there are any."""
+        between = () if self.every is None else (self.every.sparsity,)
+        return (self.sparsity, *between)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The share of its steps that each of `sparsities` has."""
+        if self.every is None:
+            return (1.0,)
+        return (1 - 1 / self.every.steps, 1 / self.every.steps)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether all six GEMMs are dense in all of its steps."""
+        return all(sparsity.is_dense for sparsity in self.sparsities)
+
+    @property
+    def held(self) -> FFNSparsity:
+        """The sparsity that its state belongs to, which fits all of its steps: with
+        router centres where some of them have experts, and scales that are kept where
+        some of them have 2:4 weights."""
+        with_experts = [of for of in self.sparsities if of.experts]
+        first = (with_experts or self.sparsities)[0]
+        weights = [of.weights for of in self.sparsities if of.weights]
+        return replace(first, weights=weights[0] if weights else None)
+
+    def sparsity_of(self, number: int) -> FFNSparsity:
+        """That of one of its steps, which are counted from 1."""
+        if self.every is not None and number % self.every.steps == 0:
+            return self.every.sparsity
+        return self.sparsity
+
+    def as_dense(self) -> "Phase":
+        """The same with all GEMMs dense in all of its steps."""
+        return replace(self, sparsity=DENSE, every=None)
 
 
 def sparsity_of(recipe: RecipeName, settings: RecipeConfig) -> FFNSparsity:
@@ -81,24 +130,64 @@ def steps_left(planned: Sequence[Phase], step: int) -> tuple[Phase, ...]:
 
 
 def phases(config: TrainConfig) -> tuple[Phase, ...]:
-    """The phases of a run, none of them empty: dense warm-up, sparse, dense tail.
+    """The phases of a run, none of them empty: those of its schedule or, without one,
+    the recipe's. The shares of the steps are rounded one by one, and what they leave
+    goes to the phase that has none, or else to the last.
 
     Raises:
-      ValueError: the recipe's settings contradict each other, or its patterns do not
-        divide the model's widths.
+      ValueError: the recipe's settings contradict each other, or a phase's patterns do
+        not divide the model's widths.
     """
-    sparsity = sparsity_of(config.recipe, config.phases)
-    if config.recipe == "dense":
-        return (Phase(kind="dense", steps=config.steps, sparsity=DENSE),)
-    warmup = round(config.phases.warmup_share * config.steps)
-    sparse = round(config.phases.sparse_share * config.steps)
-    sparse = min(sparse, config.steps - warmup)
-    planned = (
-        Phase(kind="warm-up", steps=warmup, sparsity=DENSE),
-        Phase(kind="sparse", steps=sparse, sparsity=sparsity),
-        Phase(kind="dense", steps=config.steps - warmup - sparse, sparsity=DENSE),
+    schedule = config.phases.schedule or recipe_schedule(config.recipe, config.phases)
+    steps = _steps_of(schedule, config.steps)
+    planned = tuple(
+        Phase(
+            kind=phase.name,
+            steps=count,
+            sparsity=phase.sparsity,
+            every=phase.every,
+            learning_rate_scale=phase.learning_rate_scale,
+        )
+        for phase, count in zip(schedule, steps, strict=True)
+        if count
     )
-    planned = tuple(phase for phase in planned if phase.steps)
     for phase in planned:
-        check_divisible(config.model.d_model, config.model.d_hidden, phase.sparsity)
+        for sparsity in phase.sparsities:
+            check_divisible(config.model.d_model, config.model.d_hidden, sparsity)
     return planned
+
+
+def recipe_schedule(
+    recipe: RecipeName, settings: RecipeConfig
+) -> tuple[PhaseConfig, ...]:
+    """A recipe as a schedule: dense warm-up, sparse phase, dense tail.
+
+    Raises:
+      ValueError: as `sparsity_of`.
+    """
+    sparsity = sparsity_of(recipe, settings)
+    if recipe == "dense":
+        return (PhaseConfig(name="dense"),)
+    shares = {"warm-up": settings.warmup_share, "sparse": settings.sparse_share}
+    first = tuple(
+        PhaseConfig(
+            name=name, share=share, sparsity=sparsity if name == "sparse" else DENSE
+        )
+        for name, share in shares.items()
+        if share
+    )
+    return (*first, PhaseConfig(name="dense"))
+
+
+def _steps_of(schedule: Sequence[PhaseConfig], steps: int) -> list[int]:
+    """How many of the steps each phase has."""
+    shares = [phase.share for phase in schedule]
+    takes_the_rest = shares.index(None) if None in shares else len(shares) - 1
+    counts, left = [0] * len(shares), steps
+    for index, share in enumerate(shares):
+        if index != takes_the_rest:
+            assert share is not None
+            counts[index] = min(round(share * steps), left)
+            left -= counts[index]
+    counts[takes_the_rest] = left
+    return counts

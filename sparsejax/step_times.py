@@ -9,7 +9,9 @@ will run, and a phase whose steps are slower than dense ones is trained dense.
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import jax
@@ -17,7 +19,7 @@ import jax
 from sparsejax.config import TrainConfig
 from sparsejax.config_file import from_plain
 from sparsejax.corpus import Corpus
-from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
+from sparsejax.ops.ffn_spec import FFNSparsity
 from sparsejax.processes import Exchange
 from sparsejax.recipe import Phase
 from sparsejax.train import Run, TrainState
@@ -38,7 +40,8 @@ NEW_PROCESS_SECONDS = 40.0
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseTime:
-    """How long a step of one sparse phase takes."""
+    """How long a step of one sparse phase takes; the mean over its steps where some of
+    them have another sparsity."""
 
     phase: int
     """The phase's number in the run, from 0."""
@@ -88,20 +91,24 @@ def phases_run_dense(
 ) -> tuple[int, ...]:
     """Which sparse phases to train dense, since sparse they would lose time.
 
-    A phase of n steps saves n (dense - sparse). What follows it in the same process,
-    m dense steps, takes m (dense after - dense) longer; a new process for them spares
-    that and costs `NEW_PROCESS_SECONDS`. A phase that saves no more than it costs is
-    trained dense. One of which no step is left is not asked.
+    A phase of n steps saves n (dense - sparse). What follows it in the same process
+    before the next phase that stays sparse, m dense steps, takes m (dense after -
+    dense) longer; a new process for them spares that and costs `NEW_PROCESS_SECONDS`. A
+    phase that saves no more than it costs is trained dense. One of which no step is
+    left is not asked.
 
     Args:
       phases: of the run, as long as what is left of them.
       new_process_minutes: dense phases that take as long begin a process of their own;
         None where none does.
     """
-    slower = []
-    for of in times.sparse:
-        own, later = phases[of.phase].steps, phases[of.phase + 1 :]
-        dense_later = sum(phase.steps for phase in later if phase.sparsity.is_dense)
+    slower: list[int] = []
+    # From the last on: what follows a phase is then known.
+    for of in sorted(times.sparse, key=lambda of: -of.phase):
+        own, later = phases[of.phase].steps, with_dense(phases, slower)[of.phase + 1 :]
+        dense_later = sum(
+            phase.steps for phase in takewhile(lambda phase: phase.is_dense, later)
+        )
         saved = own * (times.dense_ms - of.step_ms)
         lost = dense_later * max(0.0, of.dense_after_ms - times.dense_ms)
         tail_minutes = dense_later * times.dense_ms / 60_000
@@ -109,13 +116,13 @@ def phases_run_dense(
             lost = min(lost, 1e3 * NEW_PROCESS_SECONDS)
         if own and saved <= lost:
             slower.append(of.phase)
-    return tuple(slower)
+    return tuple(sorted(slower))
 
 
 def with_dense(phases: Sequence[Phase], run_dense: Sequence[int]) -> tuple[Phase, ...]:
     """The phases, those named by number with all GEMMs dense."""
     return tuple(
-        replace(phase, sparsity=DENSE) if number in run_dense else phase
+        phase.as_dense() if number in run_dense else phase
         for number, phase in enumerate(phases)
     )
 
@@ -134,16 +141,17 @@ def time_steps(config: TrainConfig, corpus: Corpus) -> StepTimes:
     run = Run(config, corpus=corpus)
     batches = run.batches()
     tokens = run.place(next(batches)["tokens"])
-    stepper = _Stepper(run, run.initial_state(), run.phases[0].sparsity, tokens)
-    stepper.switch(DENSE)
+    stepper = _Stepper(run, run.initial_state(), run.phases[0], tokens)
+    all_dense = run.phases[0].as_dense()
+    stepper.switch(all_dense)
     dense = stepper.time()
     sparse = []
     for number, phase in enumerate(run.phases):
-        if phase.sparsity.is_dense:
+        if phase.is_dense:
             continue
-        stepper.switch(phase.sparsity)
+        stepper.switch(phase)
         own = stepper.time()
-        stepper.switch(DENSE)
+        stepper.switch(all_dense)
         sparse.append(
             PhaseTime(
                 phase=number,
@@ -165,23 +173,23 @@ def time_steps(config: TrainConfig, corpus: Corpus) -> StepTimes:
 
 
 class _Stepper:
-    """A state that steps on the same tokens, under one sparsity after another."""
+    """A state that steps on the same tokens, in one phase after another."""
 
     def __init__(
-        self, run: Run, state: TrainState, sparsity: FFNSparsity, tokens: jax.Array
+        self, run: Run, state: TrainState, phase: Phase, tokens: jax.Array
     ) -> None:
-        self.run, self.state, self.sparsity = run, state, sparsity
+        self.run, self.state, self.phase = run, state, phase
         self.tokens = tokens
         self.exchange, self.timed = Exchange("time steps"), 0
 
-    def switch(self, sparsity: FFNSparsity) -> None:
-        if sparsity != self.sparsity:
-            self.state = self.run.switch(self.state, self.sparsity, sparsity)
-            self.sparsity = sparsity
+    def switch(self, phase: Phase) -> None:
+        if phase.sparsities != self.phase.sparsities:
+            self.state = self.run.switch_phase(self.state, self.phase, phase)
+        self.phase = phase
 
-    def steps(self, count: int) -> float:
-        """Runs so many steps; the seconds that they took."""
-        step = self.run.step(self.sparsity)
+    def steps(self, count: int, sparsity: FFNSparsity) -> float:
+        """Runs so many steps of one sparsity; the seconds that they took."""
+        step = self.run.step(sparsity, self.phase.held)
         begin = time.perf_counter()
         for _ in range(count):
             self.state, _ = step(self.state, self.tokens)
@@ -189,17 +197,28 @@ class _Stepper:
         return time.perf_counter() - begin
 
     def time(self) -> list[float]:
-        """The milliseconds of a step in each round."""
-        self.steps(1)  # compiles
+        """The milliseconds of a step in each round: of each sparsity of the phase by
+        itself, and then their mean, as the phase's steps have them."""
+        rounds = [self.time_one(sparsity) for sparsity in self.phase.sparsities]
+        shares = self.phase.shares
+        return [
+            sum(share * ms for share, ms in zip(shares, each, strict=True))
+            for each in zip(*rounds, strict=True)
+        ]
+
+    def time_one(self, sparsity: FFNSparsity) -> list[float]:
+        """`time` of steps of one sparsity."""
+        steps = partial(self.steps, sparsity=sparsity)
+        steps(1)  # compiles
         # Steps are taken by all processes together: they have to agree on how many.
         self.timed += 1
         seconds = self.exchange.gather(
-            str(self.timed), str(self.steps(1)), timeout_seconds=600
+            str(self.timed), str(steps(1)), timeout_seconds=600
         )
         one = float(seconds[0])
-        self.steps(_within(WARM_SECONDS, one))
+        steps(_within(WARM_SECONDS, one))
         count = _within(ROUND_SECONDS, one)
-        return [1e3 * self.steps(count) / count for _ in range(ROUNDS)]
+        return [1e3 * steps(count) / count for _ in range(ROUNDS)]
 
 
 def _within(seconds: float, one: float) -> int:

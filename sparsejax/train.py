@@ -27,10 +27,11 @@ from sparsejax.config import (
     largest_divisor,
 )
 from sparsejax.corpus import Corpus, load_corpus
+from sparsejax.layers import sparse_ffns
 from sparsejax.micro_batches import loss_and_gradient
 from sparsejax.model import Transformer, cross_entropy
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
-from sparsejax.recipe import phases
+from sparsejax.recipe import Phase, phases
 from sparsejax.sharding import (
     batch_parts,
     check_shardable,
@@ -60,10 +61,12 @@ class TrainState:
     """Never changes: a step draws from `fold_in(key, step)`."""
 
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+def make_optimizer(
+    config: OptimizerConfig, steps: int, phases: Sequence[Phase] = ()
+) -> optax.GradientTransformation:
     """AdamW behind a clip of the global norm, with the learning rate of
-    `learning_rate`, which does not know of phases. Norm scales are not decayed."""
-    schedule = learning_rate(config, steps)
+    `learning_rate`. Norm scales are not decayed."""
+    schedule = learning_rate(config, steps, phases)
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(
@@ -77,9 +80,27 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     )
 
 
-def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
+def learning_rate(
+    config: OptimizerConfig, steps: int, phases: Sequence[Phase] = ()
+) -> optax.Schedule:
     """The learning rate of step 0, 1, ..., steps - 1: a linear rise over the first w =
-    round(warmup_share steps) of them, then what `config.schedule` names."""
+    round(warmup_share steps) of them, then what `config.schedule` names; in each of the
+    `phases` times its `learning_rate_scale`."""
+    rate = _over_all_steps(config, steps)
+    scales = np.array([phase.learning_rate_scale for phase in phases], np.float32)
+    if np.all(scales == 1):
+        return rate
+    starts = np.cumsum([phase.steps for phase in phases])[:-1]
+
+    def scaled(count: jax.typing.ArrayLike) -> jax.Array:
+        phase = jnp.sum(jnp.asarray(count) >= jnp.asarray(starts))
+        return jnp.asarray(rate(count)) * jnp.asarray(scales)[phase]
+
+    return scaled
+
+
+def _over_all_steps(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """`learning_rate` without phases."""
     warmup = round(config.warmup_share * steps)
     peak = config.peak_learning_rate
     after = AFTER_WARMUP[config.schedule](config, steps, steps - warmup)
@@ -165,7 +186,8 @@ def train_step(
 
 class Run:
     """A configuration with everything built from it, once: phases, corpus, compiled
-    functions. One step and one validation are compiled per sparsity.
+    functions. One step and one validation are compiled per sparsity, and per form of
+    the state where that has more than its steps read.
     """
 
     def __init__(
@@ -182,17 +204,17 @@ class Run:
         self.mesh = make_mesh(config.mesh, devices)
         resolved = config.mesh.resolve(self.mesh.size)
         self.micro_batches = config.micro_batches_on(resolved)
-        self.check_shardable(*(phase.sparsity for phase in self.phases))
+        self.check_shardable(*(of for phase in self.phases for of in phase.sparsities))
         if corpus is None:
             corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
         self.corpus = corpus
-        self.optimizer = make_optimizer(config.optimizer, config.steps)
+        self.optimizer = make_optimizer(config.optimizer, config.steps, self.phases)
         self.validation = [
             place_rows(tokens, self.mesh, axis=0, size=len(tokens))
             for tokens in self._held_out()
         ]
-        self.graph = lru_cache(maxsize=None)(self._graph)
-        self.step = lru_cache(maxsize=None)(self._step)
+        self._graphs = lru_cache(maxsize=None)(self._graph)
+        self._steps = lru_cache(maxsize=None)(self._step)
         self.template = lru_cache(maxsize=None)(self._template)
         self.recluster = lru_cache(maxsize=None)(self._recluster)
         # What the host reads has to be on every device: each process reads its own.
@@ -268,9 +290,10 @@ class Run:
             rngs=nnx.Rngs(self.config.seed),
         )
 
-    def initial_state(self) -> TrainState:
-        """The state before the first step, deterministic from the seed."""
-        sparsity = self.phases[0].sparsity
+    def initial_state(self, sparsity: FFNSparsity | None = None) -> TrainState:
+        """The state before the first step, deterministic from the seed; it belongs to
+        `sparsity`, by default to what the first phase's does (`Phase.held`)."""
+        sparsity = self.phases[0].held if sparsity is None else sparsity
         shardings = self._shardings(sparsity)
         return jax.jit(partial(self._init, sparsity), out_shardings=shardings)()
 
@@ -298,40 +321,92 @@ class Run:
     def _shardings(self, sparsity: FFNSparsity) -> TrainState:
         return jax.tree.map(lambda leaf: leaf.sharding, self.template(sparsity))
 
-    def _graph(self, sparsity: FFNSparsity) -> nnx.GraphDef[Transformer]:
-        return nnx.split(nnx.eval_shape(lambda: self.build(sparsity)))[0]
+    def graph(
+        self, sparsity: FFNSparsity, held: FFNSparsity | None = None
+    ) -> nnx.GraphDef[Transformer]:
+        """Of a model that computes with `sparsity` on a state that belongs to `held`
+        (None: to the same)."""
+        return self._graphs(sparsity, held or sparsity)
 
-    def _step(self, sparsity: FFNSparsity) -> jax.stages.Wrapped:
-        step = partial(train_step, self.graph(sparsity), self.optimizer)
+    def step(
+        self, sparsity: FFNSparsity, held: FFNSparsity | None = None
+    ) -> jax.stages.Wrapped:
+        """The compiled `train_step`, with sparsities as in `graph`. It takes the place
+        of the state given, which is gone."""
+        return self._steps(sparsity, held or sparsity)
+
+    def _graph(
+        self, sparsity: FFNSparsity, held: FFNSparsity
+    ) -> nnx.GraphDef[Transformer]:
+        def build() -> Transformer:
+            model = self.build(held)
+            for ffn in sparse_ffns(model):
+                ffn.compute_as(sparsity, keep_centres=True)
+            return model
+
+        return nnx.split(nnx.eval_shape(build))[0]
+
+    def _step(self, sparsity: FFNSparsity, held: FFNSparsity) -> jax.stages.Wrapped:
+        step = partial(train_step, self.graph(sparsity, held), self.optimizer)
         on_all = sharding_of(self.mesh)
-        shardings = self._shardings(sparsity), on_all
+        shardings = self._shardings(held), on_all
         return jax.jit(step, donate_argnums=0, out_shardings=shardings)
 
-    def model(self, state: TrainState, sparsity: FFNSparsity) -> Transformer:
-        """The model of a state whose buffers belong to `sparsity`."""
-        return nnx.merge(self.graph(sparsity), state.params, state.buffers)
+    def model(
+        self,
+        state: TrainState,
+        sparsity: FFNSparsity,
+        held: FFNSparsity | None = None,
+    ) -> Transformer:
+        """The model of a state, with sparsities as in `graph`."""
+        return nnx.merge(self.graph(sparsity, held), state.params, state.buffers)
 
     def validate(
-        self, state: TrainState, sparsity: FFNSparsity, *, masks: bool = True
+        self,
+        state: TrainState,
+        sparsity: FFNSparsity,
+        held: FFNSparsity | None = None,
+        *,
+        masks: bool = True,
     ) -> float:
-        """Mean loss over the held-out batches; without `masks` as a dense network."""
-        model = self.model(state, sparsity)
+        """Mean loss over the held-out batches, with sparsities as in `graph`; without
+        `masks` as a dense network."""
+        model = self.model(state, sparsity, held)
         if not masks:
             model = _unmasked(model)
         losses = [_validation_loss(model, tokens) for tokens in self.validation]
         return float(np.mean(jax.device_get(losses)))
 
-    def switch(
-        self, state: TrainState, before: FFNSparsity, after: FFNSparsity
+    def switch_phase(
+        self, state: TrainState, before: Phase, after: Phase
     ) -> TrainState:
-        """The state for the phase after a switch: `recipe.switch`. It takes the place
-        of the one given, which is gone."""
+        """The state for the phase after a switch, which takes the place of the one
+        given. Weights are folded where the phases themselves leave 2:4 weights, not the
+        steps in between that have another sparsity."""
+        folds = bool(before.sparsity.weights) and not after.sparsity.weights
+        if folds and after.held.weights:
+            # Folded weights have other scales, which are taken on entering 2:4 anew.
+            dense = replace(before.held, weights=None)
+            state = self.switch(state, before.held, dense)
+            return self.switch(state, dense, after.held)
+        return self.switch(state, before.held, after.held, fold=folds)
+
+    def switch(
+        self,
+        state: TrainState,
+        before: FFNSparsity,
+        after: FFNSparsity,
+        *,
+        fold: bool = True,
+    ) -> TrainState:
+        """The state after `switching.switch`, folded if `fold` and the settings say so.
+        It takes the place of the one given, which is gone."""
 
         @partial(jax.jit, donate_argnums=0, out_shardings=self._shardings(after))
         def apply(state: TrainState) -> TrainState:
             model = self.model(state, before)
-            fold = self.config.phases.fold
-            moments = switch(model, state.moments, after, fold=fold)
+            folds = fold and self.config.phases.fold
+            moments = switch(model, state.moments, after, fold=folds)
             return _with_model(state, model, moments)
 
         return apply(state)

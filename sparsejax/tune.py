@@ -76,7 +76,9 @@ def gemms_of_run(config: TrainConfig) -> list[GemmSpec]:
     mesh = config.mesh.resolve(jax.device_count())
     micro_batch = config.batch_size // config.micro_batches_on(mesh)
     tokens = micro_batch * config.data.sequence_length
-    sparsities = dict.fromkeys(phase.sparsity for phase in phases(config))
+    sparsities = dict.fromkeys(
+        of for phase in phases(config) for of in phase.sparsities
+    )
     return [
         gemm
         for sparsity in sparsities

@@ -9,7 +9,7 @@ from experiments import comparison_file
 from experiments.comparison_file import kept_steps, read_comparison
 from sparsejax import plan
 from sparsejax.branch import Branch
-from sparsejax.config import TrainConfig
+from sparsejax.config import Interleaved, PhaseConfig, TrainConfig
 from sparsejax.config_file import changed_settings
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
 from sparsejax.patterns import NM
@@ -160,6 +160,41 @@ def test_branches_come_after_the_runs_that_they_begin_with(tmp_path):
 def test_a_branch_that_cannot_be_is_refused(change, message, tmp_path):
     path = write(tmp_path, BRANCHES.replace(*change))
     with pytest.raises(ValueError, match=message):
+        read_comparison(path)
+
+
+def test_a_run_may_have_a_schedule_instead_of_its_presets_phases(tmp_path):
+    path = write(
+        tmp_path,
+        """
+        seeds = [0]
+        [base]
+        preset = "wide-200m"
+        [runs.a]
+        [[runs.b.phases.schedule]]
+        name = "sparse"
+        share = 0.5
+        sparsity = { activations = "2:4" }
+        every = { steps = 8 }
+        [[runs.b.phases.schedule]]
+        name = "end"
+        """,
+    )
+    _, b = read_comparison(path).trials
+    schedule = (
+        PhaseConfig(
+            name="sparse",
+            share=0.5,
+            sparsity=FFNSparsity(activations=NM(2, 4)),
+            every=Interleaved(steps=8),
+        ),
+        PhaseConfig(name="end"),
+    )
+    assert b.config == PRESETS["wide-200m"]().with_schedule(schedule)
+    path = write(tmp_path, path.read_text().replace("2:4", "2:5"))
+    with pytest.raises(
+        ValueError, match=r"runs.b, seed 0: .*schedule\[0\]\.sparsity: activations"
+    ):
         read_comparison(path)
 
 

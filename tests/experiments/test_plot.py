@@ -85,6 +85,48 @@ def test_seconds_are_those_of_the_steps_and_gaps_take_the_rate_of_their_phase():
     assert training_seconds([], 10) == {0: 0.0}
 
 
+def test_phases_with_other_names_have_colours_of_their_own(tmp_path, monkeypatch):
+    kinds = ["dense", "experts", "2:4", "dense", "end"]
+    records = [START | {"unigram_loss": 3.0, "kind": "dense"}]
+    for step, kind in enumerate(kinds, 1):
+        where = {"step": step, "phase": step - 1, "kind": kind}
+        records.append({"event": "step", "loss": 5.0 / step} | where)
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    drawn = []
+    monkeypatch.setattr(plt, "close", drawn.append)
+    plot_run(tmp_path)
+    (axes,) = drawn[0].axes
+    assert [t.get_text() for t in axes.texts] == kinds
+    colours = [
+        matplotlib.colors.to_hex(patch.get_facecolor()) for patch in axes.patches
+    ]
+    assert colours[0] == colours[3] == SHADES["dense"]
+    assert len(set(colours)) == 4
+
+
+def test_a_branch_is_drawn_from_its_first_step(tmp_path, monkeypatch):
+    trunk = {"run": "../trunk", "step": 4, "seconds": 2.0}
+    begin = START | {"step": 4, "kind": "dense", "branch": trunk}
+    records = [
+        begin | {"unigram_loss": 3.0},
+        step_record(6, 0, "dense", tokens_per_second=10.0) | {"loss": 1.0},
+        step_record(8, 0, "dense", tokens_per_second=10.0) | {"loss": 1.0},
+    ]
+    seconds = training_seconds(records, tokens_per_step=10)
+    assert seconds == {4: 2.0, 6: 4.0, 8: 6.0}
+    unknown = begin | {"branch": trunk | {"seconds": None}}
+    assert math.isnan(training_seconds([unknown, *records[1:]], 10)[8])
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    drawn = []
+    monkeypatch.setattr(plt, "close", drawn.append)
+    plot_run(tmp_path)
+    (axes,) = drawn[0].axes
+    (span,) = axes.patches
+    assert (span.get_x(), span.get_width()) == (4, 4)
+
+
 def write_comparison(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Two runs with two seeds and one seed; step and validation loss of all points, at
     the switch of the last run those before it and after."""

@@ -17,7 +17,7 @@ import pytest
 from experiments import compare_recipes, pretrain
 from sparsejax.checkpoint import Checkpoints
 from sparsejax.config import MeshConfig, TrainConfig
-from sparsejax.config_file import from_json, to_json
+from sparsejax.config_file import from_json, read_schedule, to_json
 from sparsejax.presets import PRESETS
 from sparsejax.train import Run
 from tests.micro_run import (
@@ -134,6 +134,55 @@ def test_a_branch_has_the_settings_of_its_trunk_and_those_that_are_given(
     ):
         assert pretrain.run(["--branch", *given]) == 1
         assert message in capsys.readouterr().err
+
+
+def test_the_phases_of_a_run_are_read_from_a_file(text, tmp_path, capsys):
+    path = tmp_path / "phases.toml"
+    path.write_text(
+        '[[phase]]\nname = "first"\nshare = 0.5\nsparsity.weights = "2:4"\n'
+        'every.steps = 2\n[[phase]]\nname = "second"\n'
+    )
+    schedule = read_schedule(path)
+    options = pretrain.parse(["--preset", "wide-200m", "--schedule", str(path)])
+    assert options.config == PRESETS["wide-200m"]().with_schedule(schedule)
+    config = micro_config(text, steps=4, eval_every=0)
+    arguments = [*arguments_of(config), "--schedule", str(path)]
+    # What the recipe's phases would be is not read.
+    shares = [
+        arguments.index(f"--phases.{name}-share") for name in ("warmup", "sparse")
+    ]
+    for index in sorted(shares, reverse=True):
+        del arguments[index : index + 2]
+    assert pretrain.run([*arguments, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "schedule: 4 steps x",
+        "│ first ",
+        "one in 2 of them",
+        "FFN, first ph",
+    ):
+        assert part in shown, part
+    folder = tmp_path / "run"
+    assert pretrain.run([*arguments, "--run-folder", str(folder)]) == 0
+    kinds = [r["kind"] for r in read_records(folder) if r["event"] == "step"]
+    assert kinds == ["first", "first", "second", "second"]
+    assert pretrain.parse(["--resume", str(folder)]).config == config.with_schedule(
+        schedule
+    )
+    assert pretrain.run(["--resume", str(folder)]) == 0
+    capsys.readouterr()
+    for given, message in (
+        (["--schedule", "none.toml"], "none.toml does not hold a schedule: "),
+        (["--schedule", str(path), "--recipe", "paper"], "has no meaning beside"),
+        (["--schedule", str(path), "--resume", str(folder)], "leave --schedule"),
+    ):
+        try:
+            status = pretrain.run(given)
+        except SystemExit as ended:
+            status = ended.code
+        assert status in (1, 2)
+        error = " ".join(capsys.readouterr().err.replace("│", " ").split())
+        assert message in error
 
 
 def test_a_resume_has_the_settings_of_its_run(text, tmp_path):

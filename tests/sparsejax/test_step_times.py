@@ -7,12 +7,13 @@ import pytest
 
 from sparsejax import step_times
 from sparsejax.checkpoint import Checkpoints
+from sparsejax.config import Interleaved, PhaseConfig
 from sparsejax.corpus import load_corpus
 from sparsejax.loop import train
 from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
 from sparsejax.patterns import NM
 from sparsejax.processes import Exchange
-from sparsejax.recipe import Phase, phases
+from sparsejax.recipe import Phase, phases, steps_left
 from sparsejax.step_times import (
     NEW_PROCESS_SECONDS,
     PhaseTime,
@@ -114,6 +115,55 @@ def test_each_sparse_phase_is_judged_by_its_own_time():
     assert times.speedup(0) is None
 
 
+def test_a_phase_pays_for_the_dense_steps_up_to_the_next_that_stays_sparse():
+    # Each saves 100 ms; ten dense steps after it lose 50 ms, twenty 100 ms.
+    times = lambda last_ms: times_of(
+        phase_time(1, 90.0, dense_after_ms=105.0), phase_time(3, last_ms)
+    )
+    of = run_of(10, 10, 10, 10, 10)
+    chosen = lambda last_ms: phases_run_dense(
+        times(last_ms), of, new_process_minutes=None
+    )
+    assert chosen(90.0) == ()
+    # Trained dense, the later phase and its tail follow the first as well.
+    assert chosen(101.0) == (1, 3)
+    longer = run_of(10, 40, 10, 10, 10)
+    assert phases_run_dense(times(101.0), longer, new_process_minutes=None) == (3,)
+
+
+def test_a_phase_with_no_step_left_is_not_judged():
+    left = steps_left(run_of(10, 10, 10, 10), 25)
+    assert [phase.steps for phase in left] == [0, 0, 5, 10]
+    times = times_of(phase_time(1, 120.0), phase_time(3, 120.0))
+    assert phases_run_dense(times, left, new_process_minutes=None) == (3,)
+
+
+def test_a_phase_with_steps_in_between_takes_their_weighted_mean(tmp_path, monkeypatch):
+    seen = []
+
+    def time_one(self, sparsity):
+        seen.append((self.phase.kind, sparsity, self.phase.held))
+        return [100.0, 104.0, 108.0] if sparsity == DENSE else [60.0, 64.0, 68.0]
+
+    monkeypatch.setattr(step_times._Stepper, "time_one", time_one)
+    mixed = PhaseConfig(
+        name="mixed", share=0.5, sparsity=SPARSE, every=Interleaved(steps=4)
+    )
+    config = micro_config(write_text(tmp_path))
+    config = config.with_schedule((mixed, PhaseConfig(name="tail")))
+    corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
+    times = time_steps(config, corpus.head(500))
+    (of,) = times.sparse
+    assert (of.phase, of.fastest_ms, of.step_ms, of.slowest_ms) == (0, 70, 74, 78)
+    assert times.dense_ms == of.dense_after_ms == 104
+    assert seen == [
+        ("mixed", DENSE, DENSE),
+        ("mixed", SPARSE, SPARSE),
+        ("mixed", DENSE, SPARSE),
+        ("mixed", DENSE, DENSE),
+    ]
+
+
 def test_times_survive_json_and_damaged_ones_are_refused():
     times = times_of(phase_time(1), phase_time(3))
     plain = json.loads(json.dumps(to_json(times)))
@@ -213,9 +263,9 @@ def test_processes_take_as_many_steps_as_the_first_one_says(tmp_path, monkeypatc
     counts = []
     steps = step_times._Stepper.steps
 
-    def counting(stepper, count):
+    def counting(stepper, count, sparsity):
         counts.append(count)
-        return steps(stepper, min(count, 1))
+        return steps(stepper, min(count, 1), sparsity)
 
     monkeypatch.setattr(step_times._Stepper, "steps", counting)
     seconds = str(step_times.ROUND_SECONDS / 7)
