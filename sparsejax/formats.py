@@ -2,6 +2,7 @@
 
 import operator
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -211,6 +212,7 @@ def _compress_vnm(w, mask, pattern: VNM, *, check: bool) -> Compressed:
     return Compressed(values, metadata, columns, pattern, -1)
 
 
+@partial(jax.jit, static_argnames=("n", "axis"), inline=True)
 def _pack(x, kept, n: int, axis: int):
     """The n kept entries of every group along `axis`, in order."""
     shape = list(x.shape)
@@ -229,6 +231,7 @@ def _pack(x, kept, n: int, axis: int):
     return packed
 
 
+@partial(jax.jit, static_argnames=("m", "axis"), inline=True)
 def _unpack(packed, positions, m: int, axis: int):
     """Groups of m along `axis` with the packed entries at their positions."""
     shape = list(packed.shape)

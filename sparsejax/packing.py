@@ -7,12 +7,13 @@ storage" of `wgmma.mma_async.sp`.
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, UInt8
+from jaxtyping import Array, UInt8, UInt32
 
 from sparsejax.formats import Compressed
 from sparsejax.patterns import NM, TWO_FOUR
@@ -87,28 +88,13 @@ def pack(c: Compressed) -> Packed:
     values, positions = c.values, c.metadata
     if c.axis == -2:
         values, positions = values.swapaxes(-1, -2), positions.swapaxes(-1, -2)
-    *batch, rows, kept = values.shape
+    kept = values.shape[-1]
     if kept % (BLOCK // 2):
         raise ValueError(
             f"k={2 * kept}, the size of the sparse axis, is not a multiple of {BLOCK}; "
             f"pad it to {in_blocks(2 * kept)}"
         )
-    row_blocks = math.ceil(rows / BLOCK)
-    # (block, warp, half, row, block, quarter, eight positions)
-    shape = (*batch, row_blocks, 4, 2, 8, 2 * kept // BLOCK, 4, 8)
-    # Rows of the last block that are none have legal positions too: the first two.
-    none = jnp.arange(kept, dtype=positions.dtype) % 2
-    none = jnp.broadcast_to(none, (*batch, row_blocks * BLOCK - rows, kept))
-    positions = jnp.concatenate([positions, none], axis=-2)
-    positions = positions.reshape(shape).astype(jnp.uint32)
-    halves = jnp.zeros(shape[:-1], jnp.uint32)
-    for i in range(8):
-        halves |= lax.index_in_dim(positions, i, -1, keepdims=False) << (2 * i)
-    lower, upper = (
-        lax.index_in_dim(halves, i, halves.ndim - 4, keepdims=False) for i in range(2)
-    )
-    words = jnp.moveaxis(lower | (upper << 16), -2, -4)
-    return Packed(values, words.reshape(*words.shape[:-3], 128))
+    return Packed(values, _words(positions))
 
 
 def unpack(p: Packed) -> Compressed:
@@ -125,6 +111,28 @@ def unpack(p: Packed) -> Compressed:
     return Compressed(p.values, _positions(p), None, TWO_FOUR, -1)
 
 
+@partial(jax.jit, inline=True)
+def _words(positions: UInt8[Array, "*batch rows half_k"]) -> UInt32[Array, "..."]:
+    *batch, rows, kept = positions.shape
+    row_blocks = math.ceil(rows / BLOCK)
+    # (block, warp, half, row, block, quarter, eight positions)
+    shape = (*batch, row_blocks, 4, 2, 8, 2 * kept // BLOCK, 4, 8)
+    # Rows of the last block that are none have legal positions too: the first two.
+    none = jnp.arange(kept, dtype=positions.dtype) % 2
+    none = jnp.broadcast_to(none, (*batch, row_blocks * BLOCK - rows, kept))
+    positions = jnp.concatenate([positions, none], axis=-2)
+    positions = positions.reshape(shape).astype(jnp.uint32)
+    halves = jnp.zeros(shape[:-1], jnp.uint32)
+    for i in range(8):
+        halves |= lax.index_in_dim(positions, i, -1, keepdims=False) << (2 * i)
+    lower, upper = (
+        lax.index_in_dim(halves, i, halves.ndim - 4, keepdims=False) for i in range(2)
+    )
+    words = jnp.moveaxis(lower | (upper << 16), -2, -4)
+    return words.reshape(*words.shape[:-3], 128)
+
+
+@partial(jax.jit, inline=True)
 def _positions(p: Packed) -> UInt8[Array, "*batch rows half_k"]:
     *batch, row_blocks, k_blocks, _ = p.metadata.shape
     words = p.metadata.reshape(*batch, row_blocks, k_blocks, 4, 8, 4)

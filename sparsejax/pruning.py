@@ -2,10 +2,16 @@
 
 Masks are boolean, True = kept. Everywhere ties go to the lower index, -0.0 equals
 0.0, NaN counts as largest, and a group keeps exactly `n` entries, zeros included.
+
+What is unrolled over a group is under `jit(inline=True)`: called outside of a jit it
+is one program, not one per operation; inside it is traced once per shape, and leaves
+the same equations as if it were not.
 """
 
 import itertools
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -120,6 +126,7 @@ def transposable_mask(
     return patterns[best_index].swapaxes(-3, -2).reshape(w.shape)
 
 
+@partial(jax.jit, static_argnames="axis", inline=True)
 def soft_threshold(w: Float[Array, "..."], *, axis: int = -1) -> Float[Array, "..."]:
     """S(w): 2:4 along `axis`, continuous in `w`.
 
@@ -201,6 +208,7 @@ def split_groups(
     return x.reshape(shape), axis + 1
 
 
+@partial(jax.jit, static_argnames="axis", inline=True)
 def group_ranks(grouped: Num[Array, "..."], axis: int) -> Num[Array, "..."]:
     """Position of each entry in the descending order of its group, the whole `axis`."""
     keys = ordered_keys(grouped)

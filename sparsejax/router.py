@@ -6,6 +6,7 @@ rows has one expert.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,17 @@ def balanced_clusters(
                 f"not {d_hidden // experts} neurons in each of {experts} experts; pass "
                 f"what balanced_clusters returned, or None"
             )
+    return _clusters(w_up, experts, iterations, initial)
+
+
+@partial(jax.jit, static_argnames=("experts", "iterations"), inline=True)
+def _clusters(
+    w_up: Float[Array, "d_model d_hidden"],
+    experts: int,
+    iterations: int,
+    initial: Int[Array, " d_hidden"] | None,
+) -> tuple[Int[Array, " d_hidden"], Float[Array, "experts d_model"]]:
+    """`balanced_clusters` of what it has checked."""
     w_up = w_up.astype(jnp.float32)
     norm = jnp.linalg.norm(w_up, axis=0, keepdims=True)
     usable = jnp.isfinite(norm) & (norm > 0)
@@ -266,6 +278,7 @@ def row_count(tokens: int, experts_per_token: int, experts: int, v: int) -> int:
     return max(v, (most + min(experts, most) * (v - 1)) // v * v)
 
 
+@partial(jax.jit, static_argnames=("experts", "v"), inline=True)
 def dispatch(
     expert_index: Int[Array, "tokens g"],
     experts: int,
