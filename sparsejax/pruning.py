@@ -4,8 +4,8 @@ Masks are boolean, True = kept. Everywhere ties go to the lower index, -0.0 equa
 0.0, NaN counts as largest, and a group keeps exactly `n` entries, zeros included.
 
 What is unrolled over a group is under `jit(inline=True)`: called outside of a jit it
-is one program, not one per operation; inside it is traced once per shape, and leaves
-the same equations as if it were not.
+is one program, not one per operation; inside it is traced once per shape, and becomes
+part of what calls it.
 """
 
 import itertools

@@ -71,9 +71,27 @@ def text(tmp_path_factory) -> str:
     return write_text(tmp_path_factory.mktemp("text"))
 
 
+# Of these single tests take up to minutes. They come first, and a worker that has no
+# more tests takes over short ones: at the end none is left alone with a long one.
+LONGEST_FIRST = (
+    "test_eight_devices.py",
+    "test_kill.py",
+    "test_new_process.py",
+    "test_processes.py",
+    "test_commands.py",
+    "test_pretrain.py",
+    "test_before_training.py",
+    "test_bench_ffn.py",
+)
+
+
 def pytest_collection_modifyitems(items):
-    # The longest first: at the end, a worker would be left alone with them.
-    items.sort(key=lambda item: "test_eight_devices" not in item.nodeid)
+    def rank(item):
+        name = item.path.name
+        found = name in LONGEST_FIRST
+        return LONGEST_FIRST.index(name) if found else len(LONGEST_FIRST)
+
+    items.sort(key=rank)
 
 
 def pytest_collection_finish():
