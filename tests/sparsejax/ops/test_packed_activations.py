@@ -325,22 +325,21 @@ def test_under_vmap_every_ffn_is_its_own(calls):
 
 
 def test_weights_packed_in_another_dtype_are_taken_in_that_of_x(calls):
-    (x, w_up, w_down), dy = whole_numbers(64, D, F, seed=0)
-    pack_as = partial(
-        pack_ffn,
-        *(w_up, w_down),
-        sparsity=ALL_SIX,
-        scales=jnp.ones(2),
-        backend="mosaic_sm90",
-    )
+    (x, *weights), dy = whole_numbers(64, D, F, seed=0)
+    options = {"sparsity": ALL_SIX, "backend": "mosaic_sm90"}
 
-    def run(dtype):
-        call = partial(ffn, sparsity=ALL_SIX, backend="mosaic_sm90")
-        packed = pack_as(dtype=dtype)
-        y, pull_back = jax.vjp(lambda x: call(x, w_up, w_down, packed=packed), x)
+    @jax.jit
+    def run(x, packed):
+        call = partial(ffn, packed=packed, **options)
+        y, pull_back = jax.vjp(lambda x: call(x, *weights), x)
         return y, *pull_back(dy)
 
-    for ours, theirs in zip(run(jnp.float16), run(x.dtype), strict=True):
+    def pack_as(dtype):
+        pack = partial(pack_ffn, dtype=dtype, **options)
+        return jax.jit(pack)(*weights, scales=jnp.ones(2))
+
+    got, expected = (run(x, pack_as(dtype)) for dtype in (jnp.float16, x.dtype))
+    for ours, theirs in zip(got, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert "keep_features of a product" in calls
 

@@ -341,12 +341,11 @@ def test_the_kernels_take_weights_that_were_packed_for_the_library(calls):
     sparsity = SPARSITIES["all six, skipped"]
     arguments, dy = whole_numbers(100, D, F, seed=0)
     scales = jnp.ones(2)
-    packed = pack_ffn(
-        *arguments[1:], sparsity=sparsity, scales=scales, dtype=dy.dtype, backend="xla"
-    )
+    pack = partial(pack_ffn, sparsity=sparsity, dtype=dy.dtype, backend="xla")
+    packed = jax.jit(pack)(*arguments[1:], scales=scales)
     options = {"sparsity": sparsity, "expert_index": chosen(sparsity, 100)}
-    run = partial(ffn, *arguments, backend="mosaic_sm90", **options)
-    given, own = run(packed=packed), run(scales=scales)
+    run = jax.jit(partial(ffn, backend="mosaic_sm90", **options))
+    given, own = run(*arguments, packed=packed), run(*arguments, scales=scales)
     assert "sparse_weights" in calls
     np.testing.assert_array_equal(given, own)
 
