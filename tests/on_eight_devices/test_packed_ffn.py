@@ -1,7 +1,7 @@
 """Weights packed for Hopper, on a mesh of eight devices against one."""
 
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -64,15 +64,21 @@ def value_and_gradients(layout, gated: bool, x, weights, scales, dy):
     return packed, y, pull_back(dy)
 
 
+packed_step = jax.jit(value_and_gradients, static_argnums=(0, 1))
+
+
+@lru_cache
+def packed_step_of_one_device(gated: bool):
+    return packed_step(None, gated, *operands(gated))
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("gated", [False, True])
 def test_packs_and_multiplies_as_one_device_does(calls, mesh, gated):
-    step = jax.jit(value_and_gradients, static_argnums=(0, 1))
-    arguments = operands(gated)
-    got = step(layout_of(MESHES[mesh]), gated, *arguments)
+    got = packed_step(layout_of(MESHES[mesh]), gated, *operands(gated))
     assert set(calls) == {"compress", "sparse_matmul"}
     packed, *results = got
-    expected_packed, *expected = step(None, gated, *arguments)
+    expected_packed, *expected = packed_step_of_one_device(gated)
     assert isinstance(packed.up, Packed)
     for ours, theirs in zip(
         jax.tree.leaves(packed), jax.tree.leaves(expected_packed), strict=True
@@ -95,34 +101,40 @@ EXPERTS = FFNSparsity(
 )
 
 
+def step_with_experts(layout, skip_blocks: bool):
+    x, weights, scales, dy = operands(gated=False)
+    sparsity, expert_index = EXPERTS, None
+    if skip_blocks:
+        sparsity = replace(sparsity, skip_blocks=True, router="token_hash")
+        expert_index = token_hash(jnp.arange(TOKENS), 8, experts_per_token=2)
+    run = partial(
+        ffn,
+        sparsity=sparsity,
+        scales=scales,
+        expert_index=expert_index,
+        layout=layout,
+        backend="mosaic_sm90",
+    )
+    y, pull_back = jax.vjp(run, x, *weights)
+    return y, *pull_back(dy)
+
+
+@lru_cache
+def step_with_experts_of_one_device(skip_blocks: bool):
+    return jax.jit(partial(step_with_experts, None, skip_blocks))()
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("skip_blocks", [False, True])
 def test_experts_packed_on_every_device_compute_what_one_device_does(
     calls, mesh, skip_blocks
 ):
     """Rows packed for the kernels on each device: its tokens, for its experts."""
-    x, weights, scales, dy = operands(gated=False)
-    sparsity, expert_index = EXPERTS, None
-    if skip_blocks:
-        sparsity = replace(sparsity, skip_blocks=True, router="token_hash")
-        expert_index = token_hash(jnp.arange(TOKENS), 8, experts_per_token=2)
-
-    def step(layout):
-        run = partial(
-            ffn,
-            sparsity=sparsity,
-            scales=scales,
-            expert_index=expert_index,
-            layout=layout,
-            backend="mosaic_sm90",
-        )
-        y, pull_back = jax.vjp(run, x, *weights)
-        return y, *pull_back(dy)
-
-    got = jax.jit(partial(step, layout_of(MESHES[mesh])))()
+    got = jax.jit(partial(step_with_experts, layout_of(MESHES[mesh]), skip_blocks))()
     assert {"compress", "keep_features", "backward", "sparse_rows"} <= set(calls)
     assert ("sparse_weights" if skip_blocks else "sparse_matmul") in calls
-    for ours, theirs in zip(got, jax.jit(partial(step, None))(), strict=True):
+    expected = step_with_experts_of_one_device(skip_blocks)
+    for ours, theirs in zip(got, expected, strict=True):
         ours, theirs = (np.asarray(a, np.float64) for a in (ours, theirs))
         # Partial sums over the experts are rounded to bfloat16 on each device.
         assert np.linalg.norm(ours - theirs) <= 2**-8 * np.linalg.norm(theirs)
