@@ -82,6 +82,7 @@ LONGEST_FIRST = (
     "test_pretrain.py",
     "test_before_training.py",
     "test_bench_ffn.py",
+    "test_tuning.py",
 )
 
 
