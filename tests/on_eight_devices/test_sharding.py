@@ -45,10 +45,15 @@ def config_for(text: str, variant: str) -> TrainConfig:
 
 
 @lru_cache
+def built(config: TrainConfig) -> train.Run:
+    """The run on the first of the devices, as many as its mesh has."""
+    return train.Run(config, devices=jax.devices()[: config.mesh.devices])
+
+
+@lru_cache
 def curve(config: TrainConfig) -> tuple[list[float], list[float]]:
     """Losses and gradient norms, the validation losses of the switches and the end."""
-    devices = jax.devices()[: config.mesh.devices]
-    run = train.Run(config, devices=devices)
+    run = built(config)
     state, batches, ends = run.initial_state(), run.batches(), run.phase_ends()
     steps, validations = [], []
     for step in range(config.steps):
@@ -94,7 +99,7 @@ def test_losses_and_gradients_are_those_of_one_device(variant, mesh, text):
 @pytest.mark.parametrize("mesh", ["fsdp", "tensor", "all"])
 def test_parameters_and_moments_are_split_and_stay_split(mesh, text):
     config = on(config_for(text, "default"), mesh)
-    run = train.Run(config)
+    run = built(config)
     state, parts = run.initial_state(), config.mesh.fsdp * config.mesh.tensor
     sparsity = run.phases[0].sparsity
     for _ in range(2):
@@ -113,7 +118,7 @@ def test_parameters_and_moments_are_split_and_stay_split(mesh, text):
 
 
 def compiled_step(config: TrainConfig) -> str:
-    run = train.Run(config)
+    run = built(config)
     sparsity = run.phases[1].sparsity
     tokens = run.place(next(run.batches())["tokens"])
     return run.step(sparsity).lower(run.template(sparsity), tokens).compile().as_text()
@@ -150,7 +155,7 @@ def test_logits_stay_split_over_the_vocabulary(text):
 
 def test_packing_needs_no_communication(text):
     config = on(config_for(text, "default"), "all")
-    run = train.Run(config)
+    run = built(config)
     sparsity = run.phases[1].sparsity
 
     @jax.jit
