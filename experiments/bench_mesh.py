@@ -17,7 +17,7 @@ import re
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -34,6 +34,7 @@ from sparsejax.config import (
     RecipeName,
     TrainConfig,
 )
+from sparsejax.config_file import to_json
 from sparsejax.corpus import load_corpus
 from sparsejax.ops.backend import Backend
 from sparsejax.presets import PRESETS
@@ -149,7 +150,7 @@ def main(config: Config) -> list[dict]:
             "name": timing.name,
             "preset": config.preset,
             "recipe": config.recipe,
-            "phases": asdict(config.phases),
+            "phases": to_json(stepper.run.config)["phases"],
             "backend": config.backend,
             "batch_size": config.batch_size,
             "tokens_per_second": 1e3 * tokens / timing.time_ms,

@@ -159,7 +159,7 @@ def test_without_the_fold_the_dense_tail_begins_with_the_masters(uninterrupted):
 
 
 def test_a_jump_above_a_tenth_is_flagged(text, tmp_path, monkeypatch):
-    def validate(run, state, sparsity, *, masks=True):
+    def validate(run, state, sparsity, held, *, masks=True):
         return 3.0 if sparsity.is_dense or not masks else 3.11
 
     monkeypatch.setattr(Run, "validate", validate)
@@ -178,8 +178,8 @@ def poison(monkeypatch, *, step: int, name: str, value: float) -> None:
     """Makes one entry of the report of one step non-finite, and the masters NaN."""
     original = Run._step
 
-    def poisoned(self, sparsity):
-        honest = original(self, sparsity)
+    def poisoned(self, sparsity, *held):
+        honest = original(self, sparsity, *held)
 
         def run(state, tokens):
             state, report = honest(state, tokens)
