@@ -17,9 +17,9 @@ from sparsejax.config_file import read_config
 from sparsejax.records import first_step, training_seconds
 
 SHADES = {"warm-up": "#dddddd", "sparse": "#cfe8cf", "dense": "#eeeeee"}
-"""Of the phases of the recipes."""
+"""The colour of each phase that a recipe has."""
 OTHER_SHADES = ("#d6e4f5", "#f7e3c8", "#e6d9f0", "#d3ede9", "#f6d9dc", "#eceabf")
-"""Of phases with other names, in the order in which they come."""
+"""The colours of phases with other names, in the order in which they come."""
 LINES = ("-", "--", ":", "-.")
 
 

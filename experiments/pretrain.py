@@ -263,8 +263,8 @@ def parse(arguments: list[str]) -> Options:
 
 
 def settings_in(folder: Path, flag: str, what: str) -> TrainConfig:
-    """Those of the run in `folder`. Raises ValueError where there is none, and says of
-    the flag that named it which folder it wants."""
+    """Reads the settings of the run in `folder`. Raises ValueError where there is none,
+    and says which folder the flag that named it wants."""
     saved = folder / "config.json"
     if not saved.is_file():
         raise ValueError(

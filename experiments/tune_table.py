@@ -47,7 +47,7 @@ class Config:
     presets: tuple[PresetName, ...] = ("wide-200m", "gpt-124m")
     """The GEMMs of every recipe for these, on one GPU, too."""
     d_model: tuple[int, ...] = ()
-    """Of the tables, only shapes of FFNs of these widths; none given: of all."""
+    """The d_model of the tables' shapes that are measured; none given: every width."""
     shipped: bool = False
     """Keep the times in the table of this package, not in your cache folder."""
     processes: int = 9

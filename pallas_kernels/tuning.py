@@ -39,8 +39,9 @@ than any estimate of a shipped entry, made from the others of its GPU, is above 
 measurement."""
 
 GAIN_ELSEWHERE = 1.25
-"""The same where the estimate is made from another GPU: of 75 shapes that were measured
-on an H100 and on an H200, the one's gain was at most 1.22 times the other's."""
+"""How many times as fast as dense a GEMM must be to be chosen unasked where the
+estimate is made from another GPU. Of 75 shapes that were measured on an H100 and on an
+H200, the one's gain was at most 1.22 times the other's."""
 
 LEAST_FLOPS = 2**34
 """Smaller GEMMs that nobody measured are left to the dense library: what a launch costs

@@ -36,11 +36,11 @@ class Branch:
     folder: Path
     """The trunk's run folder."""
     step: int | None = None
-    """Of the checkpoint; None: the latest."""
+    """The checkpoint's number of steps; None: the latest checkpoint."""
 
     @classmethod
     def named(cls, text: str) -> "Branch":
-        """Of "RUN@STEP", or of "RUN", which means its latest checkpoint."""
+        """Reads "RUN@STEP", or "RUN", which means that run's latest checkpoint."""
         stated = re.fullmatch(r"(.+)@(\d+)", text)
         return (
             cls(Path(text)) if stated is None else cls(Path(stated[1]), int(stated[2]))
@@ -150,22 +150,23 @@ class Trunk:
 
     @property
     def run_dense(self) -> tuple[int, ...]:
-        """Its phases that were trained dense because they were timed slower."""
+        """The numbers of the trunk's phases that were trained dense because they were
+        timed slower."""
         return tuple(self._metadata.get("run_dense", ()))
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """As they were planned."""
+        """The trunk's phases as they were planned."""
         return phases(self.config)
 
     @property
     def phase(self) -> Phase:
-        """That of the state of the checkpoint, as it was trained."""
+        """The phase that the checkpoint's state belongs to, as it was trained."""
         return with_dense(self.phases, self.run_dense)[self._metadata["phase"]]
 
     @property
     def learning_rate(self) -> float:
-        """That of the trunk's next step."""
+        """The learning rate of the trunk's next step."""
         of = self.config
         schedule = learning_rate(of.optimizer, of.steps, self.phases)
         return float(np.asarray(schedule(self.step)))

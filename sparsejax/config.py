@@ -298,11 +298,12 @@ class PhaseConfig:
     """One phase of a schedule: consecutive steps that are trained alike."""
 
     name: str
-    """In records, tables and figures; that of one phase of the schedule alone."""
+    """What records, tables and figures call it; unique in a schedule."""
     share: Annotated[float | None, Interval(above=0, most=1)] = None
-    """Of the run's steps. None, in one phase of a schedule: what the others leave."""
+    """Its share of the run's steps. None, in one phase of a schedule: what the others
+    leave."""
     sparsity: FFNSparsity = DENSE
-    """Of its steps, and of its validations."""
+    """What is sparse in its steps and its validations."""
     every: Interleaved | None = None
     """Steps of the phase with another sparsity."""
     learning_rate_scale: Positive = 1.0
@@ -326,7 +327,7 @@ class PhaseConfig:
 
     @property
     def sparsities(self) -> tuple[FFNSparsity, ...]:
-        """Of its steps, and of those in between where there are any."""
+        """The sparsity of its steps, and that of the steps in between, if any."""
         between = () if self.every is None else (self.every.sparsity,)
         return (self.sparsity, *between)
 
@@ -594,7 +595,7 @@ class TrainConfig:
         return replace(self, recipe=recipe, phases=RecipeConfig(**lengths))
 
     def with_schedule(self, schedule: tuple[PhaseConfig, ...]) -> "TrainConfig":
-        """The same with the phases of a schedule instead of its recipe's."""
+        """Returns the settings with the phases of a schedule in place of a recipe's."""
         phases = RecipeConfig(schedule=schedule, fold=self.phases.fold)
         return replace(self, recipe=TrainConfig.recipe, phases=phases)
 

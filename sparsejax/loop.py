@@ -355,7 +355,7 @@ class _Loop:
         return sum(phase.steps for phase in self.phases[: self.phase_index])
 
     def model(self) -> Transformer:
-        """As the phase's steps compute."""
+        """The model of the present state, which computes as the phase's steps do."""
         return self.run.model(self.state, self.phase.sparsity, self.phase.held)
 
     def left_sparse_kernels(self) -> bool:
@@ -415,7 +415,7 @@ class _Loop:
         self.saving_seconds = 0.0
 
     def learning_rate_of(self, step: int) -> float:
-        """That of the step after `step` steps."""
+        """The learning rate of the step that follows `step` steps."""
         of = self.config
         schedule = learning_rate(of.optimizer, of.steps, self.run.phases)
         return float(jnp.asarray(schedule(step)))
@@ -426,7 +426,7 @@ class _Loop:
         self.record("validation", loss=loss)
 
     def validation_loss(self, phase: Phase, *, masks: bool = True) -> float:
-        """That of a state of this phase: see `Run.validate`."""
+        """The validation loss of a state of this phase: see `Run.validate`."""
         return self.run.validate(self.state, phase.sparsity, phase.held, masks=masks)
 
     def look_at_ffns(self, masks_before: list[jax.Array] | None) -> None:

@@ -53,7 +53,7 @@ class Pace:
         return total | {"tokens_per_second": rate}
 
     def _speed(self, rate: float, sparsity: FFNSparsity) -> dict[str, float]:
-        """Of steps with one sparsity."""
+        """What a record says of the speed of steps that all have one sparsity."""
         model, length = self.config.model, self.config.data.sequence_length
         decisions = self.decisions(sparsity)
         speed = metrics.speed(

@@ -104,7 +104,7 @@ Pattern = NM | VNM
 
 
 def named_pattern(text: str) -> Pattern:
-    """Of "N:M" as "2:4", or of "V:N:M" as "128:2:32".
+    """Reads a pattern's name: "N:M" as "2:4", or "V:N:M" as "128:2:32".
 
     Raises:
       ValueError: the text is neither, or names a pattern that cannot be.

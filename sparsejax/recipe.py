@@ -22,12 +22,12 @@ class Phase:
     with one compiled step, or some of them with another one."""
 
     kind: str
-    """Its name; in the recipes "warm-up", "sparse" or "dense"."""
+    """The phase's name; in the recipes "warm-up", "sparse" or "dense"."""
     steps: int
     sparsity: FFNSparsity
-    """Of its steps and validations."""
+    """What is sparse in its steps and validations."""
     every: Interleaved | None = None
-    """Those of its steps that have another sparsity."""
+    """The steps of the phase that have another sparsity, if any."""
     learning_rate_scale: float = 1.0
 
     @property
@@ -59,13 +59,13 @@ class Phase:
         return replace(first, weights=weights[0] if weights else None)
 
     def sparsity_of(self, number: int) -> FFNSparsity:
-        """That of one of its steps, which are counted from 1."""
+        """The sparsity of one of its steps, which are counted from 1."""
         if self.every is not None and number % self.every.steps == 0:
             return self.every.sparsity
         return self.sparsity
 
     def as_dense(self) -> "Phase":
-        """The same with all GEMMs dense in all of its steps."""
+        """Returns this phase with all GEMMs dense in all of its steps."""
         return replace(self, sparsity=DENSE, every=None)
 
 

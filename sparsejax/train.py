@@ -324,7 +324,7 @@ class Run:
     def graph(
         self, sparsity: FFNSparsity, held: FFNSparsity | None = None
     ) -> nnx.GraphDef[Transformer]:
-        """Of a model that computes with `sparsity` on a state that belongs to `held`
+        """The graph of a model that computes with `sparsity` on a state of `held`
         (None: to the same)."""
         return self._graphs(sparsity, held or sparsity)
 

@@ -100,8 +100,8 @@ def runnable(specs: Iterable[GemmSpec]) -> dict[Shape, GemmSpec]:
 
 
 def missing(specs: Iterable[GemmSpec], device: Device) -> dict[Shape, GemmSpec]:
-    """Those that are `runnable`, and that nobody has measured on `device` near their
-    number of tokens."""
+    """Finds the `runnable` GEMMs that nobody has measured on `device` near their number
+    of tokens."""
     return {
         shape: spec
         for shape, spec in runnable(specs).items()
@@ -197,7 +197,7 @@ def measured(trial: Trial) -> tuning.Entry:
         return {config: times.get(str(config), math.inf) for config in correct}
 
     def _fastest(correct: list[Config]) -> list[Config]:
-        """Those that a short look does not rule out."""
+        """The configs that a short look does not rule out."""
         if len(correct) <= FINALISTS:
             return correct
         calls = {str(config): trial.sparse[config] for config in correct}
@@ -259,8 +259,8 @@ def trial_of(spec: GemmSpec) -> Trial:
 
 
 def trial_of_shape(shape: Shape) -> Trial:
-    """The same for a GEMM of which only the kernel's shape is known, as in the table of
-    another GPU. Features that stay whole are as many as by default."""
+    """The operands and programs of a GEMM of which only the kernel's shape is known, as
+    in the table of another GPU. As many features stay whole as by default."""
     gemm, tokens, d_model, neurons = gemm_of(shape)
     share = expert_gemms.WHOLE_SHARE
     if not shape.group_tile:

@@ -37,7 +37,7 @@ def _describe(spec: GemmSpec) -> tuple[str, float]:
 
 
 def implementations() -> Implementations:
-    """By backend."""
+    """The implementations of the dense GEMM, by backend."""
     return {
         "reference": Implementation(
             run=_reference,

@@ -33,10 +33,11 @@ class Execution(NamedTuple):
     """How the GEMMs of one kind of FFN follow each other on a device."""
 
     forward: Callable[..., tuple[jax.Array, Any]]
-    """Of (static, x, read weights, expert_index): Y and the residuals, a pytree."""
+    """Takes (static, x, read weights, expert_index); returns Y and the residuals, a
+    pytree."""
     backward: Callable[..., tuple[jax.Array, FFNWeights]]
-    """Of (static, x or None, residuals, read weights, dy, key): dX, and the gradients
-    of the weights in float32."""
+    """Takes (static, x or None, residuals, read weights, dy, key); returns dX, and the
+    gradients of the weights in float32."""
 
 
 class Static(NamedTuple):

@@ -54,7 +54,7 @@ class FFNPlan:
 
     @classmethod
     def of(cls, call: FFNCall, backend: Backend | None) -> "FFNPlan":
-        """Decides.
+        """Decides for a call, on the backend that is named or the fastest.
 
         Raises:
           NotImplementedError: the named backend cannot run one of the GEMMs.

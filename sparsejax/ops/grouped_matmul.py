@@ -368,8 +368,8 @@ def _dense_outer_on_kernels() -> dict[Backend, Implementation]:
 
 
 def implementations() -> Implementations:
-    """By backend. Of rows and weights that a set of kernels has packed an FFN calls the
-    kernels by itself."""
+    """The implementations of `grouped_matmul`, by backend. Where a set of kernels has
+    packed rows or weights, an FFN calls the kernels by itself."""
     return {
         **sparse_matmul.on_kernels(),
         "reference": Implementation(
@@ -384,7 +384,7 @@ def implementations() -> Implementations:
 
 
 def outer_implementations() -> Implementations:
-    """Of the weight gradient, by backend."""
+    """The implementations of the weight gradient, by backend."""
     return {
         **_dense_outer_on_kernels(),
         "reference": Implementation(
@@ -399,5 +399,6 @@ def outer_implementations() -> Implementations:
 
 
 def sparse_outer_implementations() -> Implementations:
-    """Of the weight gradient where one operand is 2:4 along the rows."""
+    """The implementations of a weight gradient with an operand that is 2:4 along the
+    rows, by backend."""
     return {**outer_implementations(), **sparse_matmul.on_kernels()}

@@ -59,7 +59,7 @@ class GatedActivations(NamedTuple):
 
 
 def counted_gated(kept: KeptGatedActivations) -> GatedActivations:
-    """As `counted`."""
+    """What a kernel kept of a gated FFN, with the non-zeros of each feature summed."""
     return GatedActivations(kept.hidden, kept.up, _nonzeros(kept.counts))
 
 

@@ -244,7 +244,7 @@ def on_kernels() -> dict[Backend, Implementation]:
 
 
 def implementations() -> Implementations:
-    """By backend."""
+    """The implementations of `sparse_matmul`, by backend."""
     reference = "decompress, then a GEMM at the highest precision"
     return {
         **on_kernels(),

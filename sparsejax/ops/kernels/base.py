@@ -65,7 +65,8 @@ class KeptGatedActivations(NamedTuple):
     up: Packed
     """U, at the positions of A."""
     counts: Int[Array, "_ features"]
-    """As in `KeptActivations`."""
+    """Kept entries of A that are not zero, of each 16 rows that follow each other;
+    uint8."""
 
 
 class OverTokens(NamedTuple):

@@ -30,8 +30,8 @@ def shape_of(gemm: GemmSpec) -> Shape:
 
 
 def _grouped_shape_of(gemm: GemmSpec) -> Shape:
-    """The same over experts, of this device's: rows instead of tokens, and one expert's
-    neurons instead of all."""
+    """The kernel's view of a GEMM over the experts of this device: rows instead of
+    tokens, and one expert's neurons instead of all."""
     tokens, neurons = _tokens(gemm), gemm.expert_features
     experts = all_neurons(gemm) // neurons
     rows = row_count(tokens, gemm.experts_per_token, experts, gemm.group_tile)
