@@ -9,46 +9,55 @@ The same command again skips the runs that have ended, resumes the one that was 
 and goes on; `--only NAME` and `--seeds 0` train some of them. Every run is one of
 `experiments/pretrain.py`, in FOLDER/NAME/seed-SEED and in a process of its own: what
 sparse kernels do to a GPU's clock (experiments/LOG.md, 2026-11-22) would make a dense
-run after them slower. At the end: two tables, FOLDER/comparison.png, and one JSON line
+run after them slower. `--at-once N` trains N of them at a time on one device, for
+models that leave it idle: what they say of speed then means nothing, and their rows
+have no seconds. At the end: two tables, FOLDER/comparison.png, and one JSON line
 per run in FOLDER/rows.jsonl. Rows that are to stay go into a file of the repository,
 with `--results experiments/results/compare_recipes.jsonl`.
-`experiments/comparison_file.py` tells how a comparison is written.
+`experiments/comparing/comparison_file.py` tells how a comparison is written.
 """
 
 import json
 import math
-import statistics
+import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from itertools import accumulate
 from pathlib import Path
+from typing import Annotated
 
 import jax
 import tyro
-from rich.table import Table
 
-from experiments import console, pretrain, printed_plan
-from experiments.comparison_file import Comparison, Trial, read_comparison
-from experiments.own_process import Terminated, in_own_process
+from experiments import pretrain
+from experiments.bench.rows import append_rows
+from experiments.comparing.comparison_file import Comparison, Trial, read_comparison
+from experiments.comparing.comparison_tables import losses_table, means_table
+from experiments.comparing.finished_runs import (
+    read_records,
+    read_sessions,
+    side_by_side,
+)
+from experiments.comparing.side_by_side import RunsFailed, share_memory, train_all
 from experiments.plot import plot_comparison
 from experiments.provenance import commit
-from experiments.rows import append_rows
-from sparsejax.branch import Branch
-from sparsejax.checkpoint import Checkpoints
+from experiments.running import console, printed_plan
+from experiments.running.own_process import Terminated, in_own_process
+from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.config import TrainConfig
 from sparsejax.config_file import changed_settings, read_config
-from sparsejax.loop import NonFiniteLoss
 from sparsejax.presets import PRESETS
-from sparsejax.recipe import phases
-from sparsejax.records import (
+from sparsejax.reports.records import (
     check_writable,
     first_step,
-    records_until,
     training_seconds,
     write_whole,
 )
+from sparsejax.training.branch import Branch
+from sparsejax.training.progress import NonFiniteLoss
+from sparsejax.training.recipe import phases
 
 AROUND_A_SWITCH = ("before", "before_unmasked", "after", "after_unmasked")
 PROVENANCE = ("device", "jax", "commit", "date")
@@ -65,10 +74,13 @@ class Options:
     only: tuple[str, ...] = ()
     """Runs, beside the baseline; none named: all."""
     seeds: tuple[int, ...] = ()
-    """Of them; none given: all."""
+    """The seeds that are trained; none given: all."""
     results: Path | None = None
     """A file to which the lines of rows.jsonl, one per run, are added as well, unless
     they are there."""
+    at_once: Annotated[int, tyro.conf.arg(metavar="N")] = 1
+    """Runs that are trained at a time, each with its share of the GPU's memory; what
+    they print goes into FOLDER/NAME/seed-SEED/console.txt."""
     dry_run: bool = False
     """Print the plan of every run and stop: nothing is allocated or written."""
 
@@ -83,12 +95,7 @@ def main(comparison: Comparison, folder: Path, results: Path | None) -> list[dic
       ValueError: before anything is trained, where a run's folder holds a run of other
         settings, or the folder cannot be made or written in.
     """
-    check_writable(folder)
-    for trial in comparison.trials:
-        _refuse_other_settings(trial, folder / trial.place)
-        _refuse_other_beginning(trial, folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "comparison.json", json.dumps(_listing(comparison)) + "\n")
+    _prepare(comparison, folder)
     rows: list[dict] = []
     for number, trial in enumerate(comparison.trials, 1):
         if has_ended(trial, folder / trial.place):
@@ -97,22 +104,81 @@ def main(comparison: Comparison, folder: Path, results: Path | None) -> list[dic
             console.say("the same command again goes on with the comparison")
             return rows
         rows = _rows(comparison, comparison.trials[:number], folder)
-        for row in rows:
-            _append_if_new(row, folder / "rows.jsonl")
-            if results is not None:
-                _append_if_new(row, results)
-    console.STDOUT.print(losses_table(rows))
-    console.STDOUT.print(means_table(rows))
-    console.say(plot_comparison(folder))
+        _keep(rows, folder, results)
+    _show(rows, folder)
     return rows
 
 
+def main_side_by_side(
+    comparison: Comparison, folder: Path, results: Path | None, at_once: int
+) -> list[dict]:
+    """As `main`, with so many runs at a time on one device, each in a process of its
+    own and a branch after its trunk.
+
+    Raises:
+      ValueError: as `main`.
+      RunsFailed: some runs ended with an error. The others have been trained, and their
+        rows are in the files.
+    """
+    _prepare(comparison, folder)
+    ended = [t for t in comparison.trials if has_ended(t, folder / t.place)]
+    for trial in ended:
+        console.say(f"{trial.name}, seed {trial.seed}: has ended, skipped")
+    rows = _rows(comparison, ended, folder)
+
+    def keep(trial: Trial) -> None:
+        ended.append(trial)
+        in_order = [of for of in comparison.trials if of in ended]
+        rows[:] = _rows(comparison, in_order, folder)
+        _keep(rows, folder, results)
+
+    train = lambda trial: (
+        *(train_beside, at_once, trial.config),
+        *(folder / trial.place, trial.branch_in(folder)),
+    )
+    _keep(rows, folder, results)
+    failed = train_all(comparison.trials, at_once, train, ended=ended, keep=keep)
+    if failed:
+        raise RunsFailed(failed, folder)
+    if len(ended) < len(comparison.trials):
+        console.say("the same command again goes on with the comparison")
+        return rows
+    _show(rows, folder)
+    return rows
+
+
+def _prepare(comparison: Comparison, folder: Path) -> None:
+    """Refuses what `folder` holds of other runs, and says there which are compared."""
+    check_writable(folder)
+    for trial in comparison.trials:
+        _refuse_other_settings(trial, folder / trial.place)
+        _refuse_other_beginning(trial, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "comparison.json", json.dumps(_listing(comparison)) + "\n")
+
+
+def _keep(rows: Sequence[dict], folder: Path, results: Path | None) -> None:
+    """Adds the rows to the files that lack them."""
+    for row in rows:
+        _append_if_new(row, folder / "rows.jsonl")
+        if results is not None:
+            _append_if_new(row, results)
+
+
+def _show(rows: Sequence[dict], folder: Path) -> None:
+    """The tables and the figure of a whole comparison."""
+    console.STDOUT.print(losses_table(rows))
+    console.STDOUT.print(means_table(rows))
+    console.say(plot_comparison(folder))
+
+
 def _listing(comparison: Comparison) -> dict:
-    """What `plot_comparison` reads."""
+    """Returns what `plot_comparison` and `finished_runs` read."""
     folders: dict[str, list[str]] = {}
     for trial in comparison.trials:
         folders.setdefault(trial.name, []).append(trial.place)
-    return {"baseline": comparison.baseline, "runs": folders}
+    arms = {trial.name: trial.arm or trial.name for trial in comparison.trials}
+    return {"baseline": comparison.baseline, "runs": folders, "arms": arms}
 
 
 def _refuse_other_settings(trial: Trial, folder: Path) -> None:
@@ -130,7 +196,7 @@ def _refuse_other_settings(trial: Trial, folder: Path) -> None:
 def _refuse_other_beginning(trial: Trial, folder: Path) -> None:
     """`_refuse_other_settings` of a branch, and of what was one or is one now."""
     own = folder / trial.place
-    starts = [r for r in _records(trial.config, own) if r["event"] == "start"]
+    starts = [r for r in read_records(own, trial.config) if r["event"] == "start"]
     if not starts:
         return
     origin, branch = starts[0].get("branch"), trial.branch_in(folder)
@@ -145,8 +211,9 @@ def _refuse_other_beginning(trial: Trial, folder: Path) -> None:
 
 
 def has_ended(trial: Trial, folder: Path) -> bool:
-    """Whether the run is complete, its last checkpoint included, or has diverged."""
-    records = _records(trial.config, folder)
+    """Returns whether the run is complete, its last checkpoint included, or has
+    diverged."""
+    records = read_records(folder, trial.config)
     if records and records[-1]["event"] == "non_finite_loss":
         return True
     with Checkpoints(folder / "checkpoints") as checkpoints:
@@ -168,12 +235,14 @@ def _train(trial: Trial, folder: Path) -> bool:
     return ended
 
 
-def train_here(config: TrainConfig, folder: Path, branch: Branch | None) -> bool | None:
-    """`_train` of one run in its own folder, in this process; None where a new one is
-    to resume the run."""
+def train_here(
+    config: TrainConfig, folder: Path, branch: Branch | None, at_once: int = 1
+) -> bool | None:
+    """Does `_train` of one run in its own folder, in this process; returns None where a
+    new one is to resume the run."""
     console.quiet_orbax()
     folder.mkdir(parents=True, exist_ok=True)
-    _note_provenance(folder)
+    _note_provenance(folder, at_once)
     try:
         outcome = pretrain.main(config, folder, branch=branch)
     except NonFiniteLoss as error:
@@ -182,7 +251,20 @@ def train_here(config: TrainConfig, folder: Path, branch: Branch | None) -> bool
     return None if outcome.resume_in_new_process else outcome.completed
 
 
-def _note_provenance(folder: Path) -> None:
+def train_beside(
+    at_once: int, config: TrainConfig, folder: Path, branch: Branch | None
+) -> bool | None:
+    """Returns `train_here` in a process that shares its device with others: it takes
+    its share of the memory, and prints into a file of the run's folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    share_memory(at_once)
+    with (folder / "console.txt").open("ab") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    return train_here(config, folder, branch, at_once)
+
+
+def _note_provenance(folder: Path, at_once: int) -> None:
     """Adds where the run goes on, before it does."""
     here = (
         jax.devices()[0].device_kind,
@@ -190,29 +272,19 @@ def _note_provenance(folder: Path) -> None:
         commit(),
         date.today().isoformat(),
     )
-    lines = [*_sessions(folder), dict(zip(PROVENANCE, here, strict=True))]
+    session = dict(zip(PROVENANCE, here, strict=True))
+    beside = {"side_by_side": at_once} if at_once > 1 else {}
+    lines = [*read_sessions(folder), session | beside]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     write_whole(folder / "provenance.jsonl", text)
-
-
-def _sessions(folder: Path) -> list[dict[str, str | None]]:
-    noted = folder / "provenance.jsonl"
-    lines = noted.read_text().splitlines() if noted.exists() else []
-    return [json.loads(line) for line in lines]
-
-
-def _records(config: TrainConfig, folder: Path) -> list[dict]:
-    kinds = [phase.kind for phase in phases(config)]
-    lines = records_until(folder / "metrics.jsonl", config.steps, kinds)
-    return [json.loads(line) for line in lines.splitlines()]
 
 
 # What came of them.
 
 
 def _rows(comparison: Comparison, ended: Sequence[Trial], folder: Path) -> list[dict]:
-    """What is recorded of the runs that have ended, as far as the baseline of their
-    seed has, which may be a branch of another: the same whenever it is asked."""
+    """Returns what is recorded of the runs that have ended, as far as the baseline of
+    their seed has, which may be a branch of another: the same whenever it is asked."""
     losses = {trial: _losses(trial.config, folder / trial.place) for trial in ended}
     references = {
         trial.seed: own["loss"]
@@ -233,7 +305,7 @@ def _row(
     own: dict,
     reference: float | None,
 ) -> dict:
-    """What is recorded of one run.
+    """Returns what is recorded of one run.
 
     Args:
       own: its `_losses`.
@@ -242,6 +314,9 @@ def _row(
     config = trial.config
     settings = changed_settings(PRESETS[config.preset](), config)
     missing = None in (own["loss"], reference)
+    beside = side_by_side(folder)
+    # What a run says of its speed that had a share of the device means nothing.
+    untimed = {"seconds": None, "side_by_side": beside} if beside > 1 else {}
     return {
         "comparison": comparison.name,
         "name": trial.name,
@@ -254,6 +329,7 @@ def _row(
             if name not in ("seed", "data.seed")
         },
         **own,
+        **untimed,
         "baseline": comparison.baseline,
         "to_baseline": None if missing else own["loss"] - reference,
         **_provenance(folder),
@@ -261,8 +337,8 @@ def _row(
 
 
 def _losses(config: TrainConfig, folder: Path) -> dict:
-    """Validation losses, tokens and seconds of a run that has ended."""
-    records = _records(config, folder)
+    """Returns the validation losses, tokens and seconds of a run that has ended."""
+    records = read_records(folder, config)
     validation = {r["step"]: r["loss"] for r in records if r["event"] == "validation"}
     switches = [r for r in records if r["event"] == "switch"]
     diverged = [r["at"] for r in records if r["event"] == "non_finite_loss"]
@@ -300,7 +376,7 @@ def _losses(config: TrainConfig, folder: Path) -> dict:
 
 def _provenance(folder: Path) -> dict[str, str | None]:
     """Where the run was trained; of one that was resumed elsewhere, all of it."""
-    sessions = _sessions(folder)
+    sessions = read_sessions(folder)
     values = {
         name: dict.fromkeys(session[name] for session in sessions)
         for name in PROVENANCE
@@ -318,72 +394,8 @@ def _append_if_new(row: dict, results: Path) -> None:
     append_rows([row], results)
 
 
-def losses_table(rows: Sequence[dict]) -> Table:
-    """A row per run: the loss at the end of each phase and right after the switch."""
-    table = Table(
-        title="validation loss at the end of a phase -> right after the switch"
-    )
-    # In the order of the phases, as far as the runs have the same.
-    left = dict.fromkeys(switch["from"] for row in rows for switch in row["switches"])
-    table.add_column("run")
-    for name in ("seed", *left, "final", f"to {rows[0]['baseline']}"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        around = {
-            switch["from"]: f"{switch['before']:.4f} -> {switch['after']:.4f}"
-            for switch in row["switches"]
-        }
-        final = f"diverged at step {row['diverged_at']}"
-        if row["loss"] is not None:
-            final = f"{row['loss']:.4f}"
-        cells = (around.get(kind, "") for kind in left)
-        to_baseline = _signed(row["to_baseline"])
-        table.add_row(row["name"], str(row["seed"]), *cells, final, to_baseline)
-    return table
-
-
-def means_table(rows: Sequence[dict]) -> Table:
-    """A row per name: means over the seeds, and largest minus smallest."""
-    table = Table(title="mean over the seeds (spread: largest - smallest)")
-    table.add_column("run")
-    baseline = rows[0]["baseline"]
-    for name in ("final", "spread", f"to {baseline}", "spread", "tokens", "seconds"):
-        table.add_column(name, justify="right")
-    for name in dict.fromkeys(row["name"] for row in rows):
-        of_name = [row for row in rows if row["name"] == name]
-        final, final_spread = _mean_and_spread(row["loss"] for row in of_name)
-        gap, gap_spread = _mean_and_spread(row["to_baseline"] for row in of_name)
-        seconds, _ = _mean_and_spread(row["seconds"] for row in of_name)
-        table.add_row(
-            name,
-            "diverged" if final is None else f"{final:.4f}",
-            "" if final_spread is None else f"{final_spread:.4f}",
-            _signed(gap),
-            "" if gap_spread is None else f"{gap_spread:.4f}",
-            f"{statistics.fmean(row['tokens'] for row in of_name):,.0f}",
-            "" if seconds is None else f"{seconds:,.1f}",
-        )
-    return table
-
-
-def _mean_and_spread(
-    values: Iterable[float | None],
-) -> tuple[float | None, float | None]:
-    """Neither where a value is missing; no spread of a single one."""
-    values = list(values)
-    present = [value for value in values if value is not None]
-    if len(present) < len(values):
-        return None, None
-    spread = max(present) - min(present) if len(present) > 1 else None
-    return statistics.fmean(present), spread
-
-
-def _signed(difference: float | None) -> str:
-    return "" if difference is None else f"{difference:+.4f}"
-
-
 def run(arguments: list[str]) -> int:
-    """The command: its exit status."""
+    """Runs the command and returns its exit status."""
     console.quiet_orbax()
     options = tyro.cli(
         Options,
@@ -394,6 +406,8 @@ def run(arguments: list[str]) -> int:
     try:
         comparison = read_comparison(options.comparison)
         comparison = comparison.only(options.only, options.seeds)
+        if options.at_once < 1:
+            raise ValueError(f"--at-once {options.at_once} is not 1 or more")
         if options.dry_run:
             first: dict[str, Trial] = {}
             for trial in comparison.trials:
@@ -409,8 +423,17 @@ def run(arguments: list[str]) -> int:
         folder = options.folder or Path("runs") / comparison.name
         # The devices are for the processes that train.
         jax.config.update("jax_platforms", "cpu")
-        main(comparison, folder, options.results)
-    except (ValueError, NotImplementedError, ImportError, OSError) as error:
+        if options.at_once == 1:
+            main(comparison, folder, options.results)
+        else:
+            main_side_by_side(comparison, folder, options.results, options.at_once)
+    except (
+        ValueError,
+        NotImplementedError,
+        ImportError,
+        OSError,
+        RunsFailed,
+    ) as error:
         return console.fail(error)
     return 0
 

@@ -16,11 +16,11 @@ import numpy as np
 from flax import nnx
 from jax.experimental.multihost_utils import process_allgather
 
-from sparsejax.model import Transformer
+from sparsejax.models.transformer import Transformer
 
 
 def dense_weights(model: Transformer) -> dict[str, np.ndarray]:
-    """Every trained parameter by name, the stacked layers one by one.
+    """Returns every trained parameter by name, the stacked layers one by one.
 
     All processes of a run call it together, and get the same.
 

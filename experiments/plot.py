@@ -5,22 +5,26 @@ uv run experiments/plot.py runs/ablations
 """
 
 import json
+import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from experiments.comparing.finished_runs import side_by_side
 from sparsejax.config_file import read_config
-from sparsejax.records import first_step, training_seconds
+from sparsejax.reports.records import first_step, training_seconds
 
 SHADES = {"warm-up": "#dddddd", "sparse": "#cfe8cf", "dense": "#eeeeee"}
 """The colour of each phase that a recipe has."""
 OTHER_SHADES = ("#d6e4f5", "#f7e3c8", "#e6d9f0", "#d3ede9", "#f6d9dc", "#eceabf")
 """The colours of phases with other names, in the order in which they come."""
 LINES = ("-", "--", ":", "-.")
+MOST_LINES = 6
+"""In the figure of R: more cannot be told apart."""
 
 
 def plot_run(folder: Path) -> str:
@@ -122,15 +126,72 @@ def plot_comparison(folder: Path) -> str:
     kinds = dict(zip(labels, handles, strict=True))
     by_seconds.legend(kinds.values(), kinds, title="phases, below")
     phases.set_xlabel("tokens")
-    phases_by_seconds.set_xlabel("seconds of training steps")
+    places = [folder / place for of in runs.values() for place in of]
+    phases_by_seconds.set_xlabel(_seconds_label(places))
     figure.suptitle(folder.name)
     figure.savefig(folder / "comparison.png", dpi=120)
     plt.close(figure)
     return f"figure: {folder / 'comparison.png'}"
 
 
+def _seconds_label(runs: Iterable[Path]) -> str:
+    """Returns what the axis of seconds says of them."""
+    shared = any(side_by_side(run) > 1 for run in runs)
+    return "seconds of training steps" + (", on a shared device" if shared else "")
+
+
+def plot_equal_loss(folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Draws equal_loss.png in the folder of a comparison; returns what happened.
+
+    R, the seconds to a loss over those of the dense model, against tokens per
+    parameter, with its interval: a line for each arm, at most six, labelled at its
+    end. Arms with sparse steps come first, then those with the lowest R.
+
+    Args:
+      rows: of experiments/equal_loss.py.
+    """
+    plt = _pyplot()
+    if plt is None:
+        return _missing("equal_loss.png")
+    lines: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["R"] is not None and math.isfinite(row["R"]):
+            lines.setdefault(row["arm"], []).append(row)
+    order = lambda arm: (
+        not any(row["sparse_share"] for row in lines[arm]),
+        lines[arm][-1]["R"],
+    )
+    drawn = sorted(lines, key=order)[:MOST_LINES]
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    axes.axhline(1.0, color="gray", linestyle="--", linewidth=1)
+    for arm in drawn:
+        points = lines[arm]
+        at = [row["tokens_per_parameter"] for row in points]
+        (line,) = axes.plot(at, [row["R"] for row in points], "o-", markersize=4)
+        if all(row["R_low"] is not None for row in points):
+            low, high = ([row[end] for row in points] for end in ("R_low", "R_high"))
+            axes.fill_between(at, low, high, color=line.get_color(), alpha=0.15)
+        how = "measured" if all(row["measured"] for row in points) else "not measured"
+        axes.annotate(
+            f" {arm} ({how})",
+            (at[-1], points[-1]["R"]),
+            color=line.get_color(),
+            va="center",
+        )
+    axes.set_xscale("log")
+    axes.margins(x=0.3)
+    axes.set_xlabel("tokens per parameter of the dense model")
+    axes.set_ylabel("R, seconds to the loss / dense's")
+    axes.set_title(folder.name)
+    figure.savefig(folder / "equal_loss.png", dpi=120)
+    plt.close(figure)
+    left_out = [arm for arm in lines if arm not in drawn]
+    of = f"; without {', '.join(left_out)}" if left_out else ""
+    return f"figure: {folder / 'equal_loss.png'}{of}"
+
+
 def shades_of(kinds: Iterable[str]) -> dict[str, str]:
-    """A colour for each phase, by its name."""
+    """Returns a colour for each phase, by its name."""
     others = cycle(OTHER_SHADES)
     return {kind: SHADES.get(kind) or next(others) for kind in dict.fromkeys(kinds)}
 
@@ -155,7 +216,7 @@ def _scales(
 
 
 def _spans(records: list[dict]) -> list[tuple[str, int, int]]:
-    """Kind, first and last step of each phase."""
+    """Returns the kind, first and last step of each phase."""
     steps = _of_event(records, "step")
     spans, first = [], first_step(records)
     for phase in sorted({r["phase"] for r in steps}):
@@ -176,7 +237,8 @@ def _of_event(records: list[dict], event: str) -> list[dict]:
 
 
 def _pyplot() -> Any:
-    """matplotlib.pyplot that needs no screen, or None where it is not installed."""
+    """Returns matplotlib.pyplot that needs no screen, or None where it is not
+    installed."""
     try:
         import matplotlib
     except ImportError:

@@ -32,7 +32,7 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, NoReturn, get_args
@@ -41,14 +41,18 @@ import jax
 import numpy as np
 import tyro
 
-from experiments import before_training, console, printed_plan
 from experiments.export import export
-from experiments.own_process import Terminated
 from experiments.plot import plot_run
+from experiments.running import before_training, console, printed_plan
+from experiments.running.command_line import (
+    REGISTRY,
+    check_flags,
+    with_flags,
+    without_flags,
+)
+from experiments.running.own_process import Terminated
 from pallas_kernels.device import Device
-from sparsejax.batches import train_batches, validation_batches
-from sparsejax.branch import Branch
-from sparsejax.checkpoint_folder import latest_step
+from sparsejax.checkpoints.checkpoint_folder import latest_step
 from sparsejax.config import RecipeName, TrainConfig
 from sparsejax.config_file import (
     check_branchable,
@@ -56,13 +60,16 @@ from sparsejax.config_file import (
     read_config,
     read_schedule,
 )
-from sparsejax.corpus import Corpus, load_corpus
-from sparsejax.loop import NonFiniteLoss, Outcome, train
-from sparsejax.model import greedy_sample
+from sparsejax.data.batches import train_batches, validation_batches
+from sparsejax.data.corpus import Corpus, load_corpus
+from sparsejax.distributed.processes import Exchange, ProcessLost, join
+from sparsejax.models.transformer import greedy_sample
 from sparsejax.presets import PRESETS
-from sparsejax.processes import Exchange, ProcessLost, join
-from sparsejax.records import check_writable
-from sparsejax.step_times import StepTimes
+from sparsejax.reports.records import check_writable
+from sparsejax.reports.step_times import StepTimes
+from sparsejax.training.branch import Branch
+from sparsejax.training.progress import NonFiniteLoss
+from sparsejax.training.train import Outcome, train
 
 RUNS = Path("runs")
 """Where the folders of runs are that are given none."""
@@ -114,7 +121,7 @@ def main(
 ) -> Outcome:
     """Trains `config` in `run_folder`, or continues the run that is in it, to its end
     or to where a new process is to resume it. `corpus`, `step_times` and `branch` as in
-    `sparsejax.loop.train`."""
+    `sparsejax.training.train.train`."""
     if run_folder is None:
         now = datetime.now().strftime("%Y%m%d-%H%M%S")
         what = "schedule" if config.phases.schedule else config.recipe
@@ -199,14 +206,14 @@ def show_sample(outcome: Outcome, config: TrainConfig) -> None:
 
 
 def read_metrics(run_folder: Path) -> list[dict]:
-    """The records of metrics.jsonl."""
+    """Returns the records of metrics.jsonl."""
     lines = (run_folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
 def parse(arguments: list[str]) -> Options:
-    """The command line: a preset, a stopped run or the trunk of a branch, then whatever
-    overrides it.
+    """Returns the command line: a preset, a stopped run or the trunk of a branch, then
+    whatever overrides it.
 
     Raises:
       ValueError: --resume with another folder or with --branch, a damaged config.json,
@@ -219,6 +226,7 @@ def parse(arguments: list[str]) -> Options:
     first.add_argument("--branch")
     first.add_argument("--schedule", type=Path)
     start, _ = first.parse_known_args(arguments)
+    check_flags(arguments)
     branch = None if start.branch is None else Branch.named(start.branch)
     if start.resume is not None:
         default = settings_in(start.resume, "--resume", "a stopped run")
@@ -235,10 +243,12 @@ def parse(arguments: list[str]) -> Options:
     options = tyro.cli(
         Options,
         args=arguments,
-        default=Options(config=default),
+        default=Options(config=with_flags(default)),
         description=__doc__,
         prog="experiments/pretrain.py",
+        registry=REGISTRY,
     )
+    options = replace(options, config=without_flags(options.config))
     if start.resume is not None:
         if options.run_folder is not None:
             raise ValueError(
@@ -274,7 +284,7 @@ def settings_in(folder: Path, flag: str, what: str) -> TrainConfig:
 
 
 def absent_gpus(options: Options) -> printed_plan.Absent | None:
-    """The GPUs of --device and --devices; None for those that are here.
+    """Returns the GPUs of --device and --devices; None for those that are here.
 
     Raises:
       ValueError: they are asked for without --dry-run, --devices without --device or
@@ -299,7 +309,7 @@ def absent_gpus(options: Options) -> printed_plan.Absent | None:
 
 
 def run(arguments: list[str]) -> int:
-    """The command: its exit status."""
+    """Runs the command and returns its exit status."""
     console.quiet_orbax()
     try:
         options = parse(arguments)
@@ -357,9 +367,9 @@ def run(arguments: list[str]) -> int:
 def timed_first(
     options: Options, run_folder: Path | None
 ) -> tuple[Corpus | None, StepTimes | None]:
-    """The run's tokens, and how long its steps take on the GPUs of this machine; None
-    and None where that is not timed (`before_training.why_untimed`). JAX is not yet
-    asked for its devices in this process."""
+    """Returns the run's tokens, and how long its steps take on the GPUs of this
+    machine; None and None where that is not timed (`before_training.why_untimed`). JAX
+    is not yet asked for its devices in this process."""
     config = options.config
     if before_training.why_untimed(config, run_folder) is not None:
         return None, None

@@ -4,7 +4,7 @@ import subprocess
 
 
 def commit() -> str | None:
-    """The commit that was run, with "+" where files differ from it."""
+    """Returns the commit that was run, with "+" where files differ from it."""
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)

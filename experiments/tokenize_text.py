@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from experiments import console
-from sparsejax.files import hold_out, text_files
-from sparsejax.tokenizers import Tokens, load_tokenizer
+from experiments.running import console
+from sparsejax.data.files import hold_out, text_files
+from sparsejax.data.tokenizers import Tokens, load_tokenizer
 
 TEXTS_AT_A_TIME = 256
 BYTES = 256
@@ -36,11 +36,11 @@ class Config:
     text: str | None = None
     """Glob of text files; None: the Python standard library's source."""
     vocab_size: int = 16_384
-    """Of the tokenizer, at most: a short text yields fewer."""
+    """The most classes of the tokenizer: a short text yields fewer."""
     trained_on: int = 2**26
     """Bytes, of files that are not held out; merges are counted there."""
     validation_share: float = 0.01
-    """Of the files, held out."""
+    """The share of the files that is held out."""
 
 
 def main(config: Config) -> dict[str, int]:
@@ -116,7 +116,7 @@ def _is_utf8(content: bytes) -> bool:
 
 
 def _train(texts: Sequence[bytes], config: Config) -> str:
-    """What tokenizer.json holds."""
+    """Returns what tokenizer.json holds."""
     try:
         import tokenizers
         from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -138,13 +138,13 @@ def _train(texts: Sequence[bytes], config: Config) -> str:
 
 
 def _some(texts: Sequence[bytes], most: int) -> Iterator[str]:
-    """Every so many-th text, about `most` bytes together."""
+    """Returns every so many-th text, about `most` bytes together."""
     step = max(1, -(-sum(map(len, texts)) // most))
     return (text.decode() for text in texts[::step])
 
 
 def run(arguments: list[str]) -> int:
-    """The command: its exit status."""
+    """Runs the command and returns its exit status."""
     config = tyro.cli(
         Config,
         args=arguments,

@@ -4,8 +4,8 @@
 
 A Hopper GPU without a table of its own takes its kernels' configs and times from
 another one's, as an estimate. This script measures on the GPU that is here what the
-tables of other GPUs have, and the GEMMs of the presets, each as `sparsejax.tune` does
-for a run: every config is compared with float32, then timed in turn with the dense
+tables of other GPUs have, and the GEMMs of the presets, each as `sparsejax.tuning.tune`
+does for a run: every config is compared with float32, then timed in turn with the dense
 GEMM. What the table has already is left alone, so that a second call goes on where the
 first one ended.
 
@@ -25,15 +25,15 @@ from queue import Empty
 
 import tyro
 
-from experiments.own_process import in_own_process
 from experiments.provenance import commit
+from experiments.running.own_process import in_own_process
 from pallas_kernels import tuning
-from pallas_kernels.sparse_matmul_configs import Shape
-from sparsejax import tune
+from pallas_kernels.sm90.sparse_matmul_configs import Shape
 from sparsejax.config import PresetName, RecipeName
 from sparsejax.ops.backend import GemmSpec, current_device
 from sparsejax.presets import PRESETS
-from sparsejax.tune import Trial
+from sparsejax.tuning import tune
+from sparsejax.tuning.tune import Trial
 
 RECIPES: tuple[RecipeName, ...] = ("weights", "activations", "default", "paper")
 
@@ -81,7 +81,7 @@ def main(config: Config) -> list[tuning.Entry]:
 
 
 def _todo(config: Config) -> tuple[str, list[Shape | GemmSpec]]:
-    """The kind of GPU here, and what is not known of it."""
+    """Returns the kind of GPU here, and what is not known of it."""
     device = current_device()
     if (reason := device.why_not_hopper()) is not None:
         raise ValueError(f"there is nothing to tune: {reason}")
@@ -160,7 +160,8 @@ def _work(
 
 
 def _trial(job: Shape | GemmSpec) -> Trial:
-    """The GEMM on random operands, compiled, with the configs that are correct."""
+    """Returns the GEMM on random operands, compiled, with the configs that are
+    correct."""
     if isinstance(job, Shape):
         trial = tune.trial_of_shape(job)
     else:

@@ -1,5 +1,5 @@
-"""What a GPU is, as a plain value: asked of the one that is there, or read from a table
-for those that are not."""
+"""What a GPU is, as a plain value. A GPU that is there is asked; one that is not is
+looked up in a table."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,21 +15,22 @@ class Device:
     """One kind of device. Everything that chooses a kernel reads this value."""
 
     platform: str
-    """As `jax.Device.platform`: "gpu", "cpu"."""
+    """What `jax.Device.platform` says: "gpu" or "cpu"."""
     kind: str
-    """As `jax.Device.device_kind`, for example "NVIDIA H200"."""
+    """What `jax.Device.device_kind` says, for example "NVIDIA H200"."""
     compute_capability: str | None = None
-    """As "9.0"; None for what is no GPU of NVIDIA."""
+    """The compute capability, such as "9.0"; None for what is no GPU of NVIDIA."""
     multiprocessors: int | None = None
-    """How many it has; None where that is not known."""
+    """How many multiprocessors it has; None where that is not known."""
     memory_bytes: int | None = None
-    """What programs may allocate, or of a GPU that is not there all it has; None where
-    that is not known."""
+    """How much memory programs may allocate; for a GPU that is not there, all that it
+    has; None where that is not known."""
 
     @classmethod
     def of(cls, device: Any) -> "Device":
-        """Asks a `jax.Device`. What its backend does not tell is read from the table
-        under its kind, and is None where the table does not have it."""
+        """Returns what a `jax.Device` says of itself. What its backend does not tell is
+        read from the table under its kind, and is None where the table does not have
+        it."""
         asked = cls(platform=device.platform, kind=device.device_kind)
         if device.platform != "gpu":  # its attributes of these names mean other things
             return asked
@@ -45,7 +46,7 @@ class Device:
 
     @classmethod
     def named(cls, kind: str) -> "Device":
-        """A GPU that need not be there, from the table.
+        """Returns a GPU that need not be there, from the table.
 
         Raises:
           ValueError: the table does not have `kind`; lists what it has.
@@ -63,7 +64,8 @@ class Device:
         return self.compute_capability == HOPPER
 
     def why_not_hopper(self) -> str | None:
-        """Why Hopper's kernels cannot be cut up for it and run on it, or None."""
+        """Returns why Hopper's kernels cannot be cut up for it and run on it, or
+        None."""
         if not self.is_hopper:
             return f"needs a Hopper GPU, not {self.kind or self.platform}"
         if self.multiprocessors is None:
@@ -71,7 +73,8 @@ class Device:
         return None
 
     def count_multiprocessors(self) -> int:
-        """How many it has, for a kernel that is cut up for them.
+        """Returns how many multiprocessors it has, for a kernel that is cut up for
+        them.
 
         Raises:
           ValueError: that is not known.
@@ -89,7 +92,8 @@ CPU = Device(platform="cpu", kind="cpu")
 
 
 def _allocatable(device: Any) -> int | None:
-    """Bytes that the backend may allocate there; None where it does not say."""
+    """Returns how many bytes the backend may allocate there; None where it does not
+    say."""
     try:
         statistics = device.memory_stats()
     except (AttributeError, NotImplementedError, RuntimeError):
@@ -160,6 +164,7 @@ DENSE_PEAK_TFLOPS = {
 
 
 def dense_peak_tflops(kind: str, dtype: str) -> float | None:
-    """TFLOP/s of a dense GEMM by the data sheet of exactly this `Device.kind`; None for
-    one that is not in the table, or a dtype that its data sheet leaves open."""
+    """Returns TFLOP/s of a dense GEMM by the data sheet of exactly this
+    `Device.kind`; None for one that is not in the table, or a dtype that its data
+    sheet leaves open."""
     return DENSE_PEAK_TFLOPS.get(kind, {}).get(dtype)

@@ -1,10 +1,10 @@
 """Which config runs a GEMM fastest, and by how much: searched once, then looked up.
 
-`tuned/<gpu>.json` holds one entry per shape, with the dense time of the same run, and
-the user's cache those of his own GPU (`tuning_cache`). A
-GEMM of another shape is estimated from the largest one that is nowhere larger: what
-sparsity gains, packing included, grows with every size. On a Hopper GPU that has an
-entry for neither it is estimated from what was measured on another one.
+`tuned/<gpu>.json` holds one entry per shape, with the dense time of the same run; the
+user's cache holds those of his own GPU (`tuning_cache`). A GEMM of another shape is
+estimated from the largest one that is nowhere larger: what sparsity gains, packing
+included, grows with every size. On a Hopper GPU that has an entry for neither it is
+estimated from what was measured on another one.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from typing import Literal
 
 from pallas_kernels import tuning_cache
 from pallas_kernels.device import KNOWN, Device
-from pallas_kernels.sparse_matmul_configs import (
+from pallas_kernels.sm90.sparse_matmul_configs import (
     Config,
     Shape,
     default_config,
@@ -55,12 +55,13 @@ class Entry:
     shape: Shape
     config: Config
     sparse_us: float
-    """Median time of the kernel alone."""
+    """The median time of the kernel alone, us."""
     dense_us: float
-    """Of the dense library's GEMM of the same shape, interleaved in the same run."""
+    """The median time of the dense library's GEMM of the same shape, us, interleaved in
+    the same run."""
     pack_us: float
-    """Of making A: of a weight once per optimiser step, of an activation at every
-    call."""
+    """The median time of packing A, us: a weight is packed once per optimiser step, an
+    activation at every call."""
     jax: str
     date: str
     commit: str | None
@@ -68,7 +69,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """How long a GEMM takes, in proportion to what an entry took, us."""
+    """How long a GEMM takes, in us, in proportion to what an entry took."""
 
     sparse_us: float
     dense_us: float
@@ -93,38 +94,40 @@ class Times:
 
 
 def file_of(kind: str) -> Path:
-    """The table that this package ships of a GPU, `kind` as in `Device`."""
+    """Returns the file of the table that this package ships of a GPU, `kind` as in
+    `Device`."""
     return FOLDER / f"{kind.lower().replace(' ', '_')}.json"
 
 
 _given: dict[str, Mapping[Shape, Entry]] = {}
-"""By kind of GPU, the user's entries where they are not those of the cache: given by
-another process, or found by this one, which could not write them."""
+"""The user's entries by kind of GPU, where they are not those of the cache: another
+process has given them, or this one has found them and could not write them."""
 
 
 @lru_cache
 def entries(kind: str) -> Mapping[Shape, Entry]:
-    """All entries of a GPU, none where it was never tuned: those that this package
-    ships, and the user's own, which win where both have a shape."""
+    """Returns all entries of a GPU, none where it was never tuned: those that this
+    package ships, and the user's own, which win where both have a shape."""
     return {**shipped(kind), **own(kind)}
 
 
 def forget() -> None:
-    """All files are read anew when they are next asked for."""
+    """Forgets what was read, so that all files are read anew when they are next asked
+    for."""
     entries.cache_clear()
     shipped.cache_clear()
 
 
 @lru_cache
 def shipped(kind: str) -> Mapping[Shape, Entry]:
-    """The entries of a GPU that came with this package."""
+    """Returns the entries of a GPU that came with this package."""
     file = file_of(kind)
     return _by_shape(_read(file.read_text())) if file.exists() else {}
 
 
 def own(kind: str) -> Mapping[Shape, Entry]:
-    """The entries of a GPU that its user has measured, with what is installed here. A
-    file that cannot be read is left out, with a warning that names it."""
+    """Returns the entries of a GPU that its user has measured, with what is installed
+    here. A file that cannot be read is left out, with a warning that names it."""
     if kind in _given:
         return _given[kind]
     found: list[Entry] = []
@@ -174,13 +177,13 @@ def save_shipped(kind: str, found: Iterable[Entry]) -> None:
 
 
 def own_as_text(kind: str) -> str:
-    """The user's entries of a GPU, for `take_own` in other processes."""
+    """Returns the user's entries of a GPU, for `take_own` in other processes."""
     return _text(own(kind).values())
 
 
 def take_own(kind: str, text: str) -> None:
-    """From now on the user's entries are those of another process, as `own_as_text`
-    gave them, whatever the cache of this one has."""
+    """Takes the user's entries of another process, as `own_as_text` gave them, in place
+    of what the cache of this process has."""
     _given[kind] = _by_shape(_read(text))
     forget()
 
@@ -190,7 +193,8 @@ def _text(found: Iterable[Entry]) -> str:
 
 
 def _read(text: str) -> list[Entry]:
-    """What `_text` wrote. Raises ValueError, TypeError or KeyError for other text."""
+    """Reads what `_text` wrote. Raises ValueError, TypeError or KeyError for other
+    text."""
     found = []
     for line in text.splitlines():
         row = json.loads(line)
@@ -208,31 +212,32 @@ def _by_shape(found: Iterable[Entry]) -> dict[Shape, Entry]:
 
 
 def _name_of(shape: Shape) -> str:
-    """A name for a file: the sizes, and what tells apart shapes with the same ones."""
+    """Returns a name for a shape's file: its sizes, and a hash that tells apart shapes
+    with the same sizes."""
     text = json.dumps(dataclasses.asdict(shape), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return f"{shape.m}x{shape.n}x{shape.k}_{digest}"
 
 
 def tokens_axis(shape: Shape) -> Literal["m", "n", "k"]:
-    """Which size of an FFN's GEMM counts tokens: it alone changes from run to run.
-
-    A weight gradient, in float32, is summed over them, both operands a row per token; a
-    product with a weight as its sparse operand is written transposed, a row per token
-    of B; else they are A's rows.
-    """
-    if shape.sums_over_tokens:
-        return "k"
-    return "n" if shape.transpose_out else "m"
+    """Returns which size of an FFN's GEMM counts tokens: it alone changes from run to
+    run."""
+    match shape.mode:
+        case "weight_gradient":
+            return "k"
+        case "sparse_weight":
+            return "n"
+        case "sparse_activation":
+            return "m"
 
 
 def tokens(shape: Shape) -> int:
-    """How many tokens an FFN's GEMM has."""
+    """Returns how many tokens an FFN's GEMM has."""
     return {"m": shape.m, "n": shape.n, "k": shape.k}[tokens_axis(shape)]
 
 
 def with_tokens(shape: Shape, count: int) -> Shape:
-    """The GEMM with another number of tokens."""
+    """Returns the shape of the same GEMM with another number of tokens."""
     match tokens_axis(shape):
         case "m":
             return replace(shape, m=count)
@@ -243,8 +248,8 @@ def with_tokens(shape: Shape, count: int) -> Shape:
 
 
 def nearest(device: Device, shape: Shape) -> Entry | None:
-    """The entry for `shape`, or for the closest number of tokens within `NEIGHBOUR`,
-    everything else being equal."""
+    """Returns the entry for `shape`, or for the closest number of tokens within
+    `NEIGHBOUR`, everything else being equal; None where there is none."""
 
     def distance(entry: Entry) -> float:
         return abs(math.log(tokens(entry.shape) / tokens(shape)))
@@ -261,8 +266,9 @@ def nearest(device: Device, shape: Shape) -> Entry | None:
 
 
 def largest_inside(device: Device, shape: Shape) -> Entry | None:
-    """The entry with most work of those that `shape` is nowhere smaller than: widths,
-    experts, and, within `NEIGHBOUR`, the tokens of each of them."""
+    """Returns the entry with most work of those that `shape` is nowhere smaller than:
+    in its widths, its experts, and, within `NEIGHBOUR`, the tokens of each of them;
+    None where there is none."""
 
     def is_inside(entry: Entry) -> bool:
         small, count = entry.shape, tokens(entry.shape)
@@ -279,14 +285,14 @@ def largest_inside(device: Device, shape: Shape) -> Entry | None:
 
 
 def widths(shape: Shape) -> tuple[int, int]:
-    """The two sizes of an FFN's GEMM that do not count tokens."""
+    """Returns the two sizes of an FFN's GEMM that do not count tokens."""
     first, second = (axis for axis in "mnk" if axis != tokens_axis(shape))
     return getattr(shape, first), getattr(shape, second)
 
 
 def nearest_tuned(device: Device) -> Device | None:
-    """The other GPU whose shipped entries speak for `device` where it has none: of the
-    Hoppers that have any, the one whose number of multiprocessors is closest."""
+    """Returns the other GPU whose shipped entries speak for `device` where it has none:
+    of the Hoppers that have any, the one whose number of multiprocessors is closest."""
     if device.why_not_hopper() is not None:
         return None
     count = device.count_multiprocessors()
@@ -303,8 +309,8 @@ def nearest_tuned(device: Device) -> Device | None:
 
 
 def times(device: Device, shape: Shape, rows_of_token: int = 1) -> Times | None:
-    """Those of the nearest entry, or of the largest inside; else the same of the
-    nearest tuned GPU, longer by as much as this one has fewer multiprocessors; None
+    """Returns the times of the nearest entry, or of the largest inside; else those of
+    the nearest tuned GPU, longer by as much as this one has fewer multiprocessors; None
     where there is no entry.
 
     Args:
@@ -334,25 +340,28 @@ def times(device: Device, shape: Shape, rows_of_token: int = 1) -> Times | None:
 
 
 def _work(shape: Shape) -> int:
-    """Multiplications, those with zeros included: a row meets one expert."""
+    """Returns how many multiplications a GEMM has, those with zeros included: a row
+    meets one expert."""
     return shape.m * shape.n * shape.k
 
 
 def _dense_work(shape: Shape) -> int:
-    """Of the dense GEMM, where a row meets all experts and none fills a tile."""
+    """Returns how many multiplications the dense GEMM has, where a row meets all
+    experts and no row fills up a tile."""
     rows = tokens(shape) - (shape.experts - 1) * shape.group_tile
     first, second = widths(shape)
     return max(rows, shape.group_tile) * first * second * shape.experts
 
 
 def _packed(shape: Shape) -> int:
-    """Numbers of the sparse operand: of a weight, those of all experts."""
+    """Returns how many numbers the sparse operand has before it is packed: those of all
+    experts, if it is a weight."""
     return shape.m * shape.k * (shape.experts if tokens_axis(shape) == "n" else 1)
 
 
 def config_for(device: Device, shape: Shape) -> Config:
-    """Of the entry that `times` takes, or the heuristic's. A GEMM whose result is
-    packed takes that of the same GEMM without."""
+    """Returns the config of the entry that `times` takes, or the heuristic's. A GEMM
+    whose result is packed takes that of the same GEMM without."""
     known = times(device, replace(shape, packed_out=False))
     if known is not None and why_invalid(known.entry.config, shape) is None:
         return known.entry.config
@@ -360,7 +369,7 @@ def config_for(device: Device, shape: Shape) -> Config:
 
 
 def why_slower(device: Device, shape: Shape) -> str | None:
-    """Why not to choose the sparse GEMM unasked, or None."""
+    """Returns why not to choose the sparse GEMM unasked, or None."""
     known = times(device, shape)
     if known is None:
         if 2 * _work(shape) >= LEAST_FLOPS:
@@ -383,7 +392,8 @@ def why_slower(device: Device, shape: Shape) -> str | None:
 
 
 def candidates(shape: Shape, multiprocessors: int) -> list[Config]:
-    """What the search tries: the valid ones of a small grid, and the heuristic's.
+    """Returns the configs that the search tries: the valid ones of a small grid, and
+    the heuristic's.
 
     What lost on every shape is not in it: see `experiments/LOG.md`.
     """
@@ -391,9 +401,9 @@ def candidates(shape: Shape, multiprocessors: int) -> list[Config]:
     grid = [
         heuristic,
         Config(),
-        replace(heuristic, columns_first=True),
-        Config(width=16),
-        Config(columns_first=True),
+        replace(heuristic, grid_minor_dim="n"),
+        Config(grid_tile_width=16),
+        Config(grid_minor_dim="n"),
         Config(row_blocks=1, tile_n=256),
         Config(tile_n=128),
     ]
@@ -407,7 +417,7 @@ def search(
     is_correct: Callable[[Config], bool],
     time_us: Callable[[list[Config]], Mapping[Config, float]],
 ) -> tuple[Config, float]:
-    """The fastest correct config and its time.
+    """Returns the fastest correct config and its time, us.
 
     Args:
       configs: what to try: `candidates`.

@@ -23,11 +23,11 @@ VARIABLE = "SPARSEJAX_CACHE"
 """The environment variable that names the folder."""
 
 NO_KERNELS = ("__init__.py", "device.py", "tuning.py", "tuning_cache.py")
-"""Files of this package that no measured time depends on."""
+"""The names of this package's files that no measured time depends on."""
 
 
 def root() -> Path:
-    """CACHE.
+    """Returns the folder CACHE.
 
     Raises:
       RuntimeError: no variable is set, and the user has no home.
@@ -40,8 +40,8 @@ def root() -> Path:
 
 
 def folder(kind: str) -> Path:
-    """The files of a kind of GPU, measured with what is installed here; it need not
-    exist. Raises as `root`."""
+    """Returns the folder of the files of a kind of GPU, measured with what is installed
+    here; it need not exist. Raises as `root`."""
     versions = f"driver-{driver_version()}_jax-{jax.__version__}"
     key = f"{versions}_kernels-{kernel_hash()}"
     return root() / "tuned" / _as_name(kind.lower()) / _as_name(key)
@@ -49,8 +49,8 @@ def folder(kind: str) -> Path:
 
 @lru_cache
 def driver_version() -> str:
-    """The version of the GPU's driver: by NVML, where Python has it; else what JAX's
-    backend says of itself; else "unknown"."""
+    """Returns the version of the GPU's driver: by NVML, where Python has it; else what
+    JAX's backend says of itself; else "unknown"."""
     try:
         # Not one of our dependencies.
         nvml = importlib.import_module("pynvml")
@@ -65,18 +65,20 @@ def driver_version() -> str:
 
 
 @lru_cache
-def kernel_hash() -> str:
-    """A hash of the sources of all kernels, whatever the order of the files."""
+def kernel_hash(package: Path = Path(__file__).parent) -> str:
+    """Returns a hash over the path and the source of every kernel file in `package`,
+    subfolders included, whatever order the file system lists them in."""
     digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source in sorted(package.rglob("*.py")):
         if source.name not in NO_KERNELS:
-            digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+            name = source.relative_to(package).as_posix()
+            digest.update(name.encode() + b"\0" + source.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
 def files(kind: str) -> list[Path]:
-    """What was kept of a kind of GPU, in the order of the names; nothing where the
-    folder cannot be read."""
+    """Returns the files that were kept of a kind of GPU, in the order of their names;
+    none where the folder cannot be read."""
     try:
         return sorted(folder(kind).glob("*.json"))
     except (OSError, RuntimeError):
@@ -103,5 +105,6 @@ def write(kind: str, name: str, text: str) -> None:
 
 
 def _as_name(text: str) -> str:
-    """As a name of a folder: letters, digits, dots, underscores, hyphens."""
+    """Returns a text as the name of a folder: of letters, digits, dots, underscores,
+    hyphens."""
     return re.sub(r"[^\w.-]+", "-", text)[:128]

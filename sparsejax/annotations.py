@@ -39,8 +39,8 @@ def check_fields(settings: Any, section: str = "") -> None:
 
 
 def fits(value: Any, annotation: Any) -> bool:
-    """Whether `annotation` allows `value`. True and False are no numbers, and an int is
-    a float."""
+    """Returns whether `annotation` allows `value`. True and False are no numbers, and
+    an int is a float."""
     return any(_fits_one(value, kind) for kind in kinds_of(annotation))
 
 
@@ -56,8 +56,8 @@ def _fits_one(value: Any, kind: Any) -> bool:
 
 
 def in_words(annotation: Any, names: Mapping[type, str] = PYTHON_NAMES) -> str:
-    """What `annotation` allows, for a message: the choices of all its `Literal`s, then
-    its types.
+    """Returns what `annotation` allows, for a message: the choices of all its
+    `Literal`s, then its types.
 
     Args:
       names: what the types are called where the value comes from.
@@ -72,7 +72,7 @@ def in_words(annotation: Any, names: Mapping[type, str] = PYTHON_NAMES) -> str:
 
 
 def kinds_of(annotation: Any) -> tuple[Any, ...]:
-    """The types and `Literal`s that a value may be any one of."""
+    """Returns the types and `Literal`s that a value may be any one of."""
     is_union = get_origin(annotation) in (Union, UnionType)
     return get_args(annotation) if is_union else (annotation,)
 

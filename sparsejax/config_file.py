@@ -4,14 +4,24 @@ import json
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from sparsejax.annotations import fits, in_words, kinds_of
-from sparsejax.config import OptimizerConfig, PhaseConfig, RecipeConfig, TrainConfig
-from sparsejax.patterns import NM, VNM, Pattern, name_of, named_pattern
+from sparsejax.config import (
+    RECIPES,
+    OptimizerConfig,
+    PhaseConfig,
+    RecipeConfig,
+    TrainConfig,
+)
+from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.routing import routers
+from sparsejax.routing.routers import Router
+from sparsejax.sparsity import patterns
+from sparsejax.sparsity.patterns import NM, VNM, Pattern
 
 JSON_NAMES = {
     int: "an integer",
@@ -23,13 +33,19 @@ JSON_NAMES = {
 
 
 def to_json(config: TrainConfig) -> dict[str, Any]:
-    """The resolved settings as nested plain values; patterns as "2:4", "128:2:32"."""
-    return _plain(config)
+    """Returns the resolved settings as nested plain values; patterns as "2:4" or
+    "128:2:32", routers by name."""
+    settings = _plain(config)
+    if not config.phases.schedule:
+        settings["phases"]["sparsity"] = _plain(config.sparsity)
+    return settings
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Pattern):
-        return name_of(value)
+        return patterns.name_of(value)
+    if isinstance(value, Router):
+        return routers.name_of(value)
     if is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, tuple):
@@ -38,20 +54,83 @@ def _plain(value: Any) -> Any:
 
 
 def from_json(settings: Any) -> TrainConfig:
-    """The inverse of `to_json`, for settings that may have been edited by hand.
+    """Returns the inverse of `to_json`, for settings that may have been edited by hand.
 
     A setting that is not there has its default, as those have that a newer version of
-    sparsejax added. Nothing is converted, except an integer where a float is due.
+    sparsejax added; the default of a setting in `phases.sparsity` is the recipe's.
+    Nothing is converted, except an integer where a float is due.
 
     Raises:
       ValueError: names the dotted setting that this version does not know, or whose
         type or value is wrong.
     """
-    return from_plain(TrainConfig, settings)
+    config = from_plain(TrainConfig, _on_its_recipe(_with_sparsity(settings)))
+    return replace(config, phases=config.phases.relative_to(config.recipe))
+
+
+def _on_its_recipe(settings: Any) -> Any:
+    """Fills in by the recipe what the settings leave out of `phases.sparsity`."""
+    phases = settings.get("phases") if isinstance(settings, Mapping) else None
+    if not isinstance(phases, Mapping):
+        return settings
+    given, recipe = phases.get("sparsity"), settings.get("recipe", TrainConfig.recipe)
+    if not isinstance(given, Mapping) or recipe not in list(RECIPES):
+        return settings
+    sparsity = _plain(RECIPES[recipe]) | dict(given)
+    return {**settings, "phases": {**phases, "sparsity": sparsity}}
+
+
+FORMER_DEFAULTS = {"experts": 4, "block_rows": 128}
+"""Two settings of the phases that are a pattern since: V:2:M with V `block_rows` and M
+four times `experts`."""
+
+
+def _with_sparsity(settings: Any) -> Any:
+    """Brings the settings of an earlier version, which had those of the sparse phase's
+    sparsity in `phases` itself, to the form of this one.
+
+    Raises:
+      ValueError: a setting that has become a part of a pattern is no integer, or the
+        recipe has no such pattern.
+    """
+    phases = settings.get("phases") if isinstance(settings, Mapping) else None
+    if not isinstance(phases, Mapping):
+        return settings
+    defaults = _plain(DENSE) | FORMER_DEFAULTS
+    former = {name: phases[name] for name in phases if name in defaults}
+    own = {name: value for name, value in phases.items() if name not in former}
+    if former and own.get("sparsity") is not None:
+        name = next(iter(former))
+        place = "activations" if name in FORMER_DEFAULTS else name
+        form = ', as in "128:2:32" for eight experts' if place != name else ""
+        raise ValueError(
+            f"setting phases.{name} has its place in phases.sparsity, and both are "
+            f"given; write phases.sparsity.{place}{form}"
+        )
+    # What says no more than a default was in every config.json, whatever the recipe.
+    said = {
+        name: value
+        for name, value in former.items()
+        if type(value) is not type(defaults[name]) or value != defaults[name]
+    }
+    pattern = {name: said.pop(name) for name in FORMER_DEFAULTS if name in said}
+    recipe = settings.get("recipe", TrainConfig.recipe)
+    for name, value in pattern.items():
+        if recipe != "paper":
+            raise ValueError(
+                f"phases.{name}={value!r} has no meaning in recipe {recipe!r}; leave "
+                f"it out or use --recipe paper"
+            )
+        if type(value) is not int:
+            raise ValueError(f"setting phases.{name}={value!r} must be an integer")
+    if pattern:
+        full = FORMER_DEFAULTS | pattern
+        said["activations"] = f"{full['block_rows']}:2:{4 * full['experts']}"
+    return {**settings, "phases": own | ({"sparsity": said} if said else {})}
 
 
 def from_plain[T](kind: type[T], values: Any) -> T:
-    """A dataclass from nested plain values, as JSON has them.
+    """Returns a dataclass from nested plain values, as JSON has them.
 
     Raises:
       ValueError: names the dotted field that it does not know, or whose type or value
@@ -61,7 +140,7 @@ def from_plain[T](kind: type[T], values: Any) -> T:
 
 
 def read_config(path: Path) -> TrainConfig:
-    """The settings in a run's config.json.
+    """Returns the settings in a run's config.json.
 
     Raises:
       ValueError: names the file, and why it cannot be read or which setting is wrong.
@@ -82,7 +161,7 @@ class ScheduleFile:
 
 
 def read_schedule(path: Path) -> tuple[PhaseConfig, ...]:
-    """The phases in a file: tables [[phase]] of TOML with the settings of a
+    """Returns the phases in a file: tables [[phase]] of TOML with the settings of a
     `PhaseConfig`, or, in a file .json, an object with a list "phase" of the same.
 
     Raises:
@@ -100,10 +179,12 @@ def read_schedule(path: Path) -> tuple[PhaseConfig, ...]:
 
 
 def _typed(hint: Any, value: Any, name: str) -> Any:
-    """`value`, read from JSON, as the type `hint` of the setting `name`."""
+    """Returns `value`, read from JSON, as the type `hint` of the setting `name`."""
     nested = [kind for kind in kinds_of(hint) if is_dataclass(kind)]
     if NM in nested or VNM in nested:
         return _typed_pattern(hint, value, name)
+    if hint is Router:
+        return _typed_router(value, name)
     if value is None and NoneType in kinds_of(hint):
         return None
     if nested:
@@ -123,9 +204,9 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
 
 
 def _typed_pattern(hint: Any, value: Any, name: str) -> Pattern | None:
-    """`_typed` of a setting that is a pattern, or None."""
+    """Returns `_typed` of a setting that is a pattern, or None."""
     try:
-        pattern = named_pattern(value) if isinstance(value, str) else value
+        pattern = patterns.named_pattern(value) if isinstance(value, str) else value
     except ValueError as error:
         raise ValueError(f"setting {name}={value!r}: {error}") from error
     if not fits(pattern, hint):
@@ -134,6 +215,14 @@ def _typed_pattern(hint: Any, value: Any, name: str) -> Pattern | None:
             f"setting {name}={value!r} must be a pattern, such as {allowed}, or null"
         )
     return pattern
+
+
+def _typed_router(value: Any, name: str) -> Router:
+    """Returns `_typed` of a setting that is a router."""
+    try:
+        return routers.named_router(value)
+    except ValueError as error:
+        raise ValueError(f"setting {name}: {error}") from error
 
 
 def _typed_fields(kind: Any, values: Any, name: str) -> Any:
@@ -206,6 +295,7 @@ MAY_DIFFER_IN_BRANCH = (
     MAY_CHANGE
     | {f"optimizer.{field.name}" for field in fields(OptimizerConfig)}
     | {f"phases.{field.name}" for field in fields(RecipeConfig)}
+    | {f"phases.sparsity.{field.name}" for field in fields(FFNSparsity)}
     | {
         "recipe",
         "model.dtype",
@@ -239,7 +329,7 @@ def check_branchable(trunk: TrainConfig, branch: TrainConfig, folder: Path) -> N
 
 
 def changed_settings(before: TrainConfig, after: TrainConfig) -> dict[str, tuple]:
-    """Dotted names of the settings that differ, with both values."""
+    """Returns the dotted names of the settings that differ, with both values."""
 
     def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         flat = {}
@@ -251,4 +341,8 @@ def changed_settings(before: TrainConfig, after: TrainConfig) -> dict[str, tuple
         return flat
 
     old, new = flatten(to_json(before)), flatten(to_json(after))
-    return {name: (old[name], new[name]) for name in old if old[name] != new[name]}
+    return {
+        name: (old.get(name), new.get(name))
+        for name in old | new
+        if old.get(name) != new.get(name)
+    }

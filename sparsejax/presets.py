@@ -1,8 +1,10 @@
 """Named settings to start from."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from sparsejax.config import (
+    RECIPES,
     DataConfig,
     ModelConfig,
     OptimizerConfig,
@@ -10,18 +12,21 @@ from sparsejax.config import (
     RecipeConfig,
     TrainConfig,
 )
+from sparsejax.routing.routers import ActivationEnergy
+from sparsejax.sparsity.patterns import VNM
 
 
 def tiny() -> TrainConfig:
-    """Four minutes on two CPU cores: 0.9 M parameters, bytes."""
+    """Returns a model that trains four minutes on two CPU cores: 0.9 M parameters,
+    bytes."""
     return TrainConfig()
 
 
 def wide_200m() -> TrainConfig:
-    """A first run for a Hopper GPU, about three minutes on an H100: 0.2 B parameters,
-    bytes, four layers of a width at which sparse tensor cores gain, with two of eight
-    experts by true mass. The learning rate was the best of four for a dense run of this
-    width and length with 16,384 classes."""
+    """Returns a first run for a Hopper GPU, about three minutes on an H100: 0.2 B
+    parameters, bytes, four layers of a width at which sparse tensor cores gain, with
+    two of eight experts by activation energy. The learning rate was the best of four
+    for a dense run of this width and length with 16,384 classes."""
     return TrainConfig(
         preset="wide-200m",
         recipe="paper",
@@ -39,9 +44,12 @@ def wide_200m() -> TrainConfig:
         phases=RecipeConfig(
             warmup_share=0.1,
             sparse_share=0.7,
-            router="true_mass",
-            experts=8,
-            experts_per_token=2,
+            sparsity=replace(
+                RECIPES["paper"],
+                activations=VNM(128, 2, 32),
+                router=ActivationEnergy(),
+                experts_per_token=2,
+            ),
         ),
         steps=600,
         checkpoint_every=0,
@@ -49,8 +57,9 @@ def wide_200m() -> TrainConfig:
 
 
 def gpt_124m() -> TrainConfig:
-    """GPT-2's smallest size with squared ReLU. Steps, batch and warm-up of arXiv
-    2404.01847; the learning rate is ours, four times theirs, and not tuned."""
+    """Returns GPT-2's smallest size with squared ReLU. Steps, batch and warm-up are
+    those of arXiv 2404.01847; the learning rate is ours, four times theirs, and not
+    tuned."""
     return TrainConfig(
         preset="gpt-124m",
         model=ModelConfig(
@@ -76,7 +85,8 @@ def gpt_124m() -> TrainConfig:
 
 
 def llama_1b() -> TrainConfig:
-    """The probable 1B set-up of arXiv 2602.06183: Meta Lingua's, with squared ReLU.
+    """Returns the probable 1B set-up of arXiv 2602.06183: Meta Lingua's, with squared
+    ReLU.
 
     F is 4 d_model and not the 8448 that would have exactly SwiGLU's parameters: 2, 4, 8
     or 16 experts are then whole blocks of 64 neurons, as sparse tensor cores need.
@@ -111,7 +121,8 @@ def llama_1b() -> TrainConfig:
 
 
 def llama_7b() -> TrainConfig:
-    """The probable 7B set-up of arXiv 2602.06183: Meta Lingua's, with squared ReLU.
+    """Returns the probable 7B set-up of arXiv 2602.06183: Meta Lingua's, with squared
+    ReLU.
 
     F is 4 d_model and not 16,512, as in `llama_1b`.
     """

@@ -8,8 +8,8 @@ import tempfile
 import jax
 import pytest
 
-from tests import gpu_record
-from tests.micro_run import write_text
+from tests.support import gpu_record
+from tests.support.micro_run import write_text
 
 # On a CPU fusions go through XLA's older emitter, and a program is one LLVM module:
 # compiling takes a third of the time. The newer emitter runs MLIR's passes over every
@@ -81,16 +81,17 @@ LONGEST_FIRST = (
     "test_commands.py",
     "test_pretrain.py",
     "test_before_training.py",
-    "test_bench_ffn.py",
+    "bench/test_ffn.py",
     "test_tuning.py",
 )
 
 
 def pytest_collection_modifyitems(items):
     def rank(item):
-        name = item.path.name
-        found = name in LONGEST_FIRST
-        return LONGEST_FIRST.index(name) if found else len(LONGEST_FIRST)
+        path = item.path.as_posix()
+        places = enumerate(LONGEST_FIRST)
+        found = (place for place, name in places if path.endswith(f"/{name}"))
+        return next(found, len(LONGEST_FIRST))
 
     items.sort(key=rank)
 

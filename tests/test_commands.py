@@ -21,11 +21,12 @@ import numpy as np
 import pytest
 import tyro
 
-from sparsejax.processes import join
+from sparsejax.distributed.processes import join
 from tests.fuzz.__main__ import Options as FuzzOptions
 from tests.fuzz.cases import FAMILIES, run_chunk
-from tests.whole_runs import quick_runs
-from tests.wide_console import widen
+from tests.support.synthetic_runs import ladder, write_comparison
+from tests.support.whole_runs import quick_runs
+from tests.support.wide_console import widen
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
@@ -34,7 +35,7 @@ DOCUMENTS = [
     ROOT / "experiments" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-SCRIPTS = sorted((ROOT / "experiments").glob("*.py"))
+SCRIPTS = sorted((ROOT / "experiments").rglob("*.py"))
 Command = tuple[str, ...]
 """The words of one, without comments."""
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
@@ -167,6 +168,8 @@ def settings_only(words: Command, launcher: Command) -> Any:
     """Checks that a script that needs a GPU understands what it is called with. What it
     does is run in tests of its own, at tiny sizes."""
     module = importlib.import_module(words[0].removesuffix(".py").replace("/", "."))
+    if hasattr(module, "parse"):
+        return module.parse(list(words[1:]))
     return tyro.cli(module.Config, args=words[1:])
 
 
@@ -188,12 +191,11 @@ HOW: dict[str, Callable[[Command, Command], Any]] = {
     "experiments/pretrain.py": planned_or_small,
     "experiments/plot.py": as_it_stands,
     "experiments/compare_recipes.py": planned,
-    "experiments/bench_experts.py": settings,
-    "experiments/bench_ffn.py": settings,
-    "experiments/bench_grouped.py": settings,
-    "experiments/bench_matmul.py": settings,
-    "experiments/bench_mesh.py": settings,
-    "experiments/bench_step.py": settings,
+    "experiments/bench/ffn.py": settings,
+    "experiments/bench/gemm.py": settings,
+    "experiments/bench/mesh.py": settings,
+    "experiments/bench/step.py": settings,
+    "experiments/equal_loss.py": as_it_stands,
     "experiments/tune_table.py": settings_only,
 }
 """By program, in the order in which they have to be run."""
@@ -263,6 +265,7 @@ def make_place(folder: Path) -> None:
     (ablations / "dense").mkdir(parents=True)
     (ablations / "comparison.json").write_text(json.dumps(comparison))
     (ablations / "dense" / "seed-0").symlink_to(folder / RUN)
+    write_comparison(folder / "runs" / "ladder-5m", ladder())
     # As large as a batch of `gpt-124m` in words, of `llama-1b` in byte pairs.
     generator = np.random.default_rng(0)
     letters = generator.choice(list("abcdefghijklmnopqrstuvwxyz"), (30_000, 6))

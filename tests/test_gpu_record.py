@@ -4,7 +4,7 @@ import json
 
 import jax
 
-from tests.gpu_record import append, kernel_hash, what_is_stale
+from tests.support.gpu_record import append, kernel_hash, what_is_stale
 
 
 def test_a_run_is_recorded_and_speaks_for_these_kernels(tmp_path):
@@ -31,4 +31,9 @@ def test_any_change_of_a_kernel_changes_the_hash(tmp_path):
     (tmp_path / "a.py").write_text("y")
     second = kernel_hash(tmp_path)
     (tmp_path / "a.py").rename(tmp_path / "b.py")
-    assert len({first, second, kernel_hash(tmp_path)}) == 3
+    renamed = kernel_hash(tmp_path)
+    (tmp_path / "sm90").mkdir()
+    (tmp_path / "b.py").rename(tmp_path / "sm90" / "b.py")
+    moved = kernel_hash(tmp_path)
+    (tmp_path / "sm90" / "b.py").write_text("z")
+    assert len({first, second, renamed, moved, kernel_hash(tmp_path)}) == 5

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparsejax.pruning import soft_threshold
+from sparsejax.sparsity.masks import soft_threshold
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -112,12 +112,12 @@ def test_every_file_has_its_line():
 
 def test_every_script_and_every_comparison_has_its_row():
     scripts = {
-        path.name
-        for path in EXPERIMENTS.parent.glob("*.py")
+        path.relative_to(EXPERIMENTS.parent).as_posix()
+        for path in EXPERIMENTS.parent.rglob("*.py")
         if 'if __name__ == "__main__"' in path.read_text()
     }
     comparisons = {path.name for path in (EXPERIMENTS.parent / "comparisons").iterdir()}
-    rows = re.findall(r"^\| `([\w.-]+)` \|", EXPERIMENTS.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `([\w./-]+)` \|", EXPERIMENTS.read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(scripts | comparisons)
 
 

@@ -14,7 +14,7 @@ import jax
 from pallas_kernels.device import CPU, Device
 from sparsejax.ops.kernels import registry
 from sparsejax.ops.kernels.registry import KernelSetName, Registered
-from sparsejax.patterns import Pattern
+from sparsejax.sparsity.patterns import Pattern
 
 if TYPE_CHECKING:
     from sparsejax.ops.kernels.base import KernelSet
@@ -23,7 +23,7 @@ Backend = Literal["reference", "xla", KernelSetName]
 
 
 def preference() -> tuple[Backend, ...]:
-    """All backends, the fastest first."""
+    """Returns all backends, the fastest first."""
     return (*registry.names(), "xla", "reference")
 
 
@@ -44,19 +44,25 @@ and through G; dW1, dWg and dW2."""
 
 @dataclass(frozen=True, kw_only=True)
 class GemmSpec:
-    """The static facts of one GEMM `(m, k) @ (k, n)`."""
+    """The static facts of one GEMM, in the words of a linear layer.
+
+    An input (tokens, d_in) times a weight (d_in, d_out) gives an output (tokens,
+    d_out), and the sum goes over d_in. A weight gradient (d_in, d_out) is input^T times
+    the output's gradient (tokens, d_out), and its sum goes over the tokens.
+    """
 
     name: str
     """The equation, as `Y1 = X W1`."""
     role: Role | None = None
     """None: it is not an FFN's."""
-    m: int
-    k: int
-    n: int
+    tokens: int
+    d_in: int
+    d_out: int
     dtype: str
-    sparse_operand: Literal["lhs", "rhs"] | None = None
+    sparse_operand: Literal["input", "weight", "gradient"] | None = None
+    """Which of the two operands is sparse; "gradient" is that of the output."""
     pattern: Pattern | None = None
-    """Of the sparse operand, along k."""
+    """The sparse operand's pattern, along the axis that is summed over."""
     experts: int | None = None
     """Grouped over this many experts: a row meets only its expert's weights."""
     experts_per_token: int = 1
@@ -64,13 +70,12 @@ class GemmSpec:
     """Neurons of an expert."""
     group_tile: int = 0
     """Rows that follow each other and have one expert."""
-    over_tokens: bool = False
-    """A weight gradient, float32: k counts tokens and m features, else m counts tokens.
-    """
+    is_weight_gradient: bool = False
+    """It sums over the tokens, and its result is float32."""
     float32_out: bool = False
-    """Another one whose result is float32."""
-    rhs_transposed: bool = False
-    """rhs is the transpose of what is stored: k is its contiguous axis."""
+    """The result is float32 though it is no weight gradient."""
+    weight_transposed: bool = False
+    """The weight is stored as (d_out, d_in): d_in is its contiguous axis."""
     whole_features: int = 0
     """Features of a sparse operand over tokens that lose nothing: they are multiplied
     twice, as the sum of two 2:4 rows."""
@@ -82,17 +87,18 @@ class GemmSpec:
     @property
     def sparse_weight(self) -> bool:
         """Whether the sparse operand is a weight."""
-        return self.sparse_operand == "rhs" and not self.over_tokens
+        return self.sparse_operand == "weight"
 
     @property
     def reads_activations(self) -> bool:
         """Whether the sparse operand is an activation, a row per token."""
-        return self.sparse_operand == "lhs" and not self.over_tokens
+        return self.sparse_operand == "input" and not self.is_weight_gradient
 
     @property
     def in_words(self) -> str:
         """The equation and the facts that a choice depends on most, in one line."""
-        facts = [f"m {self.m}, k {self.k}, n {self.n}", self.dtype]
+        sizes = f"tokens {self.tokens}, d_in {self.d_in}, d_out {self.d_out}"
+        facts = [sizes, self.dtype]
         if self.pattern is not None:
             ratio = ":".join(map(str, astuple(self.pattern)))
             kinds = {self.sparse_weight: "weight", self.reads_activations: "activation"}
@@ -104,7 +110,7 @@ class GemmSpec:
     @property
     def dense_flops(self) -> int:
         """Multiplications and additions of the dense GEMM this one stands for."""
-        return 2 * self.m * self.k * self.n
+        return 2 * self.tokens * self.d_in * self.d_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +133,8 @@ def of_kernels(
     *,
     why_unsupported: Callable[["KernelSet", GemmSpec], str | None],
 ) -> Implementation:
-    """A set of kernels as an implementation of an operation whose sparse operand is
-    2:4; nothing is loaded before it is asked for a device that can run it.
+    """Returns a set of kernels as an implementation of an operation whose sparse
+    operand is 2:4; nothing is loaded before it is asked for a device that can run it.
 
     Args:
       run: takes the set for the device that is traced for, then the operands.
@@ -192,7 +198,7 @@ class Decision:
 
 
 def current_device() -> Device:
-    """What an operation traced now will run on."""
+    """Returns what an operation traced now will run on."""
     device = jax.config.jax_default_device
     if device is None or isinstance(device, str):
         # One of this process: what others have, a backend may not tell.
@@ -205,7 +211,7 @@ def choose_backend(
     requested: Backend | None,
     implementations: Implementations,
 ) -> Decision:
-    """The decision for `spec`.
+    """Returns the decision for `spec`.
 
     Raises:
       ValueError: `requested` is no backend at all.
@@ -250,7 +256,8 @@ def choose_backend(
 
 
 def _times(spec: GemmSpec, implementations: Implementations) -> Times | None:
-    """Of the first backend that was measured and can run it, chosen or not."""
+    """Returns the times of the first backend that was measured and can run the GEMM,
+    chosen or not."""
     for backend in preference():
         if _why_unsupported(spec, backend, implementations) is None:
             times = implementations[backend].times(spec)

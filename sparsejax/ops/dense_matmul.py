@@ -15,7 +15,7 @@ def dense_matmul(
     precision: lax.Precision | None = None,
     out_dtype: jnp.dtype | None = None,
 ) -> Float[Array, "m n"]:
-    """`lhs @ rhs`, accumulated in float32, rounded once to `out_dtype`.
+    """Returns `lhs @ rhs`, accumulated in float32, rounded once to `out_dtype`.
 
     `out_dtype` defaults to the dtype of `lhs`.
     """
@@ -37,7 +37,7 @@ def _describe(spec: GemmSpec) -> tuple[str, float]:
 
 
 def implementations() -> Implementations:
-    """The implementations of the dense GEMM, by backend."""
+    """Returns the implementations of the dense GEMM, by backend."""
     return {
         "reference": Implementation(
             run=_reference,

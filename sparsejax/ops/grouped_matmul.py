@@ -1,6 +1,6 @@
 """GEMMs grouped over experts: every row meets the weights of its own expert only.
 
-Rows come sorted by expert and padded to tiles of `v` rows (`router.Dispatch`), so a
+Rows come sorted by expert and padded to tiles of `v` rows (`dispatch.Dispatch`), so a
 tile has one expert. Group sizes are data, shapes are not: no recompilation.
 """
 
@@ -37,7 +37,7 @@ def grouped_matmul(
     *,
     backend: Backend | None = None,
 ) -> Float[Array, "rows n"]:
-    """`out[r] = rows[r] @ weights[expert of r]`, zero beyond the used tiles.
+    """Returns `out[r] = rows[r] @ weights[expert of r]`, zero beyond the used tiles.
 
     Accumulated in float32, rounded once to the dtype of `rows`. The expert of a row is
     that of its tile, `tile_expert[r // v]` with `v = rows / tiles`.
@@ -67,7 +67,8 @@ def grouped_outer(
     expert_axis: Literal[0, 1] = 0,
     backend: Backend | None = None,
 ) -> Float[Array, "_ _ _"]:
-    """`out[e] = lhs[rows of e].T @ rhs[rows of e]` in float32: a ragged reduction.
+    """Returns `out[e] = lhs[rows of e].T @ rhs[rows of e]` in float32: a ragged
+    reduction.
 
     It is the weight gradient of `grouped_matmul`. Padding rows must be zero in `lhs`
     or in `rhs` (and finite in the other). Experts without rows give zeros.
@@ -85,13 +86,13 @@ def grouped_outer(
         )
     spec = GemmSpec(
         name="lhs^T @ rhs",
-        m=lhs.shape[1],
-        k=lhs.shape[0],
-        n=rhs.shape[1],
+        tokens=lhs.shape[0],
+        d_in=lhs.shape[1],
+        d_out=rhs.shape[1],
         dtype=str(lhs.dtype),
         experts=experts,
         group_tile=_tile_rows(lhs.shape[0], tile_expert),
-        over_tokens=True,
+        is_weight_gradient=True,
         device=current_device(),
     )
     decision = choose_backend(spec, backend, outer_implementations())
@@ -109,9 +110,9 @@ def _spec(rows, weights, tile_expert) -> GemmSpec:
     _tile_rows(rows.shape[0], tile_expert)
     return GemmSpec(
         name="rows @ weights[expert]",
-        m=rows.shape[0],
-        k=rows.shape[1],
-        n=weights.shape[2],
+        tokens=rows.shape[0],
+        d_in=rows.shape[1],
+        d_out=weights.shape[2],
         dtype=str(rows.dtype),
         experts=weights.shape[0],
         device=current_device(),
@@ -123,7 +124,7 @@ def _tile_rows(rows: int, tile_expert: jax.Array) -> int:
     if rows % tiles:
         raise ValueError(
             f"{rows} rows are not a whole number of {tiles} tiles; take both from one "
-            f"router.dispatch"
+            f"dispatch.dispatch"
         )
     return rows // tiles
 
@@ -154,7 +155,7 @@ _grouped_matmul.defvjp(_fwd, _bwd)
 
 
 def _tile_ranges(tile_expert, used_tiles, experts: int) -> tuple[jax.Array, jax.Array]:
-    """First tile of each expert, and the one after its last."""
+    """Returns the first tile of each expert, and the one after its last."""
     used = jnp.arange(tile_expert.shape[0]) < used_tiles
     tiles = jnp.zeros(experts, jnp.int32).at[tile_expert].add(used.astype(jnp.int32))
     end = jnp.cumsum(tiles, dtype=jnp.int32)
@@ -162,11 +163,11 @@ def _tile_ranges(tile_expert, used_tiles, experts: int) -> tuple[jax.Array, jax.
 
 
 def _matmul_by_tiles(rows, weights, tile_expert, used_tiles):
-    """A loop over experts, inside it over the expert's tiles.
+    """Returns a loop over experts, inside it over the expert's tiles.
 
     Time over the dense GEMM's on 2 cores, 4096 x 512 x 2048 in bfloat16, E = 4, here
     and in the weight gradient: `lax.ragged_dot` 0.61 and 1.44, this loop 0.19 and 0.26
-    (experiments/bench_grouped.py).
+    (experiments/bench/gemm.py).
     """
     v = _tile_rows(rows.shape[0], tile_expert)
     ranges = _tile_ranges(tile_expert, used_tiles, weights.shape[0])
@@ -207,11 +208,12 @@ CHUNK_ROWS: int = 2048
 """Rows per GEMM of the loop on GPU. A larger chunk has more rows that are not its
 expert's, a smaller one leaves the GPU idle. Time over the dense GEMM's, for 512, 1024,
 2048 rows, on an H200 in bfloat16 with E = 4: (16384 x 4096 x 16384) 0.95, 0.74, 0.76;
-(8192 x 2048 x 8192) 1.51, 1.21, 1.14 (experiments/bench_grouped.py)."""
+(8192 x 2048 x 8192) 1.51, 1.21, 1.14 (experiments/bench/gemm.py)."""
 
 
 def _chunks(rows: int, v: int, tile_expert, used_tiles, experts: int):
-    """Of each chunk: the expert, the first row, and how many rows are the expert's.
+    """Returns for each chunk the expert, the first row, and how many rows are the
+    expert's.
 
     As many chunks as any distribution over the experts needs, a static number, since
     a loop on GPU waits for the host where its length is data. Unused ones start at
@@ -231,7 +233,7 @@ def _chunks(rows: int, v: int, tile_expert, used_tiles, experts: int):
 
 
 def _matmul_by_chunks(rows, weights, tile_expert, used_tiles):
-    """One loop over chunks of rows, each multiplied with one expert's weights.
+    """Returns one loop over chunks of rows, each multiplied with one expert's weights.
 
     On GPU XLA expands `lax.ragged_dot` into one dense GEMM over all experts, which
     took 1.13 to 1.31 times the dense GEMM that it was to replace (H200).
@@ -287,7 +289,8 @@ def _outer_xla(lhs, rhs, tile_expert, used_tiles, experts, expert_axis):
 
 
 def _own(tile_expert, used_tiles, v: int, expert: int) -> jax.Array:
-    """(rows, 1): whether the row belongs to a used tile of `expert`."""
+    """Returns (rows, 1) booleans: whether the row belongs to a used tile of
+    `expert`."""
     tiles = jnp.arange(tile_expert.shape[0])
     return jnp.repeat((tile_expert == expert) & (tiles < used_tiles), v)[:, None]
 
@@ -313,15 +316,14 @@ def _outer_reference(lhs, rhs, tile_expert, used_tiles, experts, expert_axis):
 
 
 def _describe(spec: GemmSpec) -> tuple[str, float]:
-    tokens = spec.k if spec.over_tokens else spec.m
     experts = spec.experts or 1
     what = f"grouped GEMM over {experts} experts"
     if spec.device.platform == "cpu":
         share = spec.experts_per_token / experts
         return f"{what}, a loop over row tiles", share
-    rows = tokens * spec.experts_per_token
+    rows = spec.tokens * spec.experts_per_token
     size = min(CHUNK_ROWS, rows)
-    share = (rows // size + experts) * size / (tokens * experts)
+    share = (rows // size + experts) * size / (spec.tokens * experts)
     return f"{what}, a loop over chunks of {size} rows", share
 
 
@@ -368,8 +370,8 @@ def _dense_outer_on_kernels() -> dict[Backend, Implementation]:
 
 
 def implementations() -> Implementations:
-    """The implementations of `grouped_matmul`, by backend. Where a set of kernels has
-    packed rows or weights, an FFN calls the kernels by itself."""
+    """Returns the implementations of `grouped_matmul`, by backend. Where a set of
+    kernels has packed rows or weights, an FFN calls the kernels by itself."""
     return {
         **sparse_matmul.on_kernels(),
         "reference": Implementation(
@@ -384,7 +386,7 @@ def implementations() -> Implementations:
 
 
 def outer_implementations() -> Implementations:
-    """The implementations of the weight gradient, by backend."""
+    """Returns the implementations of the weight gradient, by backend."""
     return {
         **_dense_outer_on_kernels(),
         "reference": Implementation(
@@ -399,6 +401,6 @@ def outer_implementations() -> Implementations:
 
 
 def sparse_outer_implementations() -> Implementations:
-    """The implementations of a weight gradient with an operand that is 2:4 along the
-    rows, by backend."""
+    """Returns the implementations of a weight gradient with an operand that is 2:4
+    along the rows, by backend."""
     return {**outer_implementations(), **sparse_matmul.on_kernels()}

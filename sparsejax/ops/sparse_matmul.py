@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from sparsejax.formats import Compressed, decompress
 from sparsejax.ops.backend import (
     Backend,
     Decision,
@@ -29,7 +28,8 @@ from sparsejax.ops.backend import (
 from sparsejax.ops.dense_matmul import dense_matmul
 from sparsejax.ops.kernels import registry
 from sparsejax.ops.kernels.base import KernelSet
-from sparsejax.packing import Packed, pack, unpack
+from sparsejax.sparsity.compressed import Compressed, decompress
+from sparsejax.sparsity.packed import Packed, pack, unpack
 
 
 def sparse_matmul(
@@ -38,7 +38,7 @@ def sparse_matmul(
     *,
     backend: Backend | None = None,
 ) -> Float[Array, "m n"]:
-    """`lhs @ rhs` where exactly one operand is compressed.
+    """Returns `lhs @ rhs` where exactly one operand is compressed.
 
     out[i, j] = sum_k lhs[i, k] rhs[k, j], accumulated in float32 and rounded once to
     the dtype of the dense operand. A compressed operand is contracted along its own
@@ -49,7 +49,7 @@ def sparse_matmul(
     Args:
       lhs: (m, k), dense, or compressed or packed along its last axis.
       rhs: (k, n), dense or compressed (either orientation), or packed for tensor cores
-        (n, k). The kernel packs a compressed operand at every call: use `packing.pack`
+        (n, k). The kernel packs a compressed operand at every call: use `packed.pack`
         once for one that is used again.
       backend: None for the fastest that can; a name runs or raises.
     Raises:
@@ -66,7 +66,7 @@ def explain_sparse_matmul(
     *,
     backend: Backend | None = None,
 ) -> Decision:
-    """The backend that `sparse_matmul` takes for these operands, and why."""
+    """Returns the backend that `sparse_matmul` takes for these operands, and why."""
     return choose_backend(_spec(lhs, rhs), backend, implementations())
 
 
@@ -101,11 +101,11 @@ def _spec(lhs, rhs) -> GemmSpec:
         )
     return GemmSpec(
         name="lhs @ rhs",
-        m=m,
-        k=k,
-        n=n,
+        tokens=m,
+        d_in=k,
+        d_out=n,
         dtype=str((rhs if sparse is lhs else lhs).dtype),
-        sparse_operand="lhs" if sparse is lhs else "rhs",
+        sparse_operand="input" if sparse is lhs else "weight",
         pattern=sparse.pattern,
         device=current_device(),
     )
@@ -142,7 +142,8 @@ _sparse_matmul.defvjp(_fwd, _bwd)
 
 
 def _oriented(w: jax.Array, like: Compressed) -> jax.Array:
-    """(k, n) from the stored orientation of `like`, and back: its own inverse."""
+    """Returns (k, n) from the stored orientation of `like`, and back: its own
+    inverse."""
     return w if like.axis % 2 == 0 else w.T
 
 
@@ -153,7 +154,8 @@ def _logical(operand: Compressed | Packed) -> Compressed:
 def _cotangent(
     operand: Compressed | Packed, cotangent: jax.Array
 ) -> Compressed | Packed:
-    """Of the operand: its values' positions of `cotangent`; integers none."""
+    """Returns the cotangent of the operand: `cotangent` at the positions of its values;
+    that of integers is none."""
     like = _logical(operand)
 
     def dense(values: jax.Array) -> jax.Array:
@@ -185,7 +187,8 @@ def _describe(spec: GemmSpec) -> tuple[str, float]:
 
 
 def why_not_packed(rows: int, k: int, dtype: str, out_dtype: jnp.dtype) -> str | None:
-    """Why `pack_weight` cannot pack a (rows, k) weight on the device here, or None."""
+    """Returns why `pack_weight` cannot pack a (rows, k) weight on the device here, or
+    None."""
     device = current_device()
     found = registry.kernels_of(device)
     if found is None:
@@ -200,7 +203,8 @@ def pack_weight(
     axis: int,
     dtype: jnp.dtype,
 ) -> Packed:
-    """beta S(w), 2:4 along `axis`, in one read of `w`, packed for sparse tensor cores.
+    """Returns beta S(w), 2:4 along `axis`, in one read of `w`, packed for sparse tensor
+    cores.
 
     The same values as `compress(scale * soft_threshold(w))` with the magnitude mask,
     and a constant where it is differentiated.
@@ -232,7 +236,7 @@ def _multiply_on(kernel_set: KernelSet, lhs: Any, rhs: Any) -> jax.Array:
 
 
 def on_kernels() -> dict[Backend, Implementation]:
-    """The sets of kernels, each as an implementation."""
+    """Returns the sets of kernels, each as an implementation."""
     return {
         each.name: of_kernels(
             each,
@@ -244,7 +248,7 @@ def on_kernels() -> dict[Backend, Implementation]:
 
 
 def implementations() -> Implementations:
-    """The implementations of `sparse_matmul`, by backend."""
+    """Returns the implementations of `sparse_matmul`, by backend."""
     reference = "decompress, then a GEMM at the highest precision"
     return {
         **on_kernels(),

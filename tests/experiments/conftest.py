@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.whole_runs import quick_runs
-from tests.wide_console import widen
+from tests.support.whole_runs import quick_runs
+from tests.support.wide_console import widen
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from experiments import compare_recipes, console, pretrain
+from experiments import compare_recipes, pretrain
 from experiments.compare_recipes import losses_table, main, means_table
-from experiments.comparison_file import Comparison, Trial, read_comparison
-from experiments.own_process import in_own_process
-from sparsejax import loop
-from tests.micro_run import micro_config, read_records, with_phases
-from tests.whole_runs import Killed, shared_run
+from experiments.comparing.comparison_file import Comparison, Trial, read_comparison
+from experiments.running import console
+from experiments.running.own_process import in_own_process
+from sparsejax.training import train as loop
+from tests.support.micro_run import micro_config, read_records, with_phases
+from tests.support.whole_runs import Killed, shared_run
 
 FILES = Path(compare_recipes.__file__).parent / "comparisons"
 CLOCKED = ("seconds", "date", "commit")
@@ -145,7 +146,7 @@ def test_a_row_holds_what_the_run_recorded(finished):
             assert row["validation"] == {"dense": row["loss"]}
             assert row["switches"] == []
             continue
-        assert changed["phases.mask_reuse"] is False
+        assert changed["phases.sparsity.mask_reuse"] is False
         end = losses["validation", 3]
         assert row["validation"] == {"warm-up": end, "sparse": row["loss"]}
         (switch,) = row["switches"]

@@ -8,9 +8,9 @@ from safetensors.numpy import load_file
 
 from experiments.export import dense_weights, export
 from sparsejax.config import ModelConfig
-from sparsejax.model import Transformer
-from sparsejax.ops.ffn_spec import FFNSparsity
-from sparsejax.patterns import NM
+from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.models.transformer import Transformer
+from sparsejax.sparsity.patterns import NM
 
 CONFIG = ModelConfig(
     vocab_size=11, d_model=8, layers=2, heads=2, kv_heads=1, d_hidden=16

@@ -12,10 +12,10 @@ import matplotlib.image
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.plot import SHADES, plot_comparison, plot_run
+from experiments.plot import SHADES, _seconds_label, plot_comparison, plot_run
 from sparsejax.config import DataConfig, TrainConfig
 from sparsejax.config_file import to_json
-from sparsejax.records import training_seconds
+from sparsejax.reports.records import training_seconds
 
 START = {"event": "start", "step": 0, "phase": 0, "kind": "warm-up"}
 
@@ -232,3 +232,12 @@ def test_without_matplotlib_the_line_says_how_to_get_it(tmp_path, monkeypatch):
     for plot in (plot_run, plot_comparison):
         assert "uv sync --extra plots" in plot(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_seconds_of_a_shared_device_are_told(tmp_path):
+    write_comparison(tmp_path)
+    runs = json.loads((tmp_path / "comparison.json").read_text())["runs"]
+    folders = [tmp_path / place for places in runs.values() for place in places]
+    assert _seconds_label(folders) == "seconds of training steps"
+    (folders[-1] / "provenance.jsonl").write_text('{"side_by_side": 3}\n')
+    assert _seconds_label(folders).endswith("steps, on a shared device")

@@ -15,12 +15,14 @@ import jax
 import pytest
 
 from experiments import compare_recipes, pretrain
-from sparsejax.checkpoint import Checkpoints
-from sparsejax.config import MeshConfig, TrainConfig
+from sparsejax.checkpoints.checkpoint import Checkpoints
+from sparsejax.config import RECIPES, MeshConfig, TrainConfig
 from sparsejax.config_file import from_json, read_schedule, to_json
 from sparsejax.presets import PRESETS
-from sparsejax.train import Run
-from tests.micro_run import (
+from sparsejax.routing.routers import ActivationEnergy, TokenHash
+from sparsejax.sparsity.patterns import VNM
+from sparsejax.training.step import Run
+from tests.support.micro_run import (
     arguments_of,
     assert_same_bits,
     micro_config,
@@ -28,8 +30,8 @@ from tests.micro_run import (
     with_phases,
     without_speed,
 )
-from tests.shard_files import write_shard
-from tests.tokenizer_file import write_tokenizer
+from tests.support.shard_files import write_shard
+from tests.support.tokenizer_file import write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -43,8 +45,9 @@ ONE_HEAD = ["--model.heads", "1", "--model.kv-heads", "1"]
 def test_flags_override_the_preset():
     options = pretrain.parse(
         "--preset gpt-124m --recipe paper --steps 3 --model.d-model 32 "
-        "--model.heads 2 --model.kv-heads 1 --phases.experts 8 --phases.no-fold "
-        "--phases.token-sparsity mvue --data.text a*.txt --no-plot".split()
+        "--model.heads 2 --model.kv-heads 1 --phases.activations 128:2:32 "
+        "--phases.no-fold --phases.token-sparsity mvue --data.text a*.txt "
+        "--no-plot".split()
     )
     config = options.config
     gpt = PRESETS["gpt-124m"]()
@@ -53,7 +56,13 @@ def test_flags_override_the_preset():
         recipe="paper",
         steps=3,
         model=replace(gpt.model, d_model=32, heads=2, kv_heads=1),
-        phases=replace(gpt.phases, experts=8, fold=False, token_sparsity="mvue"),
+        phases=replace(
+            gpt.phases,
+            fold=False,
+            sparsity=replace(
+                RECIPES["paper"], activations=VNM(128, 2, 32), token_sparsity="mvue"
+            ),
+        ),
         data=replace(gpt.data, text="a*.txt"),
         plot=False,
     )
@@ -115,7 +124,7 @@ def test_a_branch_has_the_settings_of_its_trunk_and_those_that_are_given(
     wsd = replace(config.optimizer, schedule="wsd")
     assert longer == replace(config, steps=6, optimizer=wsd)
     assert pretrain.parse([*branch, "--recipe", "weights"]).config == replace(
-        config, recipe="weights", phases=replace(config.phases, block_rows=128)
+        config, recipe="weights", phases=replace(config.phases, sparsity=None)
     )
     capsys.readouterr()
     assert pretrain.run([*steps, "--dry-run"]) == 0
@@ -148,10 +157,11 @@ def test_the_phases_of_a_run_are_read_from_a_file(text, tmp_path, capsys):
     config = micro_config(text, steps=4, eval_every=0)
     arguments = [*arguments_of(config), "--schedule", str(path)]
     # What the recipe's phases would be is not read.
-    shares = [
-        arguments.index(f"--phases.{name}-share") for name in ("warmup", "sparse")
+    of_recipe = [
+        arguments.index(f"--phases.{name}")
+        for name in ("warmup-share", "sparse-share", "weights", "activations")
     ]
-    for index in sorted(shares, reverse=True):
+    for index in sorted(of_recipe, reverse=True):
         del arguments[index : index + 2]
     assert pretrain.run([*arguments, "--dry-run"]) == 0
     shown = capsys.readouterr().out
@@ -246,7 +256,17 @@ def test_a_resume_with_other_settings_is_refused(
         (["--batch-size", "10", "--micro-batches", "4"], "not a multiple of micro"),
         (["--data.text", "[a-z]/nothing*.txt"], "text='[a-z]/nothing*.txt': no file"),
         (["--backend", "mosaic_sm90", "--recipe", "weights"], "mosaic_sm90"),
-        (["--recipe", "paper", "--phases.experts", "3"], "required by"),
+        (["--recipe", "paper", "--phases.activations", "128:2:12"], "required by"),
+        (
+            ["--phases.experts", "8"],
+            "--phases.experts is a part of the pattern: ",
+        ),
+        (
+            ["--phases.block_rows=8"],
+            "--phases.activations V:2:M, where M is four ",
+        ),
+        (["--recipe", "weights", "--phases.activations", "2:4"], "makes another rec"),
+        (["--phases.experts-per-token", "2"], "has no meaning in recipe 'default'; l"),
         (["--model.d-model", "6", *ONE_HEAD], "d_model=6 is not a multiple of 4"),
         (["--model.d-hidden", "10"], "d_hidden=10 is not a multiple of m=4"),
         (["--steps", "3000000000"], "steps=3000000000 must be at least 1 and at most"),
@@ -334,6 +354,9 @@ def test_a_dry_run_says_what_it_read(text, capsys):
         ("--optimizer.peak-learning-rate", "nan", "peak_learning_rate=nan must be"),
         ("--optimizer.beta1", "1", "optimizer.beta1=1.0 must be at least 0 and below"),
         ("--phases.sparse-share", "2", "phases.sparse_share=2.0 must be at least 0"),
+        ("--phases.router", "truemass", "must be one of 'nearest_centre', 'token_hash"),
+        ("--phases.activations", "2:3", "activations=NM(n=2, m=3) is not 2:4"),
+        ("--phases.weights", "two", "'two' names no pattern; write N:M as '2:4'"),
         ("--mesh.data", "-1", "mesh.data=-1 must be at least 0"),
     ],
 )
@@ -477,12 +500,12 @@ def test_the_main_job_writes_its_files_and_says_what_it_did(text, tmp_path, caps
             c, recipe="weights", model=replace(c.model, activation="swiglu")
         ),
         lambda c: with_phases(
-            replace(c, recipe="paper"), router="token_hash", skip_blocks=True
+            replace(c, recipe="paper"), router=TokenHash(), skip_blocks=True
         ),
         lambda c: with_phases(
             replace(c, recipe="paper"),
-            router="true_mass",
-            experts=8,
+            router=ActivationEnergy(),
+            activations=VNM(8, 2, 32),
             experts_per_token=2,
         ),
         lambda c: with_phases(
@@ -517,7 +540,7 @@ def test_every_variant_trains(change, text, tmp_path):
     ffn = next(r for r in records if r["event"] == "ffn" and r["kind"] == "sparse")
     if config.recipe == "paper":
         counts = ffn["tokens_per_expert"]
-        chosen = config.phases.experts_per_token * config.data.sequence_length
+        chosen = config.sparsity.experts_per_token * config.data.sequence_length
         assert all(sum(layer) % chosen == 0 for layer in counts)
 
 

@@ -9,8 +9,8 @@ import pytest
 from experiments import tokenize_text
 from experiments.tokenize_text import Config
 from sparsejax.config import DataConfig
-from sparsejax.corpus import load_corpus
-from tests.micro_run import write_text
+from sparsejax.data.corpus import load_corpus
+from tests.support.micro_run import write_text
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-import hopper
 from experiments import tune_table
 from pallas_kernels import tuning, tuning_cache
-from pallas_kernels.sparse_matmul_configs import Shape
-from sparsejax import tune
+from pallas_kernels.sm90.sparse_matmul_configs import Shape
 from sparsejax.ops.kernels.hopper_shapes import shape_of
+from sparsejax.tuning import tune
+from tests.support import hopper
 
 SHAPES = [Shape(m=64, n=tokens, k=64) for tokens in (32, 64, 128, 256, 512)]
 

@@ -17,12 +17,12 @@ import numpy as np
 from jax._src import compiler
 
 from experiments import pretrain
-from sparsejax import metrics
-from sparsejax.checkpoint import Checkpoints
+from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.config_file import read_config
-from sparsejax.metrics import DensePeak
-from sparsejax.train import Run
-from tests.micro_run import arrays_of, read_records, without_speed
+from sparsejax.reports import metrics
+from sparsejax.reports.metrics import DensePeak
+from sparsejax.training.step import Run
+from tests.support.micro_run import arrays_of, read_records, without_speed
 
 LIMIT_SECONDS = 120
 """For what takes a few seconds on an idle machine."""

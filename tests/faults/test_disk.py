@@ -13,7 +13,7 @@ import pytest
 
 from sparsejax.config import ModelConfig
 from tests.faults.runs import Process, assert_ended_alike, finish
-from tests.micro_run import arguments_of, micro_config, write_text
+from tests.support.micro_run import arguments_of, micro_config, write_text
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.runs import Process, assert_ended_alike, finish
-from tests.micro_run import arguments_of, micro_config, write_text
+from tests.support.micro_run import arguments_of, micro_config, write_text
 
 CHUNKS = 4
 AT_RANDOM = 3

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.runs import assert_ended_alike
-from tests.micro_run import arguments_of, micro_config, read_records, write_text
+from tests.support.micro_run import arguments_of, micro_config, read_records, write_text
 
 ROOT = Path(__file__).parents[2]
 TOLD = "the dense phase goes on in a new process"
@@ -17,14 +17,14 @@ TOLD = "the dense phase goes on in a new process"
 PRETRAIN = """
 import sys
 from experiments import pretrain
-from sparsejax import metrics
+from sparsejax.reports import metrics
 peak = metrics.DensePeak(tflops=1.0, source="test")
 metrics.dense_peak = lambda dtype: peak
 pretrain.leave(pretrain.run(sys.argv[1:]))
 """
 WITH_SPARSE_KERNELS = f"""
-from sparsejax import metrics
-from tests.whole_runs import with_sparse_kernels
+from sparsejax.reports import metrics
+from tests.support.whole_runs import with_sparse_kernels
 metrics.ffn_decisions = with_sparse_kernels(metrics.ffn_decisions)
 {PRETRAIN}
 """

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sparsejax.checkpoint import Checkpoints
+from sparsejax.checkpoints.checkpoint import Checkpoints
 from tests.conftest import QUICK_COMPILATION
 from tests.faults.runs import Process, assert_ended_alike, finish, has_trained
-from tests.micro_run import (
+from tests.support.micro_run import (
     arguments_of,
     micro_config,
     read_records,

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.random import Generator
 
-from sparsejax.checkpoint import Checkpoints
+from sparsejax.checkpoints.checkpoint import Checkpoints
 from tests.fuzz.judge import Wrong, clear_error, judging, require
 from tests.fuzz.mutations import damaged, mutated_json, one_of
-from tests.micro_run import arrays_of
+from tests.support.micro_run import arrays_of
 
 STEPS = (1, 2, 3)
 NAMES = (

@@ -58,8 +58,14 @@ def _check_applied(arguments: list[str], config: TrainConfig) -> None:
     if "--resume" in " ".join(arguments):
         return
     start = PRESETS[config.preset]()
-    for name, (_, value) in changed_settings(start, config).items():
-        flag = "--" + name.replace("_", "-")
+    changed = changed_settings(start, config)
+    if "recipe" in changed:
+        # Its sparsity goes with it.
+        of_recipe = start.with_recipe(config.recipe)
+        others = changed_settings(of_recipe, config)
+        changed = others | {"recipe": changed["recipe"]}
+    for name, (_, value) in changed.items():
+        flag = _flag_of(name)
         words = [word.replace("_", "-") for word in arguments]
         require(
             any(flag.split(".")[-1].strip("-") in word for word in words),
@@ -74,10 +80,16 @@ def _check_applied(arguments: list[str], config: TrainConfig) -> None:
                 )
 
 
+def _flag_of(name: str) -> str:
+    """The flag of a setting with this dotted name."""
+    name = name.replace("phases.sparsity.", "phases.")
+    return "--" + name.replace("_", "-")
+
+
 def _flag(generator: Generator, folder: Path) -> list[str]:
     settings = _flat(to_json(one_of(generator, list(PRESETS.values()))()))
     name = one_of(generator, list(settings))
-    flag = "--" + name.replace("_", "-")
+    flag = _flag_of(name)
     match int(generator.integers(14)):
         case 0:
             return [damaged(generator, flag.encode()).decode("latin-1"), "1"]

@@ -11,18 +11,19 @@ from typing import Any, get_args
 from numpy.random import Generator
 from rich.console import Console
 
-from experiments import console, printed_plan
-from sparsejax import config_file, plan
-from sparsejax.config import SPARSE_ACTIVATIONS, RecipeName, TrainConfig
+from experiments.running import console, printed_plan
+from sparsejax import config_file, cost_model
+from sparsejax.config import RECIPES, RecipeName, TrainConfig
 from sparsejax.config_file import from_json, read_config, to_json
+from sparsejax.distributed.mesh import check_shardable
+from sparsejax.feed_forward.spec import TokenSparsity
 from sparsejax.ops.backend import Backend
-from sparsejax.ops.ffn_spec import RouterChoice, TokenSparsity
 from sparsejax.presets import PRESETS
-from sparsejax.recipe import phases
-from sparsejax.sharding import check_shardable
+from sparsejax.routing.routers import ROUTERS
+from sparsejax.training.recipe import phases
 from tests.fuzz.judge import judging, require
 from tests.fuzz.mutations import damaged, mutated_json, one_of
-from tests.micro_run import micro_config
+from tests.support.micro_run import micro_config
 
 
 def case(generator: Generator, folder: Path, material: None) -> str:
@@ -61,22 +62,24 @@ def starting_point(generator: Generator) -> TrainConfig:
     starts = [*(make() for make in PRESETS.values()), micro_config("*.txt")]
     settings = to_json(one_of(generator, starts))
     settings["recipe"] = recipe = one_of(generator, get_args(RecipeName))
+    plain = to_json(replace(TrainConfig(), recipe=recipe))["phases"]["sparsity"]
+    settings["phases"]["sparsity"] = sparsity = plain
     if recipe == "paper":
         experts = one_of(generator, (1, 2, 4, 8))
-        settings["phases"] |= {
-            "experts": experts,
+        v = one_of(generator, (8, 16, 30, 128))
+        sparsity |= {
             "experts_per_token": int(generator.integers(1, experts + 1)),
-            "router": one_of(generator, get_args(RouterChoice)),
+            "router": one_of(generator, ROUTERS).name,
             "skip_blocks": bool(generator.integers(2)),
-            "block_rows": one_of(generator, (8, 16, 30, 128)),
+            "activations": f"{v}:2:{4 * experts}",
         }
-    if recipe in SPARSE_ACTIVATIONS:
+    if RECIPES[recipe].activations is not None:
         kinds = (None, *get_args(TokenSparsity))
-        settings["phases"]["token_sparsity"] = kind = one_of(generator, kinds)
-        settings["phases"]["mask_reuse"] = bool(generator.integers(2))
+        sparsity["token_sparsity"] = kind = one_of(generator, kinds)
+        sparsity["mask_reuse"] = bool(generator.integers(2))
         if kind is not None:
-            settings["phases"]["dense_features"] = one_of(generator, (0.0, 0.05, 0.5))
-            settings["phases"]["permute_tokens"] = bool(generator.integers(2))
+            sparsity["dense_features"] = one_of(generator, (0.0, 0.05, 0.5))
+            sparsity["permute_tokens"] = bool(generator.integers(2))
     if recipe == "weights" and generator.random() < 0.5:
         settings["model"]["activation"] = "swiglu"
     elif recipe != "paper" and generator.random() < 0.3:
@@ -118,18 +121,18 @@ def check_plan(generator: Generator, config: TrainConfig) -> None:
     check_shardable(config.model, sparsities, mesh, micro_batch=micro_batch)
     length = config.data.sequence_length
     tokens = micro_batch * length // mesh.token_shards
-    flops = plan.flops_per_token(config.model, length)
-    figures = [plan.parameter_count(config.model), flops]
+    flops = cost_model.flops_per_token(config.model, length)
+    figures = [cost_model.parameter_count(config.model), flops]
     for sparsity in sparsities:
-        memory = plan.memory_bytes(
+        memory = cost_model.memory_bytes(
             config.model, tokens_per_device=tokens, mesh=mesh, sparsity=sparsity
         )
-        sent = plan.communication_bytes(
+        sent = cost_model.communication_bytes(
             config.model, mesh, sparsity, micro_batches, tokens
         )
-        factors = plan.gemm_speedups(config.model, sparsity)
-        step = plan.predicted_speedup(flops.ffn_share(), factors)
-        whole = plan.whole_run_speedup(step, config.phases.sparse_share)
+        factors = cost_model.gemm_speedups(config.model, sparsity)
+        step = cost_model.predicted_speedup(flops.ffn_share(), factors)
+        whole = cost_model.whole_run_speedup(step, config.phases.sparse_share)
         figures += [memory, sent, {"step": step, "run": whole}]
     with judging():
         for name, figure in _numbers(figures):
@@ -172,8 +175,9 @@ def _with_defaults(settings: dict) -> dict:
     def filled(defaults: dict, given: dict) -> dict:
         full = dict(defaults)
         for name, value in given.items():
-            nested = isinstance(defaults[name], dict)
+            nested = isinstance(defaults[name], dict) and value is not None
             full[name] = filled(defaults[name], value) if nested else value
         return full
 
-    return filled(to_json(TrainConfig()), settings)
+    recipe = settings.get("recipe", TrainConfig.recipe)
+    return filled(to_json(TrainConfig(recipe=recipe)), settings)

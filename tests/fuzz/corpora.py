@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 from numpy.random import Generator
 
-from sparsejax.batches import train_batches, validation_batches
 from sparsejax.config import DataConfig
-from sparsejax.corpus import Corpus, load_corpus, unigram_loss
+from sparsejax.data.batches import train_batches, validation_batches
+from sparsejax.data.corpus import Corpus, load_corpus, unigram_loss
 from tests.fuzz.judge import judging, require
 from tests.fuzz.mutations import damaged, one_of
-from tests.tokenizer_file import write_tokenizer
+from tests.support.tokenizer_file import write_tokenizer
 
 NAMES = (
     "a.txt",

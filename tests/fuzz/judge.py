@@ -14,9 +14,9 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import FrameType
 
-from sparsejax.checkpoint import CheckpointFailed
+from sparsejax.checkpoints.agreement import CheckpointFailed
 from sparsejax.config import TrainConfig
-from sparsejax.loop import NonFiniteLoss
+from sparsejax.training.progress import NonFiniteLoss
 
 LIMIT_SECONDS = 20
 """What takes longer hangs."""

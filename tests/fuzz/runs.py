@@ -12,18 +12,19 @@ from unittest.mock import patch
 from numpy.random import Generator
 from rich.console import Console
 
-from experiments import console
 from experiments.pretrain import read_metrics
-from sparsejax import loop, metrics
-from sparsejax.checkpoint import Checkpoints
+from experiments.running import console
+from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.config import TrainConfig
-from sparsejax.metrics import DensePeak
-from sparsejax.train import Run, TrainState
+from sparsejax.reports import metrics
+from sparsejax.reports.metrics import DensePeak
+from sparsejax.training import train as loop
+from sparsejax.training.step import Run, TrainState
 from tests.fuzz import checkpoints, configs
 from tests.fuzz.judge import clear_error, judging, require
 from tests.fuzz.mutations import damaged, mutated_json, one_of
-from tests.micro_run import arrays_of, micro_config, write_text
-from tests.whole_runs import Killed, kill_at
+from tests.support.micro_run import arrays_of, micro_config, write_text
+from tests.support.whole_runs import Killed, kill_at
 
 
 @dataclass(frozen=True, kw_only=True)

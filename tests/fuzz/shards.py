@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 from numpy.random import Generator
 
-from sparsejax import corpus as corpus_module
-from sparsejax import shards as shards_module
 from sparsejax.config import DataConfig
+from sparsejax.data import corpus as corpus_module
+from sparsejax.data import shards as shards_module
 from tests.fuzz.corpora import check_batches, check_sides, expected_sides
 from tests.fuzz.judge import clear_error, judging, require
 from tests.fuzz.mutations import damaged, one_of
-from tests.shard_files import CONVENTIONS, header, write_shard
+from tests.support.shard_files import CONVENTIONS, header, write_shard
 
 STEMS = ("a", "b", "train_0", "val_0", "sub/valid", "test", ".hidden", "b [1]", "ü")
 MAGICS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}

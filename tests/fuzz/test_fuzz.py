@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from sparsejax import checkpoint_folder, config, config_file, corpus, manifest, shards
+from sparsejax import config_file
+from sparsejax.checkpoints import checkpoint_folder, manifest
+from sparsejax.config import ranges
+from sparsejax.config import train as config
+from sparsejax.data import corpus, shards
 from tests.fuzz import command_lines
 from tests.fuzz.cases import FAMILIES, Fuzzer, shares
 from tests.fuzz.judge import TimedOut, Wrong, clear_error, time_limit
@@ -96,7 +100,7 @@ DEFECTS = {
     ),
     "nothing is checked against its interval": (
         "configs",
-        (config, "check_intervals", lambda settings, section="": None),
+        (ranges, "_intervals", lambda kind: {}),
     ),
     "config.json ends in a KeyError": (
         "configs",
@@ -162,7 +166,7 @@ def raised_by(make) -> Exception:
 
 def test_an_error_that_names_its_cause_is_clear():
     error = raised_by(lambda: config.TrainConfig(steps=0))
-    assert clear_error(error) == "ValueError of config.check_intervals"
+    assert clear_error(error) == "ValueError of ranges.check_intervals"
 
 
 @pytest.mark.parametrize(
@@ -187,6 +191,6 @@ def test_other_errors_of_ours_are_not_clear(message, kind, why, monkeypatch):
 
 
 def test_an_error_from_below_us_is_not_clear():
-    error = raised_by(lambda: config.Interval(least=1).__contains__("a"))
+    error = raised_by(lambda: ranges.Interval(least=1).__contains__("a"))
     with pytest.raises(Wrong, match="a bare TypeError"):
         clear_error(error)

@@ -5,14 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from experiments import bench_mesh
-from sparsejax.config import RecipeConfig
-from tests.micro_run import write_text
+from experiments.bench import mesh
+from sparsejax.config import RECIPES, RecipeConfig
+from sparsejax.sparsity.patterns import VNM
+from tests.support.micro_run import write_text
 
 
 @pytest.fixture
 def config(tmp_path):
-    return bench_mesh.Config(
+    return mesh.Config(
         preset="tiny",
         meshes=((2, 2, 2),),
         batch_size=8,
@@ -24,36 +25,38 @@ def config(tmp_path):
 
 
 def test_rows(config):
-    rows = bench_mesh.main(config)
+    rows = mesh.main(config)
     assert [json.loads(line) for line in config.results.open()] == rows
-    one, mesh = rows
+    one, sharded = rows
     assert (one["speedup"], one["collectives"]) == (1.0, {})
-    assert mesh["collectives"]["all-gather"] > 0
-    assert mesh["arguments_gib"] < one["arguments_gib"]
+    assert sharded["collectives"]["all-gather"] > 0
+    assert sharded["arguments_gib"] < one["arguments_gib"]
     assert all(row["save_held_ms"] > 0 for row in rows)
 
 
 def test_a_wrong_gradient_stops_the_benchmark(config, monkeypatch):
-    right = bench_mesh.Stepper.steps
+    right = mesh.Stepper.steps
 
     def wrong(self, count):
         reports = right(self, count)
         factor = 1.1 if self.run.mesh.size > 1 else 1.0
         return [r | {"gradient_norm": factor * r["gradient_norm"]} for r in reports]
 
-    monkeypatch.setattr(bench_mesh.Stepper, "steps", wrong)
+    monkeypatch.setattr(mesh.Stepper, "steps", wrong)
     with pytest.raises(AssertionError, match=r"data 2 .*: gradient_norm"):
-        bench_mesh.main(config)
+        mesh.main(config)
 
 
 def test_steps_are_of_the_phases_and_the_backend_asked_for(config):
-    phases = RecipeConfig(skip_blocks=True, experts=2)
+    paper = RECIPES["paper"]
+    sparsity = replace(paper, skip_blocks=True, activations=VNM(128, 2, 8))
+    phases = RecipeConfig(sparsity=sparsity)
     config = replace(config, recipe="paper", phases=phases, backend="reference")
-    train = bench_mesh._train_config(config, (1, 1, 1))
+    train = mesh._train_config(config, (1, 1, 1))
     assert (train.recipe, train.phases, train.backend) == ("paper", phases, "reference")
 
 
 def test_more_devices_than_there_are_is_said(config):
-    config = bench_mesh.Config(meshes=((16, 1, 1),), results=None)
+    config = mesh.Config(meshes=((16, 1, 1),), results=None)
     with pytest.raises(ValueError, match="need 16 devices, and there are 8"):
-        bench_mesh.main(config)
+        mesh.main(config)

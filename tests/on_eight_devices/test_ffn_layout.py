@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from ffn_cases import (
+from sparsejax.feed_forward.ffn import ffn
+from sparsejax.feed_forward.gated_ffn import gated_ffn
+from sparsejax.feed_forward.layout import FFNLayout, own_key
+from sparsejax.feed_forward.operands.weights import pack_ffn
+from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.routing.routers import ActivationEnergy
+from sparsejax.sparsity.patterns import NM, VNM
+from tests.support.ffn_cases import (
     D_HIDDEN,
     D_MODEL,
     all_sparsities,
@@ -18,12 +25,6 @@ from ffn_cases import (
     make_inputs,
     name_of,
 )
-from sparsejax.ops.ffn import ffn
-from sparsejax.ops.ffn_layout import FFNLayout, own_key
-from sparsejax.ops.ffn_spec import DENSE, FFNSparsity
-from sparsejax.ops.ffn_weights import pack_ffn
-from sparsejax.ops.gated_ffn import gated_ffn
-from sparsejax.patterns import NM, VNM
 
 MESHES = {"data": (8, 1, 1), "fsdp": (1, 8, 1), "tensor": (1, 1, 8), "all": (2, 2, 2)}
 TOKENS = 48
@@ -32,7 +33,7 @@ TWO_FOUR = NM(2, 4)
 TWO_EXPERTS_OF_EIGHT = FFNSparsity(
     weights=TWO_FOUR,
     activations=VNM(4, 2, 32),
-    router="true_mass",
+    router=ActivationEnergy(),
     experts_per_token=2,
 )
 SPARSITIES = [

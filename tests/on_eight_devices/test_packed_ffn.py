@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-import hopper
 from pallas_kernels import tuning
-from sparsejax.ops.ffn import ffn
-from sparsejax.ops.ffn_layout import FFNLayout
-from sparsejax.ops.ffn_spec import FFNSparsity
-from sparsejax.ops.ffn_weights import pack_ffn
-from sparsejax.ops.gated_ffn import gated_ffn
-from sparsejax.packing import Packed
-from sparsejax.patterns import NM, VNM
-from sparsejax.router import token_hash
+from sparsejax.feed_forward.ffn import ffn
+from sparsejax.feed_forward.gated_ffn import gated_ffn
+from sparsejax.feed_forward.layout import FFNLayout
+from sparsejax.feed_forward.operands.weights import pack_ffn
+from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.routing.routers import ActivationEnergy, TokenHash
+from sparsejax.sparsity.packed import Packed
+from sparsejax.sparsity.patterns import NM, VNM
+from tests.support import hopper
 
 TOKENS, D_MODEL, D_HIDDEN = 32, 64, 1024
 MESHES = {"data": (8, 1, 1), "fsdp": (1, 8, 1), "tensor": (1, 1, 8), "all": (2, 2, 2)}
@@ -95,7 +95,7 @@ def test_packs_and_multiplies_as_one_device_does(calls, mesh, gated):
 EXPERTS = FFNSparsity(
     weights=NM(2, 4),
     activations=VNM(8, 2, 32),
-    router="true_mass",
+    router=ActivationEnergy(),
     experts_per_token=2,
     weight_gradients="expert_columns",
 )
@@ -105,8 +105,10 @@ def step_with_experts(layout, skip_blocks: bool):
     x, weights, scales, dy = operands(gated=False)
     sparsity, expert_index = EXPERTS, None
     if skip_blocks:
-        sparsity = replace(sparsity, skip_blocks=True, router="token_hash")
-        expert_index = token_hash(jnp.arange(TOKENS), 8, experts_per_token=2)
+        sparsity = replace(sparsity, skip_blocks=True, router=TokenHash())
+        expert_index = TokenHash().choose(
+            jnp.arange(TOKENS), experts=8, experts_per_token=2
+        )
     run = partial(
         ffn,
         sparsity=sparsity,

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from sparsejax import loop
 from sparsejax.config import MeshConfig, TrainConfig
-from sparsejax.loop import Outcome, train
-from sparsejax.train import Run
-from tests.micro_run import (
+from sparsejax.training import train as loop
+from sparsejax.training.step import Run
+from sparsejax.training.train import Outcome, train
+from tests.support.micro_run import (
     assert_same_bits,
     micro_config,
     read_records,
@@ -21,7 +21,7 @@ from tests.micro_run import (
     without_speed,
     write_text,
 )
-from tests.whole_runs import Killed, kill_at, quick_runs
+from tests.support.whole_runs import Killed, kill_at, quick_runs
 
 BEFORE = MeshConfig(data=8)
 

@@ -8,11 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-from sparsejax import train
 from sparsejax.config import MeshConfig, TrainConfig
-from sparsejax.layers import sparse_ffns
-from sparsejax.sharding import make_mesh, place_rows
-from tests.micro_run import micro_config, with_phases
+from sparsejax.distributed.mesh import make_mesh, place_rows
+from sparsejax.models.sparse_ffn import sparse_ffns
+from sparsejax.routing.routers import ActivationEnergy
+from sparsejax.sparsity.patterns import VNM
+from sparsejax.training.step import Run
+from tests.support.micro_run import micro_config, with_phases
 
 MESHES = {"data": (8, 1, 1), "fsdp": (1, 8, 1), "tensor": (1, 1, 8), "all": (2, 2, 2)}
 
@@ -27,11 +29,15 @@ def config_for(text: str, variant: str) -> TrainConfig:
     if variant == "paper":
         model = replace(model, remat="full")
         config = replace(config, recipe="paper")
-        config = with_phases(config, experts=8, block_rows=4)
-    if variant == "true_mass":
+        config = with_phases(config, activations=VNM(4, 2, 32))
+    if variant == "activation_energy":
         config = replace(config, recipe="paper")
-        shape = {"experts": 8, "experts_per_token": 2, "router": "true_mass"}
-        config = with_phases(config, block_rows=4, **shape)
+        config = with_phases(
+            config,
+            activations=VNM(4, 2, 32),
+            experts_per_token=2,
+            router=ActivationEnergy(),
+        )
     if variant == "swiglu":
         model = replace(model, activation="swiglu", tie_embeddings=True)
         config = replace(config, recipe="weights")
@@ -39,15 +45,15 @@ def config_for(text: str, variant: str) -> TrainConfig:
         model = replace(model, activation="reglu2")
     if variant == "skip_blocks":
         config = replace(config, recipe="paper")
-        config = with_phases(config, experts=8, block_rows=4, skip_blocks=True)
+        config = with_phases(config, activations=VNM(4, 2, 32), skip_blocks=True)
     mesh = MeshConfig(data=1)
     return replace(config, model=model, micro_batches=2, mesh=mesh)
 
 
 @lru_cache
-def built(config: TrainConfig) -> train.Run:
+def built(config: TrainConfig) -> Run:
     """The run on the first of the devices, as many as its mesh has."""
-    return train.Run(config, devices=jax.devices()[: config.mesh.devices])
+    return Run(config, devices=jax.devices()[: config.mesh.devices])
 
 
 @lru_cache
@@ -76,7 +82,7 @@ def on(config: TrainConfig, mesh: str) -> TrainConfig:
     return replace(config, mesh=MeshConfig(data=data, fsdp=fsdp, tensor=tensor))
 
 
-GATES_AND_ROUTERS = ("true_mass", "swiglu", "reglu2", "skip_blocks")
+GATES_AND_ROUTERS = ("activation_energy", "swiglu", "reglu2", "skip_blocks")
 
 
 @pytest.mark.parametrize(

@@ -12,21 +12,22 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import hopper
-from pallas_kernels import grouped_matmul_sm90 as grouped
 from pallas_kernels import tuning, tuning_cache
 from pallas_kernels.device import CPU, KNOWN, Device
-from pallas_kernels.sparse_matmul_configs import (
+from pallas_kernels.sm90 import grouped_matmul as grouped
+from pallas_kernels.sm90.sparse_matmul import sparse_matmul
+from pallas_kernels.sm90.sparse_matmul_configs import (
     Config,
     Shape,
     default_config,
     why_invalid,
 )
-from pallas_kernels.sparse_matmul_sm90 import sparse_matmul
 from pallas_kernels.tuning import Entry
+from tests.support import hopper
 
 GPU = hopper.H200
 SHAPE = Shape(m=256, n=1000, k=128)
+GRADIENT = {"mode": "weight_gradient", "b_k_major": False, "float32_out": True}
 
 
 def entry(shape: Shape, sparse_us: float = 1.0, **config) -> Entry:
@@ -79,6 +80,7 @@ def lowered_text(shape: Shape, config: Config) -> str:
     if not shape.group_tile:
         run = partial(
             sparse_matmul,
+            mode=shape.mode,
             b_k_major=shape.b_k_major,
             transpose_out=shape.transpose_out,
             out_dtype=jnp.float32 if shape.float32_out else None,
@@ -87,14 +89,14 @@ def lowered_text(shape: Shape, config: Config) -> str:
         )
     else:
         lookups = [(tuning.tokens(shape) // shape.group_tile,), ()]
-        if shape.sums_over_tokens:
+        if shape.mode == "weight_gradient":
             lookups = [(shape.experts,)]
             run = partial(
                 grouped.sparse_over_rows,
                 group_tile=shape.group_tile,
                 transpose_out=shape.transpose_out,
             )
-        elif shape.transpose_out:
+        elif shape.mode == "sparse_weight":
             run = partial(grouped.sparse_weights, experts=shape.experts)
             m = shape.experts * shape.m
             values = values.update(shape=(m, shape.k // 2))
@@ -128,11 +130,11 @@ def folder(tmp_path, monkeypatch):
 def test_entries_come_back_and_replace_those_of_their_shape():
     assert tuning.entries(GPU.kind) == {}
     other = replace(SHAPE, n=64)
-    tuning.save(GPU.kind, [entry(SHAPE), entry(other, width=3)])
+    tuning.save(GPU.kind, [entry(SHAPE), entry(other, grid_tile_width=3)])
     tuning.save(GPU.kind, [entry(SHAPE, 5.0)])
     assert tuning.entries(GPU.kind) == {
         SHAPE: entry(SHAPE, 5.0),
-        other: entry(other, width=3),
+        other: entry(other, grid_tile_width=3),
     }
     assert len(tuning_cache.files(GPU.kind)) == 2
     assert tuning.entries(hopper.H100.kind) == tuning.shipped(GPU.kind) == {}
@@ -140,7 +142,7 @@ def test_entries_come_back_and_replace_those_of_their_shape():
 
 def test_what_a_developer_ships_is_one_file_of_lines():
     other = replace(SHAPE, n=64)
-    tuning.save_shipped(GPU.kind, [entry(SHAPE), entry(other, width=3)])
+    tuning.save_shipped(GPU.kind, [entry(SHAPE), entry(other, grid_tile_width=3)])
     tuning.save_shipped(GPU.kind, [entry(SHAPE, 5.0)])
     assert len(tuning.file_of(GPU.kind).read_text().splitlines()) == 2
     assert tuning.entries(GPU.kind)[SHAPE].sparse_us == 5.0
@@ -184,6 +186,21 @@ def test_the_key_is_in_the_path(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/of-a-user")
     assert str(tuning_cache.root()) == "/home/of-a-user/.cache/sparsejax"
+
+
+def test_the_key_changes_with_every_kernel_in_every_folder(tmp_path):
+    hash_of = tuning_cache.kernel_hash.__wrapped__
+    kernel = tmp_path / "sm90" / "gemm" / "kernel.py"
+    kernel.parent.mkdir(parents=True)
+    kernel.write_text("a = 1")
+    first = hash_of(tmp_path)
+    (tmp_path / "tuning.py").write_text("b = 1")
+    assert hash_of(tmp_path) == first
+    kernel.write_text("a = 2")
+    second = hash_of(tmp_path)
+    moved = kernel.rename(tmp_path / "sm90" / "kernel.py")
+    assert len({first, second, hash_of(tmp_path), hash_of(moved.parent)}) == 4
+    assert tuning_cache.kernel_hash() != hash_of(tmp_path / "nothing")
 
 
 def test_the_driver_is_nvmls_or_the_backends(monkeypatch):
@@ -271,13 +288,15 @@ def test_another_process_gives_its_entries_instead_of_the_caches():
 
 
 def test_an_entry_speaks_for_its_neighbours_alone():
-    tuning.save(GPU.kind, [entry(SHAPE, width=3), entry(replace(SHAPE, n=8000), 3.0)])
+    tuning.save(
+        GPU.kind, [entry(SHAPE, grid_tile_width=3), entry(replace(SHAPE, n=8000), 3.0)]
+    )
     for n in (500, 1000, 2000):
-        assert tuning.nearest(GPU, replace(SHAPE, n=n)).config.width == 3
+        assert tuning.nearest(GPU, replace(SHAPE, n=n)).config.grid_tile_width == 3
     assert tuning.nearest(GPU, replace(SHAPE, n=5000)).sparse_us == 3.0
     assert tuning.nearest(GPU, replace(SHAPE, n=499)) is None
     assert tuning.nearest(GPU, replace(SHAPE, k=192)) is None
-    assert tuning.config_for(GPU, replace(SHAPE, n=501)).width == 3
+    assert tuning.config_for(GPU, replace(SHAPE, n=501)).grid_tile_width == 3
     assert tuning.config_for(GPU, replace(SHAPE, k=64)) == default_config(
         SHAPE, GPU.multiprocessors
     )
@@ -287,8 +306,8 @@ def test_an_entry_speaks_for_its_neighbours_alone():
     ("shape", "axis"),
     [
         (SHAPE, "n"),
-        (replace(SHAPE, n=128, transpose_out=False), "m"),
-        (replace(SHAPE, n=128, b_k_major=False, float32_out=True), "k"),
+        (replace(SHAPE, n=128, mode="sparse_activation", transpose_out=False), "m"),
+        (replace(SHAPE, n=128, **GRADIENT), "k"),
     ],
     ids=["weight", "activation", "weight gradient"],
 )
@@ -303,7 +322,7 @@ def test_neighbours_differ_in_their_tokens_alone(shape, axis):
 
 
 def test_a_config_that_does_not_fit_a_neighbour_is_not_taken_there():
-    as_is = replace(SHAPE, n=1024, transpose_out=False)
+    as_is = replace(SHAPE, n=1024, mode="sparse_activation", transpose_out=False)
     found = replace(entry(as_is), config=Config(out_columns=32))
     tuning.save(GPU.kind, [found])
     assert tuning.config_for(GPU, as_is) == default_config(as_is, GPU.multiprocessors)
@@ -311,7 +330,7 @@ def test_a_config_that_does_not_fit_a_neighbour_is_not_taken_there():
 
 def test_a_gemm_with_a_packed_result_takes_the_config_of_the_one_without():
     shape = replace(SHAPE, n=1024)
-    tuning.save(GPU.kind, [entry(shape, tile_n=128, out_columns=64, width=3)])
+    tuning.save(GPU.kind, [entry(shape, tile_n=128, out_columns=64, grid_tile_width=3)])
     packed = replace(shape, packed_out=True)
     assert tuning.config_for(GPU, packed) == tuning.config_for(GPU, shape)
     tuning.save(GPU.kind, [entry(shape, tile_n=176, out_columns=88)])
@@ -328,21 +347,23 @@ def test_what_lost_or_was_never_measured_and_is_small_is_told():
     assert tuning.why_slower(GPU, replace(SHAPE, m=192, n=2**20)) is None
 
 
-ROWS = Shape(m=256 + 3 * 128, n=128, k=64, transpose_out=False)
-ROWS = replace(ROWS, experts=4, group_tile=128)
+ROWS = Shape(m=256 + 3 * 128, n=128, k=64, mode="sparse_activation")
+ROWS = replace(ROWS, transpose_out=False, experts=4, group_tile=128)
 """GEMM 2 of four experts, 256 tokens."""
 
 
 def test_a_larger_gemm_is_estimated_from_the_largest_that_is_nowhere_larger():
     small = replace(SHAPE, n=500)
-    tuning.save(GPU.kind, [entry(small, width=3), entry(SHAPE, width=4)])
+    tuning.save(
+        GPU.kind, [entry(small, grid_tile_width=3), entry(SHAPE, grid_tile_width=4)]
+    )
     wide = replace(SHAPE, m=512, n=8000, k=192)
     assert tuning.nearest(GPU, wide) is None
     times = tuning.times(GPU, wide)
     assert times.entry.shape == SHAPE and times.estimated
     # 2 x 8 x 1.5 times the work; a weight is packed once, whatever the tokens.
     assert (times.sparse_us, times.dense_us, times.pack_us) == (24.0, 48.0, 30.0)
-    assert tuning.config_for(GPU, wide).width == 4
+    assert tuning.config_for(GPU, wide).grid_tile_width == 4
     for smaller in ({"m": 192}, {"k": 64}, {"n": 249}):
         assert tuning.times(GPU, replace(wide, **smaller)) is None
     assert tuning.times(GPU, replace(wide, n=250)).entry.shape == small
@@ -365,14 +386,14 @@ def test_groups_are_estimated_from_fewer_and_smaller_ones():
 
 
 def test_a_hopper_without_an_entry_takes_those_of_another_as_estimates():
-    tuning.save_shipped(GPU.kind, [entry(SHAPE, width=3)])
+    tuning.save_shipped(GPU.kind, [entry(SHAPE, grid_tile_width=3)])
     near, wide = replace(SHAPE, n=1500), replace(SHAPE, m=512, n=8000)
     for shape in (SHAPE, near, wide):
         known = tuning.times(GPU, shape)
         guess = tuning.times(hopper.H100, shape)
         assert guess == replace(known, measured_on=GPU.kind)
         assert guess.estimated and guess.least_gain == tuning.GAIN_ELSEWHERE
-        assert tuning.config_for(hopper.H100, shape).width == 3
+        assert tuning.config_for(hopper.H100, shape).grid_tile_width == 3
     assert not tuning.times(GPU, near).estimated
     # Fewer multiprocessors take longer for everything.
     slower = tuning.times(Device.named("NVIDIA H20"), SHAPE)

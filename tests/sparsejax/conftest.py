@@ -1,16 +1,18 @@
-"""Whole runs of the training loop, for the tests that stop and resume them."""
+"""Whole runs that tests stop and resume, and GPUs that they pretend."""
 
 import pytest
 
-from sparsejax import loop
-from tests.whole_runs import quick_runs, shared_run, undisturbed
+from pallas_kernels import tuning
+from sparsejax.training import train
+from tests.support import hopper
+from tests.support.whole_runs import quick_runs, shared_run, undisturbed
 
 
 @pytest.fixture(scope="module")
 def quick_loop():
     """Runs in processes of their own are in test_pretrain."""
     with quick_runs() as patch:
-        patch.setattr(loop, "Run", shared_run)
+        patch.setattr(train, "Run", shared_run)
         yield
 
 
@@ -18,3 +20,15 @@ def quick_loop():
 def uninterrupted(quick_loop, text, tmp_path_factory):
     """By variant, a run that nothing disturbed."""
     return undisturbed(text, tmp_path_factory)
+
+
+@pytest.fixture
+def untuned(monkeypatch):
+    """A GPU for which no tuning result is known."""
+    monkeypatch.setattr(tuning, "entries", lambda kind: {})
+
+
+@pytest.fixture
+def calls(untuned, monkeypatch):
+    """The kernels called from now, with their results computed plainly."""
+    return hopper.pretend(monkeypatch)

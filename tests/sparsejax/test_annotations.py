@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sparsejax.annotations import check_fields, check_value, fits, in_words
-from sparsejax.patterns import NM, VNM
+from sparsejax.sparsity.patterns import NM, VNM
 
 Colour = Literal["red", "blue"]
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsejax.config import (
+    RECIPES,
     DataConfig,
     MeshConfig,
     ModelConfig,
@@ -26,7 +27,10 @@ from sparsejax.config_file import (
     read_config,
     to_json,
 )
+from sparsejax.feed_forward.spec import FFNSparsity
 from sparsejax.presets import PRESETS
+from sparsejax.routing.routers import ActivationEnergy, TokenHash
+from sparsejax.sparsity.patterns import VNM
 
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -38,17 +42,116 @@ def test_json_brings_every_setting_back(name):
         config,
         recipe="paper",
         phases=RecipeConfig(
-            experts=8,
-            router="token_hash",
-            token_sparsity="mvue",
-            dense_features=0.25,
-            permute_tokens=False,
-            mask_reuse=False,
+            sparsity=replace(
+                RECIPES["paper"],
+                activations=VNM(128, 2, 32),
+                router=TokenHash(),
+                token_sparsity="mvue",
+                dense_features=0.25,
+                permute_tokens=False,
+                mask_reuse=False,
+            )
         ),
         data=replace(config.data, text="a/**/*.txt", seed=3),
         backend="reference",
     )
     assert from_json(json.loads(json.dumps(to_json(config)))) == config
+
+
+def test_what_a_recipe_leaves_as_it_is_is_written_and_read_as_the_recipes_own():
+    config = TrainConfig(recipe="paper")
+    settings = to_json(config)
+    sparsity = settings["phases"]["sparsity"]
+    assert (sparsity["activations"], sparsity["router"]) == (
+        "128:2:16",
+        "nearest_centre",
+    )
+    assert from_json(settings) == config and from_json(settings).sparsity
+    chosen = {"router": "token_hash"}
+    read = from_json({"recipe": "paper", "phases": {"sparsity": chosen}})
+    assert read.sparsity == replace(RECIPES["paper"], router=TokenHash())
+    assert from_json({"recipe": "paper", "phases": {"sparsity": None}}) == config
+
+
+FORMER = {
+    "warmup_share": 0.25,
+    "sparse_share": 0.5,
+    "experts": 4,
+    "block_rows": 128,
+    "experts_per_token": 1,
+    "router": "nearest_centre",
+    "skip_blocks": False,
+    "token_sparsity": None,
+    "dense_features": 0.05,
+    "permute_tokens": True,
+    "mask_reuse": True,
+    "recluster_every": 0,
+    "fold": True,
+    "schedule": [],
+}
+"""The phases in a config.json of an earlier version."""
+
+
+def test_the_phases_of_an_earlier_version_are_read():
+    lengths = RecipeConfig(warmup_share=0.25, sparse_share=0.5)
+    for recipe in RECIPES:
+        read = from_json({"recipe": recipe, "phases": FORMER})
+        assert read == TrainConfig(recipe=recipe, phases=lengths)
+    chosen = {
+        "experts": 8,
+        "block_rows": 64,
+        "experts_per_token": 2,
+        "router": "true_mass",
+        "mask_reuse": False,
+    }
+    read = from_json({"recipe": "paper", "phases": FORMER | chosen})
+    sparsity = replace(
+        RECIPES["paper"],
+        activations=VNM(64, 2, 32),
+        experts_per_token=2,
+        router=ActivationEnergy(),
+        mask_reuse=False,
+    )
+    assert read == TrainConfig(
+        recipe="paper", phases=replace(lengths, sparsity=sparsity)
+    )
+    schedule = [{"name": "a", "sparsity": {"activations": "8:2:16"}}]
+    shares = {"warmup_share": 0.05, "schedule": schedule}
+    read = from_json({"phases": FORMER | shares})
+    assert read.phases.sparsity is None and len(read.phases.schedule) == 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "message"),
+    [
+        (
+            "default",
+            {"experts": 8},
+            r"phases\.experts=8 has no meaning in recipe 'def",
+        ),
+        (
+            "paper",
+            {"block_rows": "8"},
+            r"setting phases\.block_rows='8' must be an in",
+        ),
+        ("paper", {"experts": 0}, r"phases\.sparsity\.activations='128:2:0'"),
+        (
+            "weights",
+            {"router": "token_hash"},
+            r"phases\.sparsity\.router='token_hash' has no meaning in recipe 'weights'",
+        ),
+        (
+            "paper",
+            {"sparsity": {}, "router": "token_hash"},
+            r"phases\.experts has its place in phases\.sparsity, and both are given; ",
+        ),
+    ],
+)
+def test_phases_of_an_earlier_version_that_cannot_be_are_refused(
+    recipe, changes, message
+):
+    with pytest.raises(ValueError, match=message):
+        from_json({"recipe": recipe, "phases": FORMER | changes})
 
 
 def test_an_unknown_setting_is_refused_by_its_dotted_name():
@@ -101,8 +204,16 @@ def test_an_integer_may_stand_for_a_float_and_becomes_one():
         ({"model": {"dtype": None}}, r"model\.dtype=None must be one of 'float32', "),
         ({"mesh": {"data": "2"}}, r"setting mesh\.data='2' must be an integer$"),
         (
-            {"phases": {"token_sparsity": "best"}},
-            r"phases\.token_sparsity='best' must be one of 'magnitude', .* or null$",
+            {"phases": {"sparsity": {"token_sparsity": "best"}}},
+            r"sparsity\.token_sparsity='best' must be one of 'magnitude', .* or null$",
+        ),
+        (
+            {"phases": {"sparsity": {"router": 3}}},
+            r"setting phases\.sparsity\.router: router=3 must be one of 'nearest_c",
+        ),
+        (
+            {"phases": {"sparsity": {"activations": [2, 4]}}},
+            r"phases\.sparsity\.activations=\[2, 4\] must be a pattern, such as '2:4'",
         ),
         *(
             (
@@ -211,7 +322,11 @@ def test_a_branch_may_have_other_steps_optimizer_recipe_and_phases():
         trunk,
         steps=2600,
         recipe="paper",
-        phases=RecipeConfig(experts=8, warmup_share=0.5, sparse_share=0.25),
+        phases=RecipeConfig(
+            sparsity=replace(RECIPES["paper"], activations=VNM(128, 2, 32)),
+            warmup_share=0.5,
+            sparse_share=0.25,
+        ),
         optimizer=OptimizerConfig(schedule="wsd", decay_share=0.5, beta1=0.5),
         model=replace(trunk.model, dtype="bfloat16", remat="full"),
         micro_batches=4,
@@ -221,11 +336,17 @@ def test_a_branch_may_have_other_steps_optimizer_recipe_and_phases():
     check_branchable(trunk, branch, Path("runs/a"))
     settings = {
         (prefix + field.name)
-        for prefix, kind in (("optimizer.", OptimizerConfig), ("phases.", RecipeConfig))
+        for prefix, kind in (
+            ("optimizer.", OptimizerConfig),
+            ("phases.", RecipeConfig),
+            ("phases.sparsity.", FFNSparsity),
+        )
         for field in fields(kind)
+        if prefix + field.name != "phases.sparsity"
     }
     assert MAY_DIFFER_IN_BRANCH >= MAY_CHANGE | settings
-    assert _dotted(to_json(trunk)) >= MAY_DIFFER_IN_BRANCH
+    of_schedule = {"phases.sparsity"}  # is null there
+    assert _dotted(to_json(trunk)) >= MAY_DIFFER_IN_BRANCH - of_schedule
 
 
 def _dotted(settings: dict, prefix: str = "") -> set[str]:

@@ -5,10 +5,9 @@ from typing import get_args
 import pytest
 
 from sparsejax.config import MeshConfig, RecipeName
-from sparsejax.ops.ffn_spec import check_divisible
-from sparsejax.plan import parameter_count
+from sparsejax.cost_model import parameter_count
+from sparsejax.feed_forward.spec import check_divisible
 from sparsejax.presets import PRESETS
-from sparsejax.recipe import sparsity_of
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -17,7 +16,7 @@ def test_presets_name_themselves_and_fit_every_recipe(name):
     assert config.preset == name
     assert config.tokens_per_step == config.batch_size * config.data.sequence_length
     for recipe in get_args(RecipeName):
-        sparsity = sparsity_of(recipe, config.phases)
+        sparsity = config.with_recipe(recipe).sparsity
         check_divisible(config.model.d_model, config.model.d_hidden, sparsity)
 
 

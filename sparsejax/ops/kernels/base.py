@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sparsejax.ops.backend import GemmSpec, Times
-from sparsejax.packing import Packed
+from sparsejax.sparsity.packed import Packed
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ExpertRows:
-    """The rows of a `router.Dispatch`, as kernels look them up: sorted by expert, each
-    expert's filled up to whole tiles."""
+    """The rows of a `dispatch.Dispatch`, as kernels look them up: sorted by expert,
+    each expert's filled up to whole tiles."""
 
     tile_expert: Int[Array, " tiles"]
     """The expert of each tile of rows / tiles rows, not decreasing."""
@@ -94,31 +94,31 @@ class KernelSet(Protocol):
     # What it can run.
 
     def why_unsupported(self, gemm: GemmSpec) -> str | None:
-        """Why it cannot run a GEMM with a 2:4 operand, or None."""
+        """Returns why it cannot run a GEMM with a 2:4 operand, or None."""
         ...
 
     def why_no_dense_weight_gradient(self, gemm: GemmSpec) -> str | None:
-        """Why it has no kernel for a weight gradient that is dense by expert, or
-        None."""
+        """Returns why it has no kernel for a weight gradient that is dense by expert,
+        or None."""
         ...
 
     def why_slower(self, gemm: GemmSpec) -> str | None:
-        """Why a GEMM that it can run is not to be chosen unasked, or None."""
+        """Returns why a GEMM that it can run is not to be chosen unasked, or None."""
         ...
 
     def times(self, gemm: GemmSpec) -> Times | None:
-        """How long the GEMM takes, dense as well, where that is known."""
+        """Returns how long the GEMM takes, dense as well, where that is known."""
         ...
 
     def describe(self, gemm: GemmSpec) -> tuple[str, float]:
-        """What runs a 2:4 GEMM, in words, and the share of the dense GEMM's FLOPs that
-        it executes."""
+        """Returns what runs a 2:4 GEMM, in words, and the share of the dense GEMM's
+        FLOPs that it executes."""
         ...
 
     def why_not_packed(
         self, rows: int, k: int, dtype: str, out_dtype: jnp.dtype
     ) -> str | None:
-        """Why `pack_weight` cannot pack a (rows, k) weight, or None."""
+        """Returns why `pack_weight` cannot pack a (rows, k) weight, or None."""
         ...
 
     # Packing.
@@ -131,15 +131,15 @@ class KernelSet(Protocol):
         axis: int,
         dtype: jnp.dtype,
     ) -> Packed:
-        """Scale times soft threshold of each matrix, 2:4 along `axis` (-1 or -2), in
-        `dtype`: (matrices, rows, k), transposed where the axis is -2."""
+        """Returns the scale times soft threshold of each matrix, 2:4 along `axis` (-1
+        or -2), in `dtype`: (matrices, rows, k), transposed where the axis is -2."""
         ...
 
     def keep_features(
         self, y_up: Float[Array, "_ _"], rows: ExpertRows | None, *, by_token: bool
     ) -> KeptActivations:
-        """A from Y1. With `rows` of each row its expert's features: Y1 has a row per
-        token and all neurons where it is `by_token`, else it has these rows."""
+        """Returns a from Y1. With `rows` of each row its expert's features: Y1 has a
+        row per token and all neurons where it is `by_token`, else it has these rows."""
         ...
 
     def activation_gradient(
@@ -150,20 +150,20 @@ class KernelSet(Protocol):
         *,
         by_token: bool,
     ) -> Packed:
-        """dY1 = dA 2 relu(Y1) at the positions of A, from dA as `keep_features` takes
-        Y1."""
+        """Returns dY1 = dA 2 relu(Y1) at the positions of A, from dA as `keep_features`
+        takes Y1."""
         ...
 
     def keep_gated_features(
         self, gate: Float[Array, "tokens features"], up: Float[Array, "tokens features"]
     ) -> KeptGatedActivations:
-        """A from G and U."""
+        """Returns a from G and U."""
         ...
 
     def gated_gradients(
         self, da: Float[Array, "tokens features"], hidden: Packed, up: Packed
     ) -> tuple[Packed, Packed]:
-        """dG = dA U 2 relu(G) and dU = dA relu(G)^2 at the positions of A."""
+        """Returns dG = dA U 2 relu(G) and dU = dA relu(G)^2 at the positions of A."""
         ...
 
     def over_tokens(
@@ -175,9 +175,9 @@ class KernelSet(Protocol):
         *,
         by_segments: bool,
     ) -> OverTokens:
-        """A and dY1, both 2:4 along the features, packed along the tokens as well. Four
-        tokens of a group follow each other in the order in which they come, or, where
-        they are taken `by_segments`, are a 64th of all apart."""
+        """Returns a and dY1, both 2:4 along the features, packed along the tokens as
+        well. Four tokens of a group follow each other in the order in which they come,
+        or, where they are taken `by_segments`, are a 64th of all apart."""
         ...
 
     def activation_gradient_over_tokens(
@@ -190,7 +190,7 @@ class KernelSet(Protocol):
         by_token: bool,
         by_segments: bool,
     ) -> tuple[Packed, OverTokens]:
-        """`activation_gradient` and `over_tokens` in one pass."""
+        """Does `activation_gradient` and `over_tokens` in one pass."""
         ...
 
     def gated_gradients_over_tokens(
@@ -202,13 +202,14 @@ class KernelSet(Protocol):
         *,
         by_segments: bool,
     ) -> tuple[tuple[Packed, Packed], OverTokens]:
-        """`gated_gradients`, and A, dG and dU over tokens, in one pass."""
+        """Returns `gated_gradients`, and A, dG and dU over tokens, in one pass."""
         ...
 
     def keep_tokens(
         self, x: Packed, residual: ResidualRows | None, *, by_segments: bool
     ) -> Packed:
-        """One matrix that is 2:4 along the features, packed along the tokens."""
+        """Returns one matrix that is 2:4 along the features, packed along the
+        tokens."""
         ...
 
     # Multiplying.
@@ -222,7 +223,7 @@ class KernelSet(Protocol):
         transpose_out: bool,
         out_dtype: jnp.dtype | None = None,
     ) -> Float[Array, "_ _"]:
-        """A B, accumulated in float32 and rounded once.
+        """Returns a B, accumulated in float32 and rounded once.
 
         Args:
           a: (m, k); its values are taken in the dtype of `b`.
@@ -241,17 +242,17 @@ class KernelSet(Protocol):
         transpose_out: bool,
         residual_rows: int,
     ) -> tuple[Float[Array, "_ _"], Float[Array, "_ _"] | None]:
-        """`matmul` in float32 of A (m, tokens), 2:4 along the tokens, and B (tokens, n)
-        or in segments; the product of the last `residual_rows` rows of A apart, None
-        where there are none."""
+        """Returns `matmul` in float32 of A (m, tokens), 2:4 along the tokens, and B
+        (tokens, n) or in segments; the product of the last `residual_rows` rows of A
+        apart, None where there are none."""
         ...
 
     def matmul_keep_features(
         self, x: Float[Array, "rows k"], weight: Packed, rows: ExpertRows | None
     ) -> KeptActivations:
-        """`keep_features` of `x @ weight^T`, to the bit, in the GEMM's epilogue: Y1 is
-        not written. With `rows`, `weight` is that of the row's expert, all experts'
-        weights lying below each other."""
+        """Returns `keep_features` of `x @ weight^T`, to the bit, in the GEMM's
+        epilogue: Y1 is not written. With `rows`, `weight` is that of the row's expert,
+        all experts' weights lying below each other."""
         ...
 
     def matmul_activation_gradient(
@@ -261,19 +262,20 @@ class KernelSet(Protocol):
         a: Packed,
         rows: ExpertRows | None,
     ) -> Packed:
-        """`activation_gradient` of `dy @ weight^T`, likewise: dA is not written."""
+        """Returns `activation_gradient` of `dy @ weight^T`, in the GEMM's epilogue: dA
+        is not written."""
         ...
 
     def rows_by_expert_weight(
         self, x: Float[Array, "rows k"], weight: Packed, rows: ExpertRows
     ) -> Float[Array, "rows n"]:
-        """`x[r] @ weight[expert of r]^T`, experts' weights below each other."""
+        """Returns `x[r] @ weight[expert of r]^T`, experts' weights below each other."""
         ...
 
     def expert_rows_matmul(
         self, a: Packed, b: Float[Array, "_ _ _"], rows: ExpertRows, *, b_k_major: bool
     ) -> Float[Array, "rows n"]:
-        """`a[r] @ b[expert of r]`, b (n, experts, k) if `b_k_major`, else
+        """Returns `a[r] @ b[expert of r]`, b (n, experts, k) if `b_k_major`, else
         (experts, k, n)."""
         ...
 
@@ -286,9 +288,9 @@ class KernelSet(Protocol):
         transpose_out: bool,
         residual_rows: int,
     ) -> tuple[Float[Array, "_ _ _"], Float[Array, "_ _ _"] | None]:
-        """`a[:, rows of e] @ b[rows of e]` of each expert, in float32; A (m, rows) is
-        2:4 along the rows. (experts, m, n), or (n, experts, m) if `transpose_out`;
-        `residual_rows` as in `weight_gradient`."""
+        """Returns `a[:, rows of e] @ b[rows of e]` of each expert, in float32; A (m,
+        rows) is 2:4 along the rows. The result is (experts, m, n), or (n, experts, m)
+        if `transpose_out`; `residual_rows` is as in `weight_gradient`."""
         ...
 
     def dense_expert_weight_gradient(
@@ -300,8 +302,8 @@ class KernelSet(Protocol):
         group_tile: int,
         expert_axis: int,
     ) -> Float[Array, "_ _ _"]:
-        """`lhs[rows of e]^T @ rhs[rows of e]` of each expert, both dense, in float32:
-        (experts, m, n), or (m, experts, n) with `expert_axis` 1."""
+        """Returns `lhs[rows of e]^T @ rhs[rows of e]` of each expert, both dense, in
+        float32: (experts, m, n), or (m, experts, n) with `expert_axis` 1."""
         ...
 
     # Rows.

@@ -6,23 +6,23 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.activation_tiles import ByExpert
-from pallas_kernels.over_tokens_sm90 import Whole
+from pallas_kernels.sm90.over_tokens import Whole
+from pallas_kernels.sm90.threads.activation_tiles import ByExpert
 from sparsejax.ops.kernels.base import ExpertRows, ResidualRows
 
 
 @lru_cache
 def one_by_one(kernel: Callable[..., Any], /, **options: Any) -> Callable[..., Any]:
-    """A kernel with hashable options as a function of arrays. It has no batching rule:
-    under vmap one call follows the other. The same kernel and options give the same
-    function, so that a program with many calls traces it once."""
+    """Returns a kernel with hashable options as a function of arrays. It has no
+    batching rule: under vmap one call follows the other. The same kernel and options
+    give the same function, so that a program with many calls traces it once."""
     return jax.custom_batching.sequential_vmap(partial(kernel, **options))
 
 
 def looking_up(
     found: tuple[jax.Array, ...], *operands: jax.Array, kernel: Callable, experts: int
 ) -> Any:
-    """A kernel that looks up rows, if `lookups` has found any."""
+    """Calls a kernel that looks up rows, if `lookups` has found any."""
     return kernel(*operands, _by_expert(experts, found))
 
 
@@ -35,7 +35,8 @@ def over_tokens(
     residual_rows: int,
     by_segments: bool,
 ) -> Any:
-    """A kernel of `over_tokens_sm90`, with what `lookups` and `slots` have found."""
+    """Calls a kernel of `pallas_kernels.sm90.over_tokens` with what `lookups` and
+    `slots` have found."""
     whole = (Whole(slots[0], residual_rows),) if slots else ()
     if not found:
         return kernel(*operands, *whole, by_segments=by_segments)
@@ -51,27 +52,28 @@ def _by_expert(experts: int, found: tuple[jax.Array, ...]) -> ByExpert | None:
 
 
 def experts_of(rows: ExpertRows | None) -> int:
-    """How many experts the rows have; 0 where there are no rows."""
+    """Returns how many experts the rows have; 0 where there are no rows."""
     return 0 if rows is None else rows.experts
 
 
 def lookups(rows: ExpertRows | None, *, by_token: bool) -> tuple[jax.Array, ...]:
-    """Each tile's expert, and each row's token where the matrix has a row per token."""
+    """Returns each tile's expert, and each row's token where the matrix has a row per
+    token."""
     if rows is None:
         return ()
     return (rows.tile_expert, rows.row_token) if by_token else (rows.tile_expert,)
 
 
 def used(rows: ExpertRows | None) -> tuple[jax.Array, ...]:
-    """Each tile's expert, and how many tiles are used."""
+    """Returns each tile's expert, and how many tiles are used."""
     return () if rows is None else (rows.tile_expert, rows.used_tiles)
 
 
 def slots(residual: ResidualRows | None) -> tuple[jax.Array, ...]:
-    """Each feature's residual row, if any have one."""
+    """Returns each feature's residual row, if any have one."""
     return () if residual is None else (residual.slots,)
 
 
 def tile_rows(rows: ExpertRows) -> int:
-    """How many rows a tile has."""
+    """Returns how many rows a tile has."""
     return rows.row_token.size // rows.tile_expert.size

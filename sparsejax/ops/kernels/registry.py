@@ -45,18 +45,19 @@ REGISTERED: tuple[Registered, ...] = (HOPPER,)
 
 
 def names() -> tuple[KernelSetName, ...]:
-    """The names of all sets, in the order of preference."""
+    """Returns the names of all sets, in the order of preference."""
     return tuple(each.name for each in REGISTERED)
 
 
 def name_for(device: Device) -> KernelSetName | None:
-    """The name of `kernels_of`, which is not loaded."""
+    """Returns the name of `kernels_of`, which is not loaded."""
     runs = (each.name for each in REGISTERED if each.why_unavailable(device) is None)
     return next(runs, None)
 
 
 def kernels_of(device: Device) -> "KernelSet | None":
-    """The preferred set of those that run on `device`, or None where none does."""
+    """Returns the preferred set of those that run on `device`, or None where none
+    does."""
     for each in REGISTERED:
         if each.why_unavailable(device) is None:
             return each.load(device)
@@ -64,6 +65,6 @@ def kernels_of(device: Device) -> "KernelSet | None":
 
 
 def why_none(device: Device) -> str:
-    """Why no set runs on `device`."""
+    """Returns why no set runs on `device`."""
     reasons = (f"{each.name} {each.why_unavailable(device)}" for each in REGISTERED)
     return "; ".join(reasons)

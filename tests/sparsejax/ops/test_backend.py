@@ -12,9 +12,9 @@ from sparsejax.ops.backend import (
     choose_backend,
     current_device,
 )
-from sparsejax.patterns import NM, VNM
+from sparsejax.sparsity.patterns import NM, VNM
 
-SPEC = GemmSpec(name="Y = X W", m=3, k=4, n=5, dtype="float32")
+SPEC = GemmSpec(name="Y = X W", tokens=3, d_in=4, d_out=5, dtype="float32")
 
 
 def implementation(*, why=None, path="", share=1.0):
@@ -59,18 +59,23 @@ def test_named_backend_never_falls_back():
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        ({}, "Y = X W (m 3, k 4, n 5, float32)"),
+        ({}, "Y = X W (tokens 3, d_in 4, d_out 5, float32)"),
         (
-            {"name": "1  Y1 = X W1", "sparse_operand": "rhs", "pattern": NM(2, 4)},
-            "1 Y1 = X W1 (m 3, k 4, n 5, float32, 2:4 weight)",
+            {"name": "1  Y1 = X W1", "sparse_operand": "weight", "pattern": NM(2, 4)},
+            "1 Y1 = X W1 (tokens 3, d_in 4, d_out 5, float32, 2:4 weight)",
         ),
         (
-            {"sparse_operand": "lhs", "pattern": VNM(8, 2, 16), "experts": 4},
-            "Y = X W (m 3, k 4, n 5, float32, 8:2:16 activation, 4 experts)",
+            {"sparse_operand": "input", "pattern": VNM(8, 2, 16), "experts": 4},
+            "Y = X W (tokens 3, d_in 4, d_out 5, float32, 8:2:16 activation, "
+            "4 experts)",
         ),
         (
-            {"sparse_operand": "lhs", "pattern": NM(2, 4), "over_tokens": True},
-            "Y = X W (m 3, k 4, n 5, float32, 2:4 operand over tokens)",
+            {
+                "sparse_operand": "input",
+                "pattern": NM(2, 4),
+                "is_weight_gradient": True,
+            },
+            "Y = X W (tokens 3, d_in 4, d_out 5, float32, 2:4 operand over tokens)",
         ),
     ],
 )

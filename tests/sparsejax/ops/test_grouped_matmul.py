@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
-import hopper
 from sparsejax.ops import grouped_matmul as module
 from sparsejax.ops.grouped_matmul import grouped_matmul, grouped_outer
+from tests.support import hopper
 
 EXPERTS, TILES, K, N = 3, 7, 5, 6
 

@@ -8,18 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import hopper
 from pallas_kernels.device import CPU, Device
-from sparsejax.formats import compress
-from sparsejax.ops.ffn import ffn
-from sparsejax.ops.ffn_plan import FFNPlan
-from sparsejax.ops.ffn_spec import FFNSparsity, FFNSpec
-from sparsejax.ops.gated_ffn import GatedFFNSpec
+from sparsejax.feed_forward.ffn import ffn
+from sparsejax.feed_forward.gated_ffn import GatedFFNSpec
+from sparsejax.feed_forward.plan import FFNPlan
+from sparsejax.feed_forward.spec import FFNSparsity, FFNSpec
 from sparsejax.ops.kernels import registry
 from sparsejax.ops.kernels.hopper import HopperKernels
 from sparsejax.ops.kernels.hopper_lookups import one_by_one
-from sparsejax.packing import WGMMA_ORDER, pack, unpack
-from sparsejax.patterns import NM, VNM
+from sparsejax.routing.routers import ActivationEnergy
+from sparsejax.sparsity.compressed import compress
+from sparsejax.sparsity.packed import WGMMA_ORDER, pack, unpack
+from sparsejax.sparsity.patterns import NM, VNM
+from tests.support import hopper
 
 TWO_FOUR = NM(2, 4)
 ALL_SIX = FFNSparsity(
@@ -31,7 +32,7 @@ SKIPPED = FFNSparsity(
     skip_blocks=True,
     weight_gradients="expert_columns",
 )
-TRUE_MASS = replace(SKIPPED, skip_blocks=False, router="true_mass")
+BY_ENERGY = replace(SKIPPED, skip_blocks=False, router=ActivationEnergy())
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def spec(sparsity: FFNSparsity, device: Device = hopper.H200) -> FFNSpec:
         (replace(ALL_SIX, weights=None), False, False, True, None),
         (replace(ALL_SIX, token_sparsity=None), True, True, False, None),
         (SKIPPED, True, True, False, 128),
-        (TRUE_MASS, False, True, False, 128),
+        (BY_ENERGY, False, True, False, 128),
     ],
 )
 def test_a_plan_says_what_is_packed_and_fused(
@@ -197,5 +198,5 @@ def test_a_gated_plan_has_all_nine_gemms():
         "1a", "1b", "2 ", "3 ", "4a", "4b", "5a", "5b", "6 "
     ]  # fmt: skip
     assert all(getattr(plan, str(of.spec.role)) is of for of in plan.gemms)
-    assert plan.activation == "reglu2" and plan.over_tokens
+    assert plan.activation.name == "reglu2" and plan.over_tokens
     assert not (plan.up_writes_a or plan.d_hidden_writes_dy_up)

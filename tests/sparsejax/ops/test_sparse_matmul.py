@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from sparsejax.formats import compress
 from sparsejax.ops.sparse_matmul import explain_sparse_matmul, sparse_matmul
-from sparsejax.patterns import NM, VNM
+from sparsejax.sparsity.compressed import compress
+from sparsejax.sparsity.patterns import NM, VNM
 
 # (m, k, n): odd rows and columns, one group, one row, one column
 SIZES = [(5, 8, 7), (1, 4, 1), (3, 24, 1)]
@@ -147,7 +147,8 @@ def test_explain():
     lhs, rhs, *_ = operands((5, 8, 7), NM(2, 4), "rhs, stored transposed")
     decision = explain_sparse_matmul(lhs, rhs)
     spec = decision.spec
-    assert (spec.m, spec.k, spec.n, spec.sparse_operand) == (5, 8, 7, "rhs")
+    assert (spec.tokens, spec.d_in, spec.d_out) == (5, 8, 7)
+    assert spec.sparse_operand == "weight"
     assert spec.pattern == NM(2, 4)
     assert (decision.backend, decision.executed_share) == ("xla", 1.0)
     assert decision.path == "dense GEMM over the masked weight; skips nothing"

@@ -1,0 +1,1 @@
+"""Benchmarks that people run, and what only they use."""

@@ -1,0 +1,339 @@
+"""The GEMMs that the GEMM benchmark compares with dense ones, by case.
+
+    matrix    the kernel with a 2:4 operand, also with packing at every call, is
+              compared with float32
+    experts   the same kernel grouped over experts, one for each token, is compared
+              with float32
+    grouped   dense GEMMs grouped over experts by the `xla` backend and by the kernel
+              are compared with `jax.lax.ragged_dot`, which is timed too
+
+Every dense GEMM is over all F neurons, as cuBLAS runs it. Operands are random bfloat16,
+as they lie in memory in a training step.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from experiments.bench import cusparselt
+from experiments.bench.expert_shares import drawn_shares, expert_shares, routed
+from pallas_kernels import tuning
+from pallas_kernels.sm90.sparse_matmul_configs import (
+    Config,
+    default_config,
+    why_invalid,
+)
+from sparsejax.ops import grouped_matmul
+from sparsejax.ops.backend import Backend, current_device
+from sparsejax.ops.kernels.registry import HOPPER
+from sparsejax.routing.dispatch import gather_rows
+from sparsejax.tuning import expert_gemms, ffn_gemms
+from sparsejax.tuning.ffn_gemms import Gemm
+from sparsejax.tuning.tune import (
+    EXPERTS_ERROR,
+    Trial,
+    compile_all,
+    trial_of_experts,
+    trial_of_problem,
+)
+
+CaseName = Literal["matrix", "experts", "grouped"]
+Call = Callable[[], Any]
+
+GROUPED_ERROR = 4e-3
+"""Relative, between two bfloat16 results that are rounded from float32 sums in two
+orders."""
+
+PACK_AND_SPARSE = "pack and sparse"
+SCALED_COPY, PACK = "scaled copy", "pack"
+
+CONTRACT_ROWS = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
+)
+
+
+class Size(NamedTuple):
+    """The size of an FFN."""
+
+    tokens: int
+    d_model: int
+    d_hidden: int
+    experts: int | None
+    """None where there are no experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a case's GEMMs depend on beside their size."""
+
+    v: int
+    share_of_first: float | None
+    peer: bool
+    config: Config | None = None
+    """How the kernel with a 2:4 operand is cut up, where a search has found it."""
+
+
+class Error(NamedTuple):
+    """How far a result is from the right one, relative."""
+
+    ours: float
+    dense: float | None = None
+    """The dense GEMM's, where it has the same result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One GEMM, compiled: functions without arguments."""
+
+    dense: Call
+    kernels: Mapping[str, Mapping[Config | None, Call]]
+    """By implementation what it is timed with: each config, or None where an
+    implementation has none. The fastest is reported."""
+    check: Callable[[str, Call], Error]
+    """Compares one call of an implementation with what is right; raises AssertionError
+    where it is wrong."""
+    beside: Mapping[str, Call] = field(default_factory=dict)
+    """What else is timed in turn with them."""
+    moving: Mapping[str, Call] = field(default_factory=dict)
+    """Packing, and what it is compared with. Timed by themselves: in the same rounds,
+    what only moves bytes would let the chip rest."""
+    gemms_packed: int = 1
+    """How many GEMMs read what one packing makes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A row of the table."""
+
+    shapes: tuple[str, ...]
+    """T,d,F of each, and E where there are experts, unless others are asked for."""
+    gemms: tuple[Gemm, ...]
+    """The numbers of the equations, unless others are asked for."""
+    known_gemms: tuple[Gemm, ...] = get_args(Gemm)
+    has_experts: bool = True
+    compare: Callable[[Gemm, Size, Setting], Comparison]
+    """Makes operands of a size and compiles what is timed."""
+    trial: Callable[[Gemm, Size, Setting], Trial] | None = None
+    """The case as a search of configs; None where nothing is tuned."""
+
+
+# A 2:4 operand.
+
+
+def _matrix_problem(gemm: Gemm, size: Size) -> ffn_gemms.Problem:
+    return ffn_gemms.make_problem(gemm, size.tokens, size.d_model, size.d_hidden)
+
+
+def _compare_matrix(gemm: Gemm, size: Size, setting: Setting) -> Comparison:
+    problem = _matrix_problem(gemm, size)
+    config = setting.config or tuning.config_for(current_device(), problem.shape)
+    source, b = problem.source, problem.b
+    two = jnp.asarray(2, problem.copied.dtype)
+    calls = compile_all(
+        {
+            "dense": (problem.dense, (problem.masked_once, b)),
+            HOPPER.name: (partial(problem.sparse, config), (problem.packed, b)),
+            PACK_AND_SPARSE: (problem.pack_and_multiply, (source, b)),
+            SCALED_COPY: (jnp.multiply, (problem.copied, two)),
+            PACK: (problem.pack, (source,)),
+        }
+    )
+
+    def check(_: str, call: Call) -> Error:
+        once, again = (problem.whole(call()) for _ in range(2))
+        np.testing.assert_array_equal(once, again)
+        ours, bound, dense = ffn_gemms.errors(problem, once)
+        assert ours <= bound, f"{problem.shape}: error {ours}, dense {dense}"
+        return Error(ours, dense)
+
+    beside = {PACK_AND_SPARSE: calls[PACK_AND_SPARSE]}
+    if setting.peer and gemm == "1":
+        beside |= cusparselt.fastest_calls(problem.shape)
+    return Comparison(
+        dense=calls["dense"],
+        kernels={HOPPER.name: {config: calls[HOPPER.name]}},
+        check=check,
+        beside=beside,
+        moving={name: calls[name] for name in (SCALED_COPY, PACK)},
+    )
+
+
+def _experts_problem(gemm: Gemm, size: Size, setting: Setting) -> expert_gemms.Problem:
+    """Raises ValueError where no config runs it."""
+    tokens, d_model, d_hidden, experts = size
+    assert experts is not None
+    shares = np.full(experts, 1 / experts)
+    if setting.share_of_first is not None:
+        shares = expert_shares(experts, setting.share_of_first)
+    rows = routed(tokens, shares, setting.v)
+    problem = expert_gemms.make_problem(gemm, tokens, d_model, d_hidden, rows)
+    if not _candidates(problem):
+        multiprocessors = current_device().count_multiprocessors()
+        heuristic = default_config(problem.shape, multiprocessors)
+        raise ValueError(
+            f"v={setting.v}, T={tokens}, d={d_model}, F={d_hidden} have no grouped 2:4 "
+            f"kernel: {why_invalid(heuristic, problem.shape)}"
+        )
+    return problem
+
+
+def _compare_experts(gemm: Gemm, size: Size, setting: Setting) -> Comparison:
+    problem = _experts_problem(gemm, size, setting)
+    configs = _candidates(problem) if setting.config is None else [setting.config]
+    calls = compile_all(
+        {
+            config: (partial(problem.sparse, config), problem.operands)
+            for config in configs
+        }
+        | {
+            "dense": (problem.dense, problem.of_dense),
+            PACK: (problem.pack, problem.source),
+        }
+    )
+
+    def check(_: str, call: Call) -> Error:
+        error = expert_gemms.error(problem, call)
+        assert error < EXPERTS_ERROR, f"{problem.shape}: relative error {error}"
+        return Error(error)
+
+    return Comparison(
+        dense=calls["dense"],
+        kernels={HOPPER.name: {config: calls[config] for config in configs}},
+        check=check,
+        moving={PACK: calls[PACK]},
+        # One pass makes the operands of both weight gradients.
+        gemms_packed=1 + (problem.shape.mode == "weight_gradient"),
+    )
+
+
+def _candidates(problem: expert_gemms.Problem) -> list[Config]:
+    multiprocessors = current_device().count_multiprocessors()
+    return tuning.candidates(problem.shape, multiprocessors)
+
+
+# Dense operands, grouped over experts.
+
+
+def _compare_grouped(gemm: Gemm, size: Size, setting: Setting) -> Comparison:
+    tokens, d_model, d_hidden, experts = size
+    assert experts is not None
+    shares = drawn_shares(experts)
+    if setting.share_of_first is not None:
+        shares = expert_shares(experts, setting.share_of_first)
+    rows = routed(tokens, shares, setting.v)
+    used_tiles = jnp.sum(-(-rows.group_sizes // setting.v))
+    group_sizes = -(-rows.group_sizes // setting.v) * setting.v
+    tiles, own = (rows.tile_expert, used_tiles), d_hidden // experts
+    keys = jax.random.split(jax.random.key(0), 3)
+    normal = partial(jax.random.normal, dtype=jnp.bfloat16)
+    x = normal(keys[0], (tokens, d_model))
+    x_rows = gather_rows(x, rows)
+    as_float32 = {"preferred_element_type": jnp.float32}
+
+    if gemm == "2":
+        dense = jnp.matmul, (x, normal(keys[1], (d_model, d_hidden)))
+        operands = x_rows, normal(keys[2], (experts, d_model, own))
+        backends: list[Backend] = ["xla"]
+
+        def ragged(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+            out = lax.ragged_dot(lhs, rhs, group_sizes, **as_float32)
+            return out.astype(lhs.dtype)
+
+        def ours(backend: Backend, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+            return grouped_matmul.grouped_matmul(lhs, rhs, *tiles, backend=backend)
+
+    else:
+        g = normal(keys[1], (tokens, d_hidden))
+        dense = (lambda lhs, rhs: jnp.matmul(lhs.T, rhs, **as_float32)), (x, g)
+        operands = x_rows, normal(keys[2], (len(x_rows), own))
+        backends = ["xla"]
+        if current_device().is_hopper:
+            backends.append(HOPPER.name)
+
+        def ragged(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+            return lax.ragged_dot_general(
+                lhs, rhs, group_sizes, CONTRACT_ROWS, **as_float32
+            )
+
+        def ours(backend: Backend, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+            return grouped_matmul.grouped_outer(
+                lhs, rhs, *tiles, experts, backend=backend
+            )
+
+    calls = compile_all(
+        {"dense": dense, "ragged_dot": (ragged, operands)}
+        | {backend: (partial(ours, backend), operands) for backend in backends}
+    )
+    right = np.asarray(calls["ragged_dot"](), np.float32)
+
+    def check(name: str, call: Call) -> Error:
+        got = np.asarray(call(), np.float32)
+        error = float(np.linalg.norm(got - right) / np.linalg.norm(right))
+        assert error < GROUPED_ERROR, f"{name} at {size}: relative error {error}"
+        return Error(error)
+
+    names = ("ragged_dot", *backends)
+    return Comparison(
+        dense=calls["dense"],
+        kernels={name: {None: calls[name]} for name in names},
+        check=check,
+    )
+
+
+CASES: dict[CaseName, Case] = {
+    "matrix": Case(
+        shapes=tuple(
+            f"{tokens},{widths}"
+            for widths in (
+                "2048,8192",
+                "2048,8448",
+                "4096,14336",
+                "4096,16384",
+                "5120,13824",
+                "8192,28672",
+            )
+            for tokens in (1024, 4096, 16384, 32768)
+        ),
+        gemms=("1",),
+        has_experts=False,
+        compare=_compare_matrix,
+        trial=lambda gemm, size, _: trial_of_problem(_matrix_problem(gemm, size)),
+    ),
+    "experts": Case(
+        shapes=tuple(f"16384,4096,16384,{experts}" for experts in (2, 4, 8)),
+        gemms=get_args(Gemm),
+        compare=_compare_experts,
+        trial=lambda gemm, size, setting: trial_of_experts(
+            _experts_problem(gemm, size, setting)
+        ),
+    ),
+    "grouped": Case(
+        shapes=("16384,4096,16384,4", "8192,2048,8192,4", "16384,2048,8192,8"),
+        gemms=("2", "5"),
+        known_gemms=("2", "5"),
+        compare=_compare_grouped,
+    ),
+}
+
+
+def size_of(case: CaseName, text: str) -> Size:
+    """Reads "T,d,F", or with experts "T,d,F,E". Raises ValueError for other text."""
+    names, example = "T,d,F", "4096,2048,8192"
+    if CASES[case].has_experts:
+        names, example = "T,d,F,E", "16384,4096,16384,4"
+    try:
+        numbers = [int(number) for number in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != len(names.split(",")):
+        raise ValueError(f"shape {text!r} is not {names}; give for example {example}")
+    tokens, d_model, d_hidden, *experts = numbers
+    return Size(tokens, d_model, d_hidden, *(experts or [None]))

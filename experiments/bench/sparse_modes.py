@@ -1,0 +1,65 @@
+"""The sparse FFNs that the benchmarks compare with the dense one, by name."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.routing.routers import ActivationEnergy, TokenHash
+from sparsejax.sparsity.patterns import TWO_FOUR, VNM
+
+
+def sparse_modes(*, experts: int, v: int) -> dict[str, FFNSparsity]:
+    """Returns all of them. "all six": every GEMM has a 2:4 operand, also the weight
+    gradients.
+
+    Args:
+      experts: E of the V:N:M modes: a token uses 1 of E, or 2 of 2 E.
+      v: rows of a V:N:M block.
+    """
+    activations = FFNSparsity(activations=TWO_FOUR)
+    along_tokens = replace(activations, token_sparsity="magnitude")
+    masked = FFNSparsity(
+        activations=VNM(v, 2, 4 * experts), weight_gradients="expert_columns"
+    )
+    by_energy = replace(masked, router=ActivationEnergy())
+    two_of_twice = replace(
+        by_energy, activations=VNM(v, 2, 8 * experts), experts_per_token=2
+    )
+    skip = replace(masked, skip_blocks=True)
+
+    def all_six(sparsity: FFNSparsity) -> FFNSparsity:
+        return replace(sparsity, weights=TWO_FOUR, token_sparsity="magnitude")
+
+    return {
+        "2:4 weights": FFNSparsity(weights=TWO_FOUR),
+        "2:4 activations": activations,
+        "2:4 activations along tokens": along_tokens,
+        "2:4 weights and activations": replace(activations, weights=TWO_FOUR),
+        "all six GEMMs 2:4": all_six(activations),
+        "V:N:M, nearest centre": masked,
+        "V:N:M, nearest centre, 2:4 weights": replace(masked, weights=TWO_FOUR),
+        "skip_blocks": skip,
+        "skip_blocks, 2:4 weights": replace(skip, weights=TWO_FOUR),
+        "V:N:M, true mass, 1 of E": by_energy,
+        "V:N:M, true mass, 2:4 weights": replace(by_energy, weights=TWO_FOUR),
+        "V:N:M, true mass, 2 of 2E": two_of_twice,
+        "V:N:M, nearest centre, all six": all_six(masked),
+        "V:N:M, token hash, all six": all_six(replace(masked, router=TokenHash())),
+        "V:N:M, true mass, all six": all_six(by_energy),
+        "V:N:M, true mass, 2 of 2E, all six": all_six(two_of_twice),
+        "skip_blocks, all six": all_six(skip),
+        "skip_blocks, token hash, all six": all_six(replace(skip, router=TokenHash())),
+    }
+
+
+def choose(
+    names: Collection[str], known: Mapping[str, FFNSparsity]
+) -> dict[str, FFNSparsity]:
+    """Returns those of the names, in the order of `known`.
+
+    Raises:
+      ValueError: a name is none of them.
+    """
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"{unknown[0]!r} is no mode; choose from {', '.join(known)}")
+    return {name: known[name] for name in known if name in names}

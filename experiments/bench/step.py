@@ -1,0 +1,348 @@
+"""Times a whole training step with sparse FFNs against the dense one.
+
+    uv run --extra cuda experiments/bench/step.py --profile
+    uv run --extra cuda experiments/bench/step.py --profile --rounds 4 \\
+        --modes "all six GEMMs 2:4" "V:N:M, true mass, all six" "skip_blocks, all six"
+    uv run --extra cuda experiments/bench/step.py --preset wide-200m --modes \\
+        --recipes weights activations default paper --batch-size 32 --micro-batches 1
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 uv run --extra cuda experiments/bench/step.py \\
+        --preset llama-7b --layers 16 --rounds 3 \\
+        --modes "V:N:M, true mass, all six" "skip_blocks, all six"
+
+Everything is in it: embedding, attention (cuDNN), FFN, loss head, backward, gradient
+clip, AdamW, and for a sparse step routing and packing. All steps run in turn on the
+same weights and moments, on real text; where there are experts the neurons have been
+clustered first. The loss and the gradient norm of every sparse step are compared with
+those of the masked dense path (`xla`) before it is timed. With `--profile` the time of
+a step is split by kind of GPU kernel.
+
+The dense step is timed alone, before the process runs any sparse kernel, which is what
+a dense run sees; in turn with the sparse ones; and alone again. After a kernel that
+uses sparse tensor cores the driver keeps the clock lower for the rest of the process
+(experiments/LOG.md, 2026-11-22): the dense row has clock and power of both.
+
+One H200, the first: about two minutes, most of it compilation. What all three gave
+stands in `experiments/results/bench_step.jsonl`.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import tyro
+from flax import nnx
+
+from experiments.bench.kernel_times import by_kind, kernel_times
+from experiments.bench.power import Draw, PowerSampler
+from experiments.bench.rows import append_rows
+from experiments.bench.sparse_modes import choose, sparse_modes
+from experiments.provenance import commit
+from sparsejax.config import MeshConfig, PresetName, RecipeName, TrainConfig
+from sparsejax.data.corpus import load_corpus
+from sparsejax.data.tokenizers import ByteTokenizer
+from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.models.sparse_ffn import sparse_ffns
+from sparsejax.models.transformer import Transformer
+from sparsejax.ops.backend import Backend
+from sparsejax.presets import PRESETS
+from sparsejax.reports import metrics
+from sparsejax.training.recipe import phases
+from sparsejax.training.step import Run, TrainState, train_step
+from sparsejax.tuning.timing import Timing, over_alone, time_interleaved
+
+DENSE_STEP = "dense"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What is timed, and where the rows go."""
+
+    preset: PresetName = "llama-1b"
+    modes: tuple[str, ...] = ("2:4 weights",)
+    """Names of `sparse_modes`, each timed against the dense step."""
+    recipes: tuple[RecipeName, ...] = ()
+    """The sparse phases of these, as the preset has them, after the modes."""
+    experts: int = 4
+    """E, clusters of neurons; a token uses 1 of E (or 2 of 2 E)."""
+    v: int = 128
+    """Rows of a V:N:M block."""
+    backend: Backend | None = None
+    """What runs the sparse GEMMs; None: the best of each."""
+    layers: int | None = None
+    """None: the preset's."""
+    vocab_size: int | None = None
+    """None: the preset's."""
+    batch_size: int = 8
+    micro_batches: int = 2
+    remat: Literal["none", "full", "dots"] = "none"
+    """Recomputing is work that the dense step need not do: only where memory ends."""
+    scan_layers: bool = True
+    """A loop over the layers; off, compiling takes longer and a step less."""
+    text: str | None = None
+    """Glob; None: the Python standard library's source."""
+    rounds: int = 5
+    steps: int = 2
+    """Optimiser steps per timed round."""
+    profile: bool = False
+    """Also print where the time of each step goes."""
+    results: Path | None = Path("runs/bench_step.jsonl")
+    """One JSON line per step is appended; None writes nothing. Rows that are to stay:
+    experiments/results/bench_step.jsonl."""
+
+
+class Steps:
+    """The dense step and the sparse ones, on the same weights."""
+
+    def __init__(self, config: TrainConfig, modes: dict[str, FFNSparsity]) -> None:
+        # Bytes, under the preset's vocabulary: its head is part of the step.
+        corpus = load_corpus(config.data, vocab_size=ByteTokenizer.vocab_size)
+        self.run = Run(config, devices=jax.devices()[:1], corpus=corpus)
+        self.sparsities = {DENSE_STEP: DENSE, **modes}
+        self.state, self.switch_seconds = self._clustered(self.run.initial_state())
+        self.buffers = {
+            name: _buffers_of(self.run.model(self.state, DENSE), sparsity)
+            for name, sparsity in self.sparsities.items()
+        }
+        self.tokens = self.run.place(next(self.run.batches())["tokens"])
+        self.compiled = self._compiled(self.run.step)
+        masked = partial(_masked_step, self.run)
+        self.compiled_masked = self._compiled(masked, without=DENSE_STEP)
+
+    def _compiled(
+        self, step: Callable[[FFNSparsity], Any], *, without: str | None = None
+    ) -> dict[str, jax.stages.Compiled]:
+        """Returns the steps of all modes, traced one by one and compiled side by
+        side."""
+        lowered = {
+            name: step(sparsity).lower(self._of(name), self.tokens)
+            for name, sparsity in self.sparsities.items()
+            if name != without
+        }
+        with ThreadPoolExecutor(8) as pool:
+            compiled = pool.map(lambda program: program.compile(), lowered.values())
+            return dict(zip(lowered, compiled, strict=True))
+
+    def _clustered(self, state: TrainState) -> tuple[TrainState, float | None]:
+        """Returns a dense state whose neurons lie cluster by cluster, as the first
+        sparsity with experts has them, and the seconds that the switch took to compile
+        and run."""
+        with_experts = [s for s in self.sparsities.values() if s.experts]
+        if not with_experts:
+            return state, None
+        start = time.perf_counter()
+        switched = self.run.switch(state, DENSE, with_experts[0])
+        jax.block_until_ready(switched.params)
+        seconds = time.perf_counter() - start
+        model = self.run.model(switched, with_experts[0])
+        return replace(switched, buffers=_buffers_of(model, DENSE)), seconds
+
+    def _of(self, name: str) -> TrainState:
+        return replace(self.state, buffers=self.buffers[name])
+
+    def call(self, name: str, times: int = 1) -> dict[str, float]:
+        """Some steps; what the last one reports, waited for."""
+        report = {}
+        for _ in range(times):
+            self.state, report = self.compiled[name](self._of(name), self.tokens)
+            self.buffers[name] = self.state.buffers
+        jax.block_until_ready(self.state.params)
+        return {quantity: float(value) for quantity, value in report.items()}
+
+    def masked(self, name: str) -> dict[str, float]:
+        """Returns what a sparse step on this state reports, computed by dense GEMMs
+        over masked operands."""
+        values = self.compiled_masked[name](self._of(name), self.tokens)
+        return {quantity: float(value) for quantity, value in values.items()}
+
+
+def _masked_step(run: Run, sparsity: FFNSparsity) -> Any:
+    """Returns what a step reports, as a function that JAX compiles."""
+    on_xla = replace(run.config, backend="xla")
+    masked = Run(on_xla, devices=jax.devices()[:1], corpus=run.corpus)
+    graph = masked.graph(sparsity)
+
+    @jax.jit
+    def report(state: TrainState, tokens: jax.Array):
+        return train_step(graph, masked.optimizer, state, tokens)[1]
+
+    return report
+
+
+def _buffers_of(model: Transformer, sparsity: FFNSparsity) -> nnx.State:
+    """Returns those of the dense model under another sparsity: its centres are the mean
+    directions of its clusters, or of their halves."""
+    for ffn in sparse_ffns(model):
+        ffn.compute_as(sparsity)
+    # Copies: a step donates its own.
+    return jax.tree.map(jnp.copy, nnx.split(model, nnx.Param, ...)[2])
+
+
+def main(config: Config) -> list[dict]:
+    """Checks, times, prints and records both steps; returns the rows."""
+    modes = choose(config.modes, sparse_modes(experts=config.experts, v=config.v))
+    modes |= {
+        f"recipe {recipe}": phase.sparsity
+        for recipe in config.recipes
+        for phase in phases(PRESETS[config.preset]().with_recipe(recipe))
+        if not phase.sparsity.is_dense
+    }
+    steps = Steps(_train_config(config), modes)
+    in_turn = partial(time_interleaved, baseline=DENSE_STEP, rounds=config.rounds)
+    calls = {DENSE_STEP: partial(steps.call, DENSE_STEP, config.steps)}
+    with PowerSampler() as power:
+        alone, before = _by_itself(in_turn, calls[DENSE_STEP], power)
+        for name in modes:
+            calls[name] = partial(steps.call, name, config.steps)
+        errors = {name: _check(steps, name) for name in modes}
+        timings = in_turn(calls)
+        again, after = _by_itself(in_turn, calls[DENSE_STEP], power)
+    rows = []
+    for timing in timings:
+        row = _row(config, steps, timing, alone)
+        if timing.name == DENSE_STEP:
+            row |= {
+                "alone": _of(config, alone, before),
+                "alone_after_sparse": _of(config, again, after),
+            }
+        else:
+            row |= {"error": errors[timing.name]}
+        if config.profile:
+            by_name = kernel_times(partial(steps.call, timing.name))
+            row["kernel_ms"] = by_kind(by_name)
+        rows.append(row)
+        print(_line(row), flush=True)
+    append_rows(rows, config.results)
+    return rows
+
+
+def _by_itself(
+    timed: Callable[[dict[str, Callable]], list[Timing]],
+    dense: Callable[[], object],
+    power: PowerSampler,
+) -> tuple[Timing, Draw | None]:
+    start = time.perf_counter()
+    (timing,) = timed({DENSE_STEP: dense})
+    return timing, power.between(start, time.perf_counter())
+
+
+def _of(config: Config, timing: Timing, draw: Draw | None) -> dict:
+    return {
+        "step_ms": timing.time_ms / config.steps,
+        "clock_mhz": None if draw is None else draw.clock_mhz,
+        "watts": None if draw is None else draw.watts,
+    }
+
+
+def _train_config(config: Config) -> TrainConfig:
+    preset = PRESETS[config.preset]().with_recipe("dense")
+    layers, vocab_size = config.layers, config.vocab_size
+    return replace(
+        preset,
+        backend=config.backend,
+        model=replace(
+            preset.model,
+            layers=preset.model.layers if layers is None else layers,
+            vocab_size=preset.model.vocab_size if vocab_size is None else vocab_size,
+            remat=config.remat,
+            scan_layers=config.scan_layers,
+        ),
+        data=replace(preset.data, text=config.text),
+        mesh=MeshConfig(data=1),
+        batch_size=config.batch_size,
+        micro_batches=config.micro_batches,
+        eval_batches=1,
+    )
+
+
+def _check(steps: Steps, mode: str) -> dict[str, float]:
+    """Returns the relative differences between a sparse step and the masked dense
+    one."""
+    steps.call(DENSE_STEP)
+    masked, sparse = steps.masked(mode), steps.call(mode)
+    errors = {}
+    # bfloat16 sums in another order, averaged over a batch, as in `mesh`.
+    for name, tolerance in (("loss", 1e-3), ("gradient_norm", 5e-3)):
+        errors[name] = abs(sparse[name] - masked[name]) / masked[name]
+        assert errors[name] < tolerance, f"{name} {sparse[name]}, not {masked[name]}"
+    return errors
+
+
+def _row(config: Config, steps: Steps, timing: Timing, alone: Timing) -> dict:
+    train = steps.run.config
+    step_ms = timing.time_ms / config.steps
+    sequence = train.data.sequence_length
+    sparsity = steps.sparsities[timing.name]
+    decisions = metrics.ffn_decisions(
+        train.model,
+        sparsity,
+        config.batch_size // config.micro_batches * sequence,
+        None if sparsity.is_dense else train.backend,
+    )
+    memory = steps.compiled[timing.name].memory_analysis()
+    assert memory is not None
+    model = train.model
+    return {
+        "name": timing.name,
+        "preset": config.preset,
+        "layers": model.layers,
+        "vocab_size": model.vocab_size,
+        "d_model": model.d_model,
+        "d_hidden": model.d_hidden,
+        "tokens_per_micro_batch": decisions[0].spec.tokens,
+        "micro_batches": config.micro_batches,
+        "remat": model.remat,
+        "scan_layers": model.scan_layers,
+        "experts": sparsity.experts,
+        "v": config.v if sparsity.experts else None,
+        "switch_seconds": steps.switch_seconds if sparsity.experts else None,
+        "step_ms": step_ms,
+        "speedup": 1 / timing.ratio,
+        "spread": [1 / timing.ratio_max, 1 / timing.ratio_min],
+        **over_alone(timing, alone),
+        **metrics.speed(
+            model,
+            sequence,
+            decisions,
+            1e3 * train.tokens_per_step / step_ms,
+            metrics.dense_peak(model.dtype),
+        ),
+        "state_gib": memory.argument_size_in_bytes / 2**30,
+        "temporaries_gib": memory.temp_size_in_bytes / 2**30,
+        "gemms": [f"{d.spec.name}: {d.backend}" for d in decisions],
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "commit": commit(),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+    }
+
+
+def _line(row: dict) -> str:
+    text = (
+        f"{row['name']}: {row['preset']}, {row['layers']} layers: "
+        f"{row['step_ms']:.0f} ms a step, {row['speedup']:.3f} "
+        f"({row['spread'][0]:.3f}-{row['spread'][1]:.3f}) x dense in turn, "
+        f"{row['over_dense_alone']:.3f} "
+        f"({row['spread_alone'][0]:.3f}-{row['spread_alone'][1]:.3f}) x dense alone; "
+        f"{row['tokens_per_second']:,.0f} tokens/s; MFU of the dense FLOPs "
+        f"{row['mfu_dense_equivalent']:.3f}, executed {row['mfu_executed']:.3f}; "
+        f"state {row['state_gib']:.1f} GiB, temporaries {row['temporaries_gib']:.1f}"
+    )
+    for name in ("alone", "alone_after_sparse"):
+        if name in row:
+            text += f"; {name.replace('_', ' ')} {row[name]}"
+    if "error" in row:
+        text += f"; to the masked step {row['error']}"
+    for kind, ms in row.get("kernel_ms", {}).items():
+        text += f"\n  {ms:9.2f} ms  {kind}"
+    return text
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

@@ -1,0 +1,1 @@
+"""What compares finished runs: their files, tables, curves and processes."""

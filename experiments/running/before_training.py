@@ -1,0 +1,143 @@
+"""What a GPU is asked before a run: which one it is, and how long its steps take.
+
+Both are asked in processes of their own. A process that has asked JAX for its devices
+holds most of their memory, and in one that has run a kernel on sparse tensor cores the
+driver keeps the clock lower: neither must be the one that trains.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+
+from experiments.running import console
+from experiments.running.own_process import in_own_process
+from pallas_kernels import tuning_cache
+from sparsejax.checkpoints.checkpoint_folder import latest_step
+from sparsejax.config import PresetName, TrainConfig
+from sparsejax.data.corpus import Corpus
+from sparsejax.distributed.processes import Exchange, join
+from sparsejax.reports.step_times import StepTimes, from_json, time_steps, to_json
+from sparsejax.training.recipe import phases
+
+CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+"""One of them is installed where JAX can use an NVIDIA GPU (extra "cuda")."""
+
+
+def default_preset() -> PresetName:
+    """Returns what a command without --preset trains: on a GPU a model for which its
+    sparse tensor cores pay, elsewhere one that a laptop trains in minutes."""
+    return "tiny" if gpu_here() is None else "wide-200m"
+
+
+@cache
+def gpu_here() -> str | None:
+    """Returns the model of the GPU that JAX would use, or None where it would use
+    none."""
+    if not any(map(find_spec, CUDA_PLUGINS)):
+        return None
+    return in_own_process(_gpu_of_this_process)
+
+
+def _gpu_of_this_process() -> str | None:
+    device = jax.devices()[0]
+    return device.device_kind if device.platform == "gpu" else None
+
+
+def keep_programs() -> None:
+    """Has JAX keep what it compiles on disk, unless the user has it do so already: the
+    process that trains then reads the programs of the one that timed them."""
+    if jax.config.jax_compilation_cache_dir is None:
+        programs = tuning_cache.root() / "programs"
+        jax.config.update("jax_compilation_cache_dir", str(programs))
+
+
+def why_untimed(config: TrainConfig, run_folder: Path | None) -> str | None:
+    """Returns why the steps of a run are not timed before it, or None."""
+    if all(phase.is_dense for phase in phases(config)):
+        return "no phase is sparse"
+    if run_folder is not None and latest_step(run_folder / "checkpoints") is not None:
+        return "its checkpoints say which phases are trained dense"
+    if gpu_here() is None:
+        return "this machine has no GPU"
+    return None
+
+
+def times_of_steps(
+    config: TrainConfig,
+    corpus: Corpus,
+    *,
+    tune: bool = True,
+    heartbeat_seconds: int | None = None,
+) -> StepTimes:
+    """Times the run's dense and sparse steps on this machine's GPUs: see
+    `sparsejax.reports.step_times`.
+
+    Args:
+      tune: first find the fastest configs of the kernels that nobody has timed on these
+        GPUs: see `sparsejax.tuning.tune`.
+      heartbeat_seconds: that of `processes.join`, where the run has several processes;
+        each of them calls this before it joins the others itself.
+    """
+    console.say("timing dense and sparse steps on this GPU before the first of them")
+    few = 4 * (config.tokens_per_step + config.data.sequence_length)
+    keep_programs()
+    if tune:
+        # Not in the process that times: its dense steps would have the lower clock.
+        in_own_process(_tune, config, heartbeat_seconds)
+    return in_own_process(_time_steps, config, corpus.head(few), heartbeat_seconds)
+
+
+def agreed(times: StepTimes | None) -> StepTimes | None:
+    """Returns what the first process of the run has timed: all of them have to decide
+    alike. They also take its tuned configs, and so compile the same programs."""
+    _share_tuned()
+    text = json.dumps(None if times is None else to_json(times))
+    first = Exchange("step times").gather("times", text, timeout_seconds=600)[0]
+    plain = json.loads(first)
+    return None if plain is None else from_json(plain)
+
+
+def _tune(config: TrainConfig, heartbeat_seconds: int | None) -> None:
+    # It loads all kernels, which a process on a CPU has no use for.
+    from sparsejax.tuning import tune
+
+    with _joined(heartbeat_seconds):
+        tune.tune_for_all(tune.gemms_of_run(config), tune=True, report=console.say)
+
+
+def _time_steps(
+    config: TrainConfig, corpus: Corpus, heartbeat_seconds: int | None
+) -> StepTimes:
+    with _joined(heartbeat_seconds):
+        _share_tuned()
+        return time_steps(config, corpus)
+
+
+def _share_tuned() -> None:
+    """Has all processes of a run take the tuned configs of the first."""
+    if jax.process_count() > 1:
+        from sparsejax.tuning import tune
+
+        tune.tune_for_all((), tune=False, report=console.say)
+
+
+@contextmanager
+def _joined(heartbeat_seconds: int | None) -> Iterator[None]:
+    """What a process does that is started for a question: it joins those of the other
+    hosts, where there are any, and leaves them."""
+    console.quiet_orbax()
+    keep_programs()
+    if heartbeat_seconds is None:
+        yield
+        return
+    join(heartbeat_seconds=heartbeat_seconds)
+    console.STDOUT.quiet = jax.process_index() > 0
+    try:
+        yield
+    finally:
+        jax.distributed.shutdown()

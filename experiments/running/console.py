@@ -1,0 +1,205 @@
+"""What a run prints: a progress bar during it, the result after; errors.
+
+The plan before it: `printed_plan`.
+"""
+
+import logging
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from sparsejax.config import TrainConfig
+
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
+"""The flag with which XLA's GPU kernels repeat their bits."""
+
+STDOUT = Console(highlight=False)
+STDERR = Console(highlight=False, stderr=True)
+
+
+def quiet_orbax() -> None:
+    """Where a save fails orbax logs screens of what our one line says."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+
+def repeat_bits() -> None:
+    """GPU kernels repeat their bits from now on. XLA reads the flag when the first
+    array is made: call this before."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} {DETERMINISTIC}".strip()
+
+
+def say(text: str, *, style: str | None = None, error: bool = False) -> None:
+    """One line, on standard output or standard error, brackets and all."""
+    console = STDERR if error else STDOUT
+    console.print(text, style=style, soft_wrap=True, markup=False)
+
+
+def fail(error: Exception, reason: str | None = None) -> int:
+    """Says the error in red on standard error, its type and `reason` (default: its own
+    words); returns the exit status of the command that it ends, 1."""
+    reason = str(error) if reason is None else reason
+    say(f"{type(error).__name__}: {reason}", style="red", error=True)
+    return 1
+
+
+@contextmanager
+def progress(config: TrainConfig) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A progress bar; what it yields takes the records of `sparsejax.training.train`.
+
+    Where standard output is no terminal there is no bar, but a line per record.
+    """
+    bar = Progress(
+        TextColumn("{task.fields[phase]:>8}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TextColumn("{task.fields[rate]} tokens/s"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=STDOUT,
+        disable=not STDOUT.is_terminal,
+    )
+    task = bar.add_task("", total=config.steps, phase="", loss="-", rate="-")
+
+    def observe(record: dict[str, Any]) -> None:
+        event = record["event"]
+        if event == "step":
+            rate = record.get("tokens_per_second", math.nan)
+            rate = "-" if math.isnan(rate) else f"{rate:,.0f}"
+            loss = f"{record['loss']:.3f}"
+            bar.update(
+                task,
+                completed=record["step"],
+                phase=record["kind"],
+                loss=loss,
+                rate=rate,
+            )
+            if not STDOUT.is_terminal:
+                where = f"step {record['step']}/{config.steps} {record['kind']}"
+                say(f"{where}: loss {loss}, {rate} tokens/s")
+        elif (line := _line_of(record)) is not None:
+            alarming = event == "damaged" or record.get("large")
+            say(line, style="yellow" if alarming else None)
+
+    with bar:
+        yield observe
+
+
+def _line_of(record: dict[str, Any]) -> str | None:
+    step = f"step {record['step']}"
+    if record["event"] == "start":
+        line = (
+            f"data: {record['corpus']}\n"
+            f"unigram model: {record['unigram_loss']:.3f} nats per token"
+        )
+        if "branch" in record:
+            trunk = record["branch"]
+            line += (
+                f"\na branch of {trunk['run']}, from step {trunk['step']}: learning "
+                f"rate there {trunk['learning_rate']:.3g}, here "
+                f"{record['learning_rate']:.3g}"
+            )
+        return line
+    if record["event"] == "validation":
+        return f"{step} {record['kind']}: validation loss {record['loss']:.4f}"
+    if record["event"] == "switch":
+        line = (
+            f"{step}: switch to {record['to']}; validation loss "
+            f"before {record['before']:.4f} (masks off "
+            f"{record['before_unmasked']:.4f}), "
+            f"after {record['after']:.4f} (masks off {record['after_unmasked']:.4f})"
+        )
+        if record["large"]:
+            line += (
+                f"; a jump of {record['jump']:.3f}: the next steps are spent on repair"
+            )
+        return line
+    if record["event"] == "checkpoint" and record["permanent"]:
+        return f"{step}: checkpoint, for good"
+    if record["event"] == "saved":
+        return f"last good checkpoint: {record['checkpoint']}"
+    if record["event"] == "resume":
+        line = f"{step}: continues from {record['checkpoint']}"
+        if record.get("run_dense"):
+            numbers = ", ".join(map(str, record["run_dense"]))
+            line += f"; phase {numbers} is trained dense, which was timed faster"
+        return line
+    if record["event"] == "damaged":
+        return (
+            f"{record['checkpoint']} is damaged ({record['reason']}) and set aside; "
+            f"the run goes on from step {record['step']}"
+        )
+    return None
+
+
+def summarise(records: list[dict[str, Any]]) -> None:
+    """The validation loss at the end of every phase, beside the unigram model's, as
+    far as the records of the run are there."""
+    ends = {r["phase"]: r for r in records if r["event"] == "validation"}
+    unigram = [r["unigram_loss"] for r in records if r["event"] == "start"]
+    beside = f" (unigram model {unigram[0]:.4f})" if unigram else ""
+    table = Table(title=f"validation loss{beside}")
+    for name in ("phase", "last step", "loss", "perplexity"):
+        table.add_column(name)
+    for record in ends.values():
+        loss = record["loss"]
+        kind, step = record["kind"], str(record["step"])
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        table.add_row(kind, step, f"{loss:.4f}", f"{perplexity:.2f}")
+    STDOUT.print(table)
+
+
+def say_speedup(records: list[dict[str, Any]]) -> None:
+    """How much faster the sparse steps of a run were than dense ones of the same model,
+    by the median of what its records say; nothing where one of the two is not among
+    them."""
+    phases_of: dict[bool, dict[int, list[float]]] = {True: {}, False: {}}
+    for record in records:
+        if (
+            record["event"] == "step"
+            and {"tokens_per_second", "sparse"} <= record.keys()
+            and not {"d_hidden", "layers"} & record.keys()
+        ):
+            of = phases_of[record["sparse"]].setdefault(record["phase"], [])
+            of.append(record["tokens_per_second"])
+    if not phases_of[True] or not phases_of[False]:
+        return
+    # The dense phase with the fastest steps: those after sparse ones may be slower.
+    medians = {
+        sparse: {phase: statistics.median(rates) for phase, rates in of.items()}
+        for sparse, of in phases_of.items()
+    }
+    dense = max(medians[False].values())
+    for phase, rate in medians[True].items():
+        say(
+            f"sparse steps (phase {phase}): {rate:,.0f} tokens/s, dense ones "
+            f"{dense:,.0f}: {rate / dense:.2f} times as fast, in this run"
+        )
+
+
+def show_sample(prompt: str, continuation: str) -> None:
+    """A greedy continuation of held-out text."""
+    say("greedy sample (prompt, then the model):")
+    parts = (_printable(prompt), "dim"), (_printable(continuation), "bold")
+    STDOUT.print(Text.assemble(*parts))
+
+
+def _printable(text: str) -> str:
+    """A model of bytes may well write the bytes that move a terminal's cursor."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

@@ -1,0 +1,135 @@
+"""What runs the GEMMs of a run's FFNs, as the plan prints it."""
+
+import statistics
+
+from experiments.running.console import say
+from sparsejax import cost_model
+from sparsejax.config import TrainConfig
+from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.ops.backend import Decision
+from sparsejax.ops.kernels import registry
+
+
+def say_gemms(
+    config: TrainConfig,
+    name: str,
+    sparsity: FFNSparsity,
+    decisions: tuple[Decision, ...],
+    micro_batches: int,
+) -> None:
+    """Prints what runs each GEMM of an FFN, why, how long it takes, and what that can
+    mean for a step.
+
+    Args:
+      name: the phase's.
+      decisions: one for each GEMM, of one micro-batch on one device.
+    """
+    executed = statistics.fmean(decision.executed_share for decision in decisions)
+    say(f"FFN, {name} phase: {executed:.0%} of the dense FLOPs executed")
+    for decision in decisions:
+        say(
+            f"  {decision.spec.name:<18} {decision.backend}: {decision.path} "
+            f"({decision.executed_share:.0%}){_times(decision)}"
+        )
+    known = [decision.times for decision in decisions if decision.times is not None]
+    if any(times.estimated_from is None for times in known):
+        say("  measured: each GEMM alone, at the nearest tokens timed, in proportion")
+    if any(times.estimated_from and not times.measured_on for times in known):
+        say("  estimated: in proportion to a GEMM that is nowhere larger (m x n x k)")
+    here = decisions[0].spec.device.kind
+    for elsewhere in sorted({of.measured_on for of in known if of.measured_on}):
+        say(
+            f"  estimated: in proportion to what was measured on {elsewhere}, not on "
+            f"{here}: a guess until it is timed there"
+        )
+    if known:
+        flops = cost_model.flops_per_token(config.model, config.data.sequence_length)
+        _say_expected(decisions, micro_batches, flops.ffn_share())
+    if any(map(_untimed_by_expert, decisions)):
+        say(
+            "  kernels of experts that nobody timed at this size on this GPU: "
+            "experiments/bench/ffn.py tells whether they are faster than dense"
+        )
+    if any(map(_loops_over_chunks, decisions)):
+        say(
+            "  a GEMM by expert on xla is a loop of dense ones: steps with it were "
+            "slower than dense (H200)"
+        )
+    for reason in dict.fromkeys(f"{d.backend}: {d.reason}" for d in decisions):
+        say(f"  why: {reason}")
+    if not sparsity.is_dense and executed == 1.0:
+        say(
+            "  this device has no sparse path for these patterns: quality is that of "
+            "the sparse phase, speed a little below dense"
+        )
+
+
+def _untimed_by_expert(decision: Decision) -> bool:
+    """Returns whether a 2:4 kernel of experts runs that nobody compared with a dense
+    GEMM."""
+    by_expert = bool(decision.spec.experts and decision.spec.pattern)
+    untimed = decision.times is None
+    return by_expert and untimed and decision.on_kernels
+
+
+def _loops_over_chunks(decision: Decision) -> bool:
+    """Returns whether GEMM 2 or 4 multiplies expert by expert on a GPU without its
+    kernel."""
+    spec = decision.spec
+    by_expert = bool(spec.experts) and spec.reads_activations
+    return by_expert and spec.device.platform == "gpu" and decision.backend == "xla"
+
+
+def _say_expected(
+    decisions: tuple[Decision, ...], micro_batches: int, ffn_share: float
+) -> None:
+    """Whether the sparse GEMMs whose times are known are faster, with their packing,
+    and what that can mean for a step."""
+    sparse_us = dense_us = 0.0
+    speedups = []
+    for decision in decisions:
+        times = decision.times
+        if times is None or not decision.on_kernels:
+            speedups.append(1.0)
+            continue
+        # A weight is packed once per step, an activation in every micro-batch.
+        shared = micro_batches if decision.spec.sparse_weight else 1
+        with_packing = times.kernel_us + times.packing_us / shared
+        sparse_us += with_packing
+        dense_us += times.dense_us
+        speedups.append(times.dense_us / with_packing)
+    if not dense_us:
+        return
+    say(
+        f"  the sparse ones with packing: {sparse_us:,.0f} us a layer and micro-batch, "
+        f"dense {dense_us:,.0f} us ({dense_us / sparse_us:.2f} times as fast)"
+    )
+    lost = cost_model.LOWER_CLOCK * (1 - ffn_share)
+    step = cost_model.predicted_speedup(ffn_share, speedups, overhead=lost)
+    say(
+        f"  so a step of this model about {step:.2f} times, by FLOPs: "
+        f"{1 - ffn_share:.0%} of them are elsewhere, and take "
+        f"{cost_model.LOWER_CLOCK:.0%} longer once sparse kernels have run "
+        f"(the GPU's clock stays lower)"
+    )
+    if step <= 1:
+        say(
+            "  no faster than dense at this size: take more tokens per micro-batch, "
+            "more micro-batches per step, or --recipe dense"
+        )
+
+
+def _times(decision: Decision) -> str:
+    """Returns what a choice rests on, if anything, without the chosen backend's
+    name."""
+    times = decision.times
+    if times is None:
+        return ""
+    whose = "" if decision.on_kernels else f"{registry.name_for(decision.spec.device)} "
+    each = (
+        f"{whose}{times.kernel_us:,.0f} us, dense {times.dense_us:,.0f} us, packing "
+        f"{times.packing_us:,.0f} us"
+    )
+    if times.estimated_from is None:
+        return f"; measured {each}"
+    return f"; estimated {each} from {times.estimated_from}"

@@ -1,0 +1,390 @@
+"""The plan that is printed before a run: what it will train, on what, at which cost."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+import jax
+from rich.table import Table
+
+from experiments.running import console
+from experiments.running.console import DETERMINISTIC, say
+from experiments.running.printed_gemms import say_gemms
+from pallas_kernels.device import Device
+from sparsejax import cost_model
+from sparsejax.config import MeshConfig, TrainConfig
+from sparsejax.distributed.mesh import check_shardable
+from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.models.attention import attention_implementation
+from sparsejax.ops.backend import Decision, current_device
+from sparsejax.reports.metrics import ffn_decisions
+from sparsejax.reports.step_times import StepTimes, phases_run_dense
+from sparsejax.sparsity.patterns import Pattern, name_of
+from sparsejax.training.branch import Branch
+from sparsejax.training.growth import model_of
+from sparsejax.training.recipe import Phase, phases, steps_left
+
+JAX_SHARE = 0.75
+"""The share of a GPU's memory that JAX takes (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
+
+
+def announce(
+    config: TrainConfig,
+    *,
+    predicted: bool = False,
+    absent: "Absent | None" = None,
+    step_times: StepTimes | None = None,
+    branch: Branch | None = None,
+) -> None:
+    """Devices, mesh, size, FLOPs, phases, the path of each GEMM; with `predicted` also
+    memory, communication and the expected speed-up, for a mesh whose devices need not
+    exist; with `step_times` how fast the steps were, and what follows from it; with
+    `branch` where the run begins.
+
+    Args:
+      absent: with `predicted`, the GPUs that are planned for instead of those here.
+    Raises:
+      ValueError: before anything is printed, for phases, patterns or a mesh that do not
+        fit the model, the batch or, unless `predicted`, the devices.
+      NotImplementedError: the named backend cannot run a GEMM; says why.
+    """
+    model = config.model
+    planned = phases(config)
+    begin = 0 if branch is None else branch.first_step()
+    sparsities = _names_of(planned)
+    device = current_device() if absent is None else absent.device
+    mesh = _mesh_of(config, predicted=predicted)
+    if absent is not None:
+        mesh = absent.mesh(config.mesh)
+    micro_batches = config.micro_batches_on(mesh)
+    micro_batch = config.batch_size // micro_batches
+    check_shardable(model, list(sparsities), mesh, micro_batch=micro_batch)
+    tokens = micro_batch * config.data.sequence_length
+    tokens_per_device = tokens // mesh.token_shards
+    decisions = {
+        sparsity: ffn_decisions(
+            model, sparsity, tokens, config.backend, mesh=mesh, device=device
+        )
+        for sparsity in sparsities
+    }
+
+    if absent is None:
+        _say_devices(config, mesh)
+    else:
+        absent.say(config, mesh)
+    how = "as named" if config.micro_batches else "chosen for this mesh"
+    say(
+        f"micro-batches: {micro_batches} of {micro_batch} sequences, "
+        f"{micro_batch // mesh.token_shards} on a device ({how})"
+    )
+    count = cost_model.parameter_count(model)
+    say(
+        f"parameters: {count.total:,} (embedding {count.embedding:,}, attention "
+        f"{count.attention:,}, FFN {count.ffn:,}, norms {count.norms:,}, head "
+        f"{count.head:,})"
+    )
+    console.STDOUT.print(_flops_table(config))
+    console.STDOUT.print(_phase_table(config, planned))
+    if branch is not None:
+        say(f"a branch: begins with step {begin:,} of {branch.folder}")
+    for sparsity, name in sparsities.items():
+        say_gemms(config, name, sparsity, decisions[sparsity], micro_batches)
+    if predicted:
+        table = _memory_table(config, mesh, tokens_per_device, sparsities, absent)
+        console.STDOUT.print(table)
+        if mesh.devices > 1:
+            _say_communication(
+                config, mesh, tokens_per_device, sparsities, micro_batches
+            )
+        _predict(config, planned)
+    if step_times is not None:
+        left = steps_left(planned, begin)
+        _say_step_times(config, left, step_times, decisions)
+
+
+def _say_step_times(
+    config: TrainConfig,
+    planned: tuple[Phase, ...],
+    times: StepTimes,
+    decisions: Mapping[FFNSparsity, tuple[Decision, ...]],
+) -> None:
+    say(
+        f"steps timed on {_count(times.devices, 'device')} ({times.device}) in "
+        f"{times.seconds:.0f} s: dense {times.dense_ms:.1f} ms "
+        f"({times.fastest_dense_ms:.1f}-{times.slowest_dense_ms:.1f})"
+    )
+    run_dense = phases_run_dense(
+        times, planned, new_process_minutes=config.new_process_minutes
+    )
+    for of in times.sparse:
+        kind = planned[of.phase].kind
+        say(
+            f"  {kind} phase: {of.step_ms:.1f} ms "
+            f"({of.fastest_ms:.1f}-{of.slowest_ms:.1f}), "
+            f"{times.speedup(of.phase):.2f} times as fast as dense; a dense step after "
+            f"it {of.dense_after_ms:.1f} ms"
+        )
+        if of.phase in run_dense and config.keep_slower:
+            say(f"  the {kind} phase loses time here, and is kept (--keep-slower)")
+        elif of.phase in run_dense:
+            why = "would lose time here"
+            own = planned[of.phase].sparsities
+            chosen = [d for sparsity in own for d in decisions[sparsity]]
+            if not any(decision.on_kernels for decision in chosen):
+                why = f"has no kernels on {times.device}, would lose time"
+            say(
+                f"  the {kind} phase {why} and is trained dense; --keep-slower trains "
+                f"it sparse",
+                style="yellow",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Absent:
+    """GPUs that a run is planned for and that need not be here."""
+
+    device: Device
+    """Each of them."""
+    count: int | None = None
+    """How many; None: as many as the mesh says, one where it leaves that open."""
+
+    def mesh(self, given: MeshConfig) -> MeshConfig:
+        """Returns the mesh on all of them. Raises ValueError where its axes do not
+        multiply to their number."""
+        least = (given.data or 1) * given.fsdp * given.tensor
+        return given.resolve(least if self.count is None else self.count)
+
+    def say(self, config: TrainConfig, mesh: MeshConfig) -> None:
+        """What is printed of them."""
+        model, device = config.model, self.device
+        attention, why = attention_implementation(model.head_dim, model.dtype, device)
+        say(
+            f"device: {device.kind}, {mesh.devices} that need not be here; compute "
+            f"{model.dtype}, masters float32; attention: {attention} ({why})"
+        )
+        axes = f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}"
+        say(f"mesh: {axes} = {_count(mesh.devices, 'device')}, planned from tables")
+
+
+def _mesh_of(config: TrainConfig, *, predicted: bool) -> MeshConfig:
+    """Returns the mesh with `data` set: by the devices here, of which a plan needs
+    none."""
+    if not predicted:
+        return config.mesh.resolve(jax.device_count())
+    left = jax.device_count() // (config.mesh.fsdp * config.mesh.tensor)
+    return replace(config.mesh, data=config.mesh.data or max(1, left))
+
+
+def _say_devices(config: TrainConfig, mesh: MeshConfig) -> None:
+    device = jax.devices()[0]
+    model = config.model
+    attention, why = attention_implementation(model.head_dim, model.dtype)
+    here = jax.device_count()
+    axes = f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}"
+    how_many = f"{here} of {here}"
+    what_for = _count(jax.process_count(), "process")
+    if mesh.devices != here:
+        how_many, what_for = f"{here} here", "planned as if all were like this one"
+    say(
+        f"device: {device.device_kind}, {how_many}; compute {model.dtype}, masters "
+        f"float32; attention: {attention} ({why})"
+    )
+    say(f"mesh: {axes} = {_count(mesh.devices, 'device')}, {what_for}")
+    if device.platform == "gpu":
+        repeats = DETERMINISTIC in os.environ.get("XLA_FLAGS", "")
+        how = "with the same bits" if repeats else "within rounding (--deterministic)"
+        say(f"a resumed run continues {how}")
+
+
+def _flops_table(config: TrainConfig) -> Table:
+    flops = cost_model.flops_per_token(config.model, config.data.sequence_length)
+    table = Table(title="FLOPs per token, forward + backward, dense")
+    table.add_column("component")
+    table.add_column("MFLOP", justify="right")
+    table.add_column("share", justify="right")
+    components = {
+        "attention projections": flops.attention_projections,
+        "attention scores (causal half)": flops.sdpa_causal,
+        "FFN": flops.ffn,
+        "head": flops.head,
+    }
+    total = flops.total()
+    for name, value in (components | {"total": total}).items():
+        table.add_row(name, f"{value / 1e6:,.2f}", f"{value / total:.1%}")
+    return table
+
+
+def _phase_table(config: TrainConfig, planned: tuple[Phase, ...]) -> Table:
+    what = "schedule" if config.phases.schedule else f"recipe {config.recipe}"
+    length = config.data.sequence_length
+    table = Table(
+        title=f"{what}: {config.steps:,} steps x {config.tokens_per_step:,} tokens"
+    )
+    for name in ("phase", "steps", "weights", "activations", "GEMMs 5, 6"):
+        table.add_column(name)
+    first = 0
+    for phase in planned:
+        steps = f"{first + 1:,} - {first + phase.steps:,}"
+        if phase.learning_rate_scale != 1:
+            steps += f", learning rate x {phase.learning_rate_scale:g}"
+        table.add_row(phase.kind, steps, *_described(phase.sparsity))
+        size = model_of(phase, config.model)
+        if size != config.model:
+            cost = cost_model.relative_flops(size, config.model, length)
+            own = f"d_hidden {size.d_hidden:,}, {size.layers} layers: {cost:.2f} of"
+            table.add_row("", f"{own} the FLOPs", *[""] * 3)
+        if phase.every is not None:
+            each = f"one in {phase.every.steps:,} of them"
+            table.add_row("", each, *_described(phase.every.sparsity))
+        first += phase.steps
+    return table
+
+
+def _described(sparsity: FFNSparsity) -> tuple[str, str, str]:
+    """Returns the weights, activations and weight gradients, in words."""
+    return (
+        _name(sparsity.weights),
+        _describe_activations(sparsity),
+        _describe_gradients(sparsity),
+    )
+
+
+def _name(pattern: Pattern | None) -> str:
+    return "dense" if pattern is None else name_of(pattern)
+
+
+def _describe_activations(sparsity: FFNSparsity) -> str:
+    anew = "" if sparsity.mask_reuse else ", selected anew in the backward"
+    if not sparsity.experts:
+        return _name(sparsity.activations) + anew
+    skip = ", skip_blocks" if sparsity.skip_blocks else ""
+    chosen = f"{sparsity.experts_per_token} of {sparsity.experts} experts"
+    how = f"{chosen} by {sparsity.router.name}{skip}{anew}"
+    return f"{_name(sparsity.activations)}: {how}"
+
+
+def _describe_gradients(sparsity: FFNSparsity) -> str:
+    if sparsity.token_sparsity is None:
+        return sparsity.weight_gradients
+    order = "permuted" if sparsity.permute_tokens else "in order"
+    return (
+        f"{sparsity.weight_gradients}, 2:4 along tokens ({sparsity.token_sparsity}, "
+        f"{order}, {sparsity.dense_features:.0%} of the features dense)"
+    )
+
+
+def _memory_table(
+    config: TrainConfig,
+    mesh: MeshConfig,
+    tokens_per_device: int,
+    sparsities: Mapping[FFNSparsity, str],
+    absent: Absent | None,
+) -> Table:
+    table = Table(title="memory, GiB per device")
+    table.add_column("use")
+    memories = []
+    for sparsity, name in sparsities.items():
+        table.add_column(name, justify="right")
+        memories.append(
+            cost_model.memory_bytes(
+                config.model,
+                tokens_per_device=tokens_per_device,
+                mesh=mesh,
+                sparsity=sparsity,
+            )
+        )
+    uses = [field.name for field in fields(cost_model.MemoryBytes)]
+    for use in (*uses, "total"):
+        values = (getattr(memory, use) / 2**30 for memory in memories)
+        table.add_row(use, *(f"{value:,.2f}" for value in values))
+    if absent is not None and absent.device.memory_bytes is not None:
+        has = absent.device.memory_bytes
+        taken = JAX_SHARE * has
+        for use, of_each in (("the GPU has", has), ("of which JAX takes", taken)):
+            table.add_row(use, *[f"{of_each / 2**30:,.2f}"] * len(memories))
+        fits = ("yes" if memory.total <= taken else "no" for memory in memories)
+        table.add_row("fits", *fits)
+    return table
+
+
+def _say_communication(
+    config: TrainConfig,
+    mesh: MeshConfig,
+    tokens_per_device: int,
+    sparsities: Mapping[FFNSparsity, str],
+    micro_batches: int,
+) -> None:
+    say("communication, GiB that a device receives per step:")
+    for sparsity, name in sparsities.items():
+        sent = cost_model.communication_bytes(
+            config.model, mesh, sparsity, micro_batches, tokens_per_device
+        )
+        parts = (
+            f"{field.name.replace('_', ' ')} {getattr(sent, field.name) / 2**30:,.2f}"
+            for field in fields(sent)
+        )
+        say(f"  {name}: {', '.join(parts)}, total {sent.total / 2**30:,.2f}")
+
+
+def _names_of(planned: Sequence[Phase]) -> dict[FFNSparsity, str]:
+    """Returns every sparsity of the run once, under the name of the first phase that
+    has it; dense steps as "dense", whatever phase they are in."""
+    names: dict[FFNSparsity, str] = {}
+    for phase in planned:
+        for when, sparsity in zip(("", ", between"), phase.sparsities, strict=False):
+            name = "dense" if sparsity.is_dense else f"{phase.kind}{when}"
+            names.setdefault(sparsity, name)
+    return names
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{number} {noun if number == 1 else plural}"
+
+
+def _predict(config: TrainConfig, planned: tuple[Phase, ...]) -> None:
+    flops = cost_model.flops_per_token(config.model, config.data.sequence_length)
+    say(f"FFN share of a dense step's FLOPs: {flops.ffn_share():.1%}")
+    shares: dict[FFNSparsity, float] = {}
+    spared = _spared_by_smaller_models(config, planned)
+    if spared:
+        say(
+            f"predicted by FLOPs: phases with a smaller model spare {spared:.0%} of a "
+            f"dense run's time. Not a measurement"
+        )
+    for phase in planned:
+        for share, sparsity in zip(phase.shares, phase.sparsities, strict=True):
+            of_run = share * phase.steps / config.steps
+            shares[sparsity] = shares.get(sparsity, 0.0) + of_run
+    sparse = {of: share for of, share in shares.items() if not of.is_dense}
+    if not sparse:
+        return
+    names, took, described = _names_of(planned), 0.0, []
+    for sparsity, share in sparse.items():
+        factors = cost_model.gemm_speedups(config.model, sparsity)
+        step = cost_model.predicted_speedup(flops.ffn_share(), factors)
+        took += share / step
+        assumed = ", ".join(f"{factor:.2f}" for factor in factors)
+        described.append(
+            f"(assumed GEMM factors {assumed}; no overhead): {names[sparsity]} step "
+            f"{step:.2f}x"
+        )
+    share = sum(sparse.values())
+    whole = 1 / (1 / cost_model.whole_run_speedup(share / took, share) - spared)
+    say(
+        f"predicted on sparse tensor cores {', '.join(described)}, whole run "
+        f"{whole:.2f}x at {share:.0%} sparse steps. Not a measurement"
+    )
+
+
+def _spared_by_smaller_models(config: TrainConfig, planned: tuple[Phase, ...]) -> float:
+    """Returns the share of a dense run's FLOPs that the phases of a model that grows do
+    without before it has grown."""
+    length = config.data.sequence_length
+    return sum(
+        phase.steps
+        / config.steps
+        * (1 - cost_model.relative_flops(of, config.model, length))
+        for phase in planned
+        if (of := model_of(phase, config.model)) != config.model
+    )

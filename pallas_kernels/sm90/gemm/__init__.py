@@ -1,0 +1,1 @@
+"""Parts that the GEMM kernels share: tiles, splits, the instruction, the epilogue."""

@@ -1,0 +1,220 @@
+"""Which tile of a GEMM a block works on, and where its operands are.
+
+Everything here is traced in the kernel. A `Walk` has all tasks in their order; those
+of one cluster of blocks are every so many of them (`OwnTasks`). Numbers are int32, or
+Python integers where they are known before the kernel runs.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.sm90.gemm.split_k import RowParts
+
+
+class Task(NamedTuple):
+    """One tile of C, for all blocks of a cluster together, over all of k or a part."""
+
+    row: Any
+    """The index of the tile along m."""
+    column: Any
+    """The index of the tile along n."""
+    expert: Any = None
+    """The expert whose operands are multiplied; None where there are no experts."""
+    first_step: Any = 0
+    """Where the task begins along k, in the kernel's steps."""
+    steps: Any = None
+    """How many steps it takes; None for all that k has."""
+    index: Any = None
+    """The task's number among all tasks. Given where k is split, since several tasks
+    then have the same tile."""
+    part: Any = None
+    """Which part of its expert's k the task has, from 0."""
+    parts_after: Any = None
+    """How many parts of the same expert follow it."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """C (m, n) cut into tiles."""
+
+    tile_m: int
+    """Rows of C in the tile of a whole cluster."""
+    tile_n: int
+    """Columns of C in a tile."""
+    rows: int
+    """How many tiles there are along m."""
+    columns: int
+    """How many tiles there are along n."""
+    grid_tile_width: int
+    """How many tiles along the minor axis are visited before the next ones along the
+    other."""
+    grid_minor_dim: Literal["m", "n"]
+    """The minor axis: the one along which successive tiles lie."""
+
+    def snake(self, index) -> tuple[Any, Any]:
+        """Returns (row, column) of the tile that is visited at a position of the order.
+        Tiles that follow each other are neighbours, so that what they share of A or B
+        is still in the L2 cache."""
+        return plgpu.planar_snake(
+            index,
+            (self.rows, self.columns),
+            "mn".index(self.grid_minor_dim),
+            self.grid_tile_width,
+        )
+
+
+@dataclass(frozen=True)
+class Walk(ABC):
+    """The tasks of a GEMM, in their order."""
+
+    tiling: Tiling
+    """How C is cut up; with one C for each expert, how each of them is."""
+
+    @property
+    @abstractmethod
+    def count(self) -> Any:
+        """How many tasks there are."""
+
+    @abstractmethod
+    def task(self, index) -> Task:
+        """Returns the task at a position of the order."""
+
+
+@dataclass(frozen=True)
+class EveryTile(Walk):
+    """The tasks of a GEMM without experts: each is a tile of C over all of k."""
+
+    @property
+    def count(self) -> int:
+        return self.tiling.rows * self.tiling.columns
+
+    def task(self, index) -> Task:
+        return Task(*self.tiling.snake(index))
+
+
+@dataclass(frozen=True)
+class ByExpert(Walk):
+    """The tasks of a GEMM whose tokens, rows or columns of C, are sorted by expert, in
+    group tiles of one expert each. Only the first group tiles are used; the others have
+    no tasks."""
+
+    tile_expert: Any
+    """A reference to int32 (group tiles,): the expert of each."""
+    used_tiles: Any
+    """A reference to int32 (1,): how many group tiles are used."""
+    group_tile: int
+    """How many tokens a group tile has."""
+    tokens_are_rows: bool
+    """Whether tokens are C's rows, else its columns."""
+
+    @property
+    def count(self) -> Any:
+        return self._along * self._others
+
+    def task(self, index) -> Task:
+        """Returns a task; first come `grid_tile_width` tiles along the tokens, with all
+        tiles along the other axis, then as many of the next tokens."""
+        width = self.tiling.grid_tile_width
+        block, rest = index // (width * self._others), index % (width * self._others)
+        start = block * width
+        width = jnp.minimum(width, self._along - start)
+        # Not % and //: on a mesh these guard against zero by what no kernel can do.
+        by_token, other = start + lax.rem(rest, width), lax.div(rest, width)
+        expert = self.tile_expert[by_token * self._size // self.group_tile]
+        if self.tokens_are_rows:
+            return Task(by_token, other, expert)
+        return Task(other, by_token, expert)
+
+    @property
+    def _size(self) -> int:
+        return self.tiling.tile_m if self.tokens_are_rows else self.tiling.tile_n
+
+    @property
+    def _others(self) -> int:
+        return self.tiling.columns if self.tokens_are_rows else self.tiling.rows
+
+    @property
+    def _along(self) -> Any:
+        return self.used_tiles[0] * (self.group_tile // self._size)
+
+
+@dataclass(frozen=True)
+class OverTokensOfExpert(Walk):
+    """The tasks of weight gradients: one C for each expert, summed over its tokens. A
+    task has a tile of one C and a part of its expert's tokens, see `split_k`."""
+
+    parts: RowParts
+    ends: Any
+    """A reference to int32 (experts,): the first group tile after each expert's own."""
+    steps_of_tile: int
+    """How many of the kernel's steps along k a group tile has."""
+
+    @property
+    def count(self) -> Any:
+        return self.parts.count(self.ends) * self.tiling.rows * self.tiling.columns
+
+    def task(self, index) -> Task:
+        tiles = self.tiling.rows * self.tiling.columns
+        part = self.parts.part(self.ends, index // tiles)
+        return Task(
+            *self.tiling.snake(index % tiles),
+            expert=part.expert,
+            first_step=part.first * self.steps_of_tile,
+            steps=part.length * self.steps_of_tile,
+            index=index,
+            part=part.number,
+            parts_after=part.after,
+        )
+
+
+@dataclass(frozen=True)
+class OwnTasks:
+    """The tasks of one block: every `clusters`th one is its cluster's, and the block
+    has its own rows of those tiles."""
+
+    walk: Walk
+    clusters: int
+    """How many clusters the grid has."""
+    blocks: int
+    """How many blocks a cluster has; they lie side by side along m."""
+    first: Any
+    """The position of the cluster's first task."""
+
+    @classmethod
+    def of(cls, walk: Walk, clusters: int, blocks: int) -> "OwnTasks":
+        """Returns the tasks of the block that runs this, in a grid with the axes "grid"
+        and "cluster"."""
+        return cls(walk, clusters, blocks, lax.axis_index("grid"))
+
+    @property
+    def count(self) -> Any:
+        """How many tasks the block has."""
+        return (self.walk.count - self.first + self.clusters - 1) // self.clusters
+
+    def task(self, index) -> tuple[Task, Any, Any]:
+        """Returns one of the block's tasks, and (row, column) of C where the block's
+        part of that tile begins."""
+        task = self.walk.task(self.first + index * self.clusters)
+        tiling = self.walk.tiling
+        row = task.row * self.blocks + lax.axis_index("cluster")
+        tile_m = tiling.tile_m // self.blocks
+        return task, row * tile_m, task.column * tiling.tile_n
+
+
+def tiling_of(shape, config) -> Tiling:
+    """Returns how a `Config` cuts up the C of a `Shape`."""
+    tile_m = config.tile_m * config.cluster
+    return Tiling(
+        tile_m=tile_m,
+        tile_n=config.tile_n,
+        rows=pl.cdiv(shape.m, tile_m),
+        columns=pl.cdiv(shape.n, config.tile_n),
+        grid_tile_width=config.grid_tile_width,
+        grid_minor_dim=config.grid_minor_dim,
+    )

@@ -1,0 +1,188 @@
+"""A state as a checkpoint stores it: plain arrays by name, a description of each."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+
+def named_leaves(tree: PyTree) -> dict[str, Any]:
+    """Returns the leaves under the names that the checkpoint stores them by.
+
+    A flat dictionary rather than the tree itself: names and structure are then ours,
+    empty containers and None cost nothing, and any pytree can be a template.
+
+    Raises:
+      ValueError: two leaves have one name.
+    """
+    leaves = jax.tree.leaves_with_path(tree)
+    named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+    if len(named) != len(leaves):
+        names = [jax.tree_util.keystr(path) for path, _ in leaves]
+        double = next(name for name in names if names.count(name) > 1)
+        raise ValueError(
+            f"two leaves of the state are named {double}; rename one, so that a "
+            f"checkpoint can tell them apart"
+        )
+    return named
+
+
+FORMER_ENDINGS = {"['router_state'].value['centres']": "['centres'].value"}
+"""How the names of leaves end that older checkpoints store under other names, and how
+those names end. What was stored so, and has no leaf any more, is not read."""
+
+
+def with_present_names(saved: dict[str, Any]) -> dict[str, str]:
+    """Returns, for the name of each saved leaf, the name that it has now."""
+    present = {former: now for now, former in FORMER_ENDINGS.items()}
+
+    def renamed(name: str) -> str:
+        for former, now in present.items():
+            if name.endswith(former):
+                return name.removesuffix(former) + now
+        return name
+
+    return {name: renamed(name) for name in saved}
+
+
+def is_renamed(name: str) -> bool:
+    """Returns whether older checkpoints store the leaf `name` under another name."""
+    return any(name.endswith(ending) for ending in FORMER_ENDINGS)
+
+
+def describe(name: str, leaf: Any) -> dict[str, Any]:
+    """Returns the shape, dtype and kind of random key of the leaf `name`, as JSON.
+
+    Raises:
+      ValueError: the leaf is no `jax.Array`.
+    """
+    if not isinstance(leaf, jax.Array):
+        raise ValueError(
+            f"state{name} is {type(leaf).__name__}, not jax.Array; convert it with "
+            f"jnp.asarray, or put it into the metadata"
+        )
+    described = {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
+    if _is_key(leaf):
+        described["key_impl"] = str(jax.random.key_impl(leaf))
+    return described
+
+
+def is_description(leaf: Any) -> bool:
+    """Returns whether it has the form of what `describe` returns."""
+    return isinstance(leaf, dict) and (
+        type(leaf.get("shape")) is list
+        and all(type(size) is int for size in leaf["shape"])
+        and type(leaf.get("dtype")) is str
+        and type(leaf.get("key_impl", "")) is str
+    )
+
+
+def storable(leaves: dict[str, Array]) -> dict[str, Array]:
+    """Returns plain arrays with at least one entry, the only ones that orbax stores."""
+    return {
+        name: jax.random.key_data(leaf) if _is_key(leaf) else leaf
+        for name, leaf in leaves.items()
+        if leaf.size
+    }
+
+
+def spec_of_described(described: dict[str, Any]) -> jax.ShapeDtypeStruct:
+    """Returns the spec of an array that `describe` described, on one device: to be read
+    and left."""
+    one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    shape, dtype = tuple(described["shape"]), jnp.dtype(described["dtype"])
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=one)
+
+
+def stored_spec(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape, dtype and place of the stored array behind a leaf of the
+    template."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    if _is_key(leaf):
+        # The data have one more axis, which a sharding of the keys leaves whole.
+        spec = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        leaf = jax.eval_shape(jax.random.key_data, spec)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def check_fits(path: Path, saved: dict[str, Any], template: dict[str, Any]) -> None:
+    """Raises ValueError for the first leaf that differs, in the template's order, or
+    that JAX cannot hold as it is set up.
+
+    Args:
+      path: of the checkpoint, for the message.
+      saved: what `describe` returned, by name.
+      template: its leaves by name.
+    """
+    for name, leaf in template.items():
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            raise ValueError(
+                f"state{name} of the template is {type(leaf).__name__}; every leaf has "
+                f"to be an array or a jax.ShapeDtypeStruct"
+            )
+    theirs = {n: f"{s['dtype']} {tuple(s['shape'])}" for n, s in saved.items()}
+    ours = {n: f"{leaf.dtype} {tuple(leaf.shape)}" for n, leaf in template.items()}
+    for name in [*ours, *theirs]:
+        in_checkpoint, in_template = (
+            side.get(name, "nothing") for side in (theirs, ours)
+        )
+        if in_checkpoint != in_template:
+            raise ValueError(
+                f"{path} does not fit the template: at state{name} the checkpoint has "
+                f"{in_checkpoint}, the template {in_template}; build the template from "
+                f"the settings that the run was saved with"
+            )
+    for name, leaf in template.items():
+        # JAX would cut these to 32 bits without a word.
+        if (
+            not _is_key(leaf)
+            and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
+        ):
+            raise ValueError(
+                f"state{name} of {path} is {leaf.dtype}, which JAX cannot hold as it "
+                f"is set up; restore it with jax_enable_x64"
+            )
+
+
+def rebuild(
+    path: Path, array: Array | None, leaf: Any, described: dict[str, Any]
+) -> Array:
+    """Returns the leaf that was saved, from the array that was stored for it, if any.
+
+    Args:
+      path: of the checkpoint, for the message.
+      leaf: of the template, which `check_fits` let pass.
+      described: what `describe` returned for the leaf that was saved.
+    Raises:
+      ValueError: the description is of another kind of random key.
+    """
+    if array is None:
+        spec = stored_spec(leaf)
+        empty = jnp.zeros(spec.shape, spec.dtype)
+        array = jax.device_put(empty, spec.sharding)
+    if _is_key(leaf):
+        return _as_key(path, array, leaf, described.get("key_impl"))
+    return array
+
+
+def _as_key(path: Path, data: Array, leaf: Any, impl: str | None) -> Array:
+    """Returns the random key of the leaf's type, from its data."""
+    try:
+        key = jax.random.wrap_key_data(data, impl=impl)
+    except (ValueError, TypeError):
+        key = None
+    if key is None or key.dtype != leaf.dtype:
+        raise ValueError(
+            f"{path} is damaged: its record says key_impl={impl!r} of a random key of "
+            f"type {leaf.dtype}; use another step, or resume the run, which sets "
+            f"damaged checkpoints aside"
+        )
+    return key
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -1,0 +1,53 @@
+"""How many devices a run takes along each axis of its mesh."""
+
+from dataclasses import dataclass, replace
+
+from sparsejax.annotations import check_fields
+from sparsejax.config.ranges import Count, CountOrZero, check_intervals
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How many devices each axis of the mesh has; their product is that of all devices.
+
+    The batch is split over data and fsdp.
+    """
+
+    data: CountOrZero = 0
+    """Replicas of the parameters. 0: all devices that fsdp and tensor leave."""
+    fsdp: Count = 1
+    """Devices that share one copy of parameters, moments and gradients, and gather a
+    layer's weights where they are read."""
+    tensor: Count = 1
+    """Devices that share every token's work: heads, neurons, vocabulary."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "mesh.")
+        check_intervals(self, "mesh.")
+
+    @property
+    def devices(self) -> int:
+        """The devices of the whole mesh; 0 while `data` is left open."""
+        return self.data * self.fsdp * self.tensor
+
+    @property
+    def token_shards(self) -> int:
+        """Parts that the sequences of a batch, and so their tokens, are split into; 0
+        while `data` is left open."""
+        return self.data * self.fsdp
+
+    def resolve(self, devices: int) -> "MeshConfig":
+        """Returns the mesh with `data` filled in, for this many devices.
+
+        Raises:
+          ValueError: the axes do not multiply to `devices`.
+        """
+        shared = self.fsdp * self.tensor
+        data = self.data or devices // shared
+        if data * shared != devices:
+            raise ValueError(
+                f"mesh.data={self.data} x mesh.fsdp={self.fsdp} x mesh.tensor="
+                f"{self.tensor} is not the number of devices, {devices}; set axes that "
+                f"multiply to {devices} (data=0 takes what is left)"
+            )
+        return replace(self, data=data)

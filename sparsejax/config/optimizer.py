@@ -1,0 +1,52 @@
+"""The optimiser of a run and its learning rate."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sparsejax.annotations import check_fields
+from sparsejax.config.ranges import Decay, NotNegative, Positive, Share, check_intervals
+
+ScheduleName = Literal["cosine", "wsd"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and a schedule of the learning rate over all steps,
+    phases or not."""
+
+    peak_learning_rate: Positive = 3e-3
+    schedule: ScheduleName = "cosine"
+    """cosine: one cosine decay from the warm-up to the last step. wsd (warm-up, stable,
+    decay): constant at the peak, and a decay over the last steps (arXiv 2405.18392)."""
+    warmup_share: Share = 0.04
+    """Share of the steps over which the learning rate rises from 0."""
+    decay_share: Share = 0.2
+    """Share of the steps, the last ones, over which schedule wsd decays; 0: it stays
+    at the peak, as in a trunk that others branch from."""
+    final_ratio: Share = 0.05
+    """Learning rate after the last step / peak."""
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
+    epsilon: Positive = 1e-8
+    weight_decay: NotNegative = 0.1
+    """AdamW's decay of matrices, embedding and head included; norm scales have none."""
+    clip_norm: Positive = 1.0
+    """Global norm that gradients are scaled down to."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "optimizer.")
+        check_intervals(self, "optimizer.")
+        if (
+            self.schedule == "cosine"
+            and self.decay_share != OptimizerConfig.decay_share
+        ):
+            raise ValueError(
+                f"optimizer.decay_share={self.decay_share} has no meaning in schedule "
+                f"'cosine', which decays from the warm-up to the last step; leave it "
+                f"out or use --optimizer.schedule wsd"
+            )
+        if self.schedule == "wsd" and self.warmup_share + self.decay_share > 1:
+            raise ValueError(
+                f"optimizer.warmup_share={self.warmup_share} + decay_share="
+                f"{self.decay_share} exceed 1; they are shares of the run's steps"
+            )

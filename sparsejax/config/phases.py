@@ -1,0 +1,245 @@
+"""The phases of a run: the named recipes, and schedules as data."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Literal, get_args
+
+from sparsejax.annotations import check_fields, check_value
+from sparsejax.config.ranges import (
+    INT32_MAX,
+    CountOrNone,
+    CountOrZero,
+    Interval,
+    Positive,
+    Share,
+    check_intervals,
+)
+from sparsejax.feed_forward.spec import DENSE, FFNSparsity, TokenSparsity
+from sparsejax.routing.routers import Router
+from sparsejax.sparsity.patterns import NM, VNM, Pattern, name_of
+
+RecipeName = Literal["default", "paper", "activations", "weights", "dense"]
+
+RECIPES: dict[RecipeName, FFNSparsity] = {
+    "default": FFNSparsity(weights=NM(2, 4), activations=NM(2, 4)),
+    "paper": FFNSparsity(
+        weights=NM(2, 4),
+        activations=VNM(128, 2, 16),
+        weight_gradients="expert_columns",
+    ),
+    "activations": FFNSparsity(activations=NM(2, 4)),
+    "weights": FFNSparsity(weights=NM(2, 4)),
+    "dense": DENSE,
+}
+"""The sparsity of each recipe's sparse phase. default is the mixture of 2:4 weights and
+activations that cost least in all our runs (experiments/LOG.md). paper is that of arXiv
+2602.06183, one of four experts by nearest centre; activations is that of arXiv
+2503.16672."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interleaved:
+    """Steps of a phase that run with another sparsity than its others: each `steps`-th,
+    counted from the first of the phase. Neurons keep their order and weights their
+    scales. Without `sparsity` they are dense, on all neurons."""
+
+    steps: Annotated[int, Interval(least=2, most=INT32_MAX)]
+    sparsity: FFNSparsity = DENSE
+
+    def __post_init__(self) -> None:
+        check_fields(self, "every.")
+        check_intervals(self, "every.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseConfig:
+    """One phase of a schedule: consecutive steps that are trained alike."""
+
+    name: str
+    """What records, tables and figures call it; unique in a schedule."""
+    share: Annotated[float | None, Interval(above=0, most=1)] = None
+    """Its share of the run's steps. None, in one phase of a schedule: what the others
+    leave."""
+    sparsity: FFNSparsity = DENSE
+    """What is sparse in its steps and its validations."""
+    every: Interleaved | None = None
+    """Steps of the phase with another sparsity."""
+    learning_rate_scale: Positive = 1.0
+    """Multiplies the learning rate that the schedule of the optimiser gives."""
+    d_hidden: CountOrNone = None
+    """Neurons per FFN in this phase, of a model that grows. None: the model's."""
+    layers: CountOrNone = None
+    """Layers in this phase, of a model that grows. None: the model's."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "phases.schedule.")
+        check_intervals(self, "phases.schedule.")
+        sparse = not all(sparsity.is_dense for sparsity in self.sparsities)
+        if sparse and (self.d_hidden, self.layers) != (None, None):
+            raise ValueError(
+                f"phase {self.name!r} has a size of its own and sparse steps; a model "
+                f"grows while it is dense: leave d_hidden and layers out, or the "
+                f"sparsity"
+            )
+        if not self.name.strip() or not self.name.isprintable():
+            raise ValueError(
+                f"phases.schedule.name={self.name!r} must be a word or some, in one "
+                f"line; records and figures tell phases by it"
+            )
+        experts = {s.experts for s in self.sparsities if s.experts}
+        if len(experts) > 1:
+            raise ValueError(
+                f"phase {self.name!r} has steps with {min(experts)} experts and steps "
+                f"with {max(experts)}, but its neurons lie in one order; give both the "
+                f"same number of experts, or make two phases of it"
+            )
+        with_state = {
+            s.router.name for s in self.sparsities if s.experts and s.router.has_state
+        }
+        if len(with_state) > 1:
+            raise ValueError(
+                f"phase {self.name!r} has steps with router={min(with_state)!r} and "
+                f"steps with router={max(with_state)!r}, but its state has room for "
+                f"what one of them keeps; give both the same, or make two phases of it"
+            )
+
+    @property
+    def sparsities(self) -> tuple[FFNSparsity, ...]:
+        """The sparsity of its steps, and that of the steps in between, if any."""
+        between = () if self.every is None else (self.every.sparsity,)
+        return (self.sparsity, *between)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeConfig:
+    """How long the phases are, and what the sparse one has other than its recipe; or,
+    as a schedule, which phases there are instead of the recipe's three."""
+
+    warmup_share: Share = 0.05
+    """Share of the steps that are dense before the sparse phase."""
+    sparse_share: Share = 0.5
+    """Share of the steps that are sparse; the rest is the dense tail."""
+    sparsity: FFNSparsity | None = None
+    """What is sparse in the sparse phase: the recipe's sparsity with other settings of
+    its patterns, router and backward. None: the recipe's own."""
+    recluster_every: CountOrZero = 0
+    """Steps between warm-started new clusterings in the sparse phase; 0: never."""
+    fold: bool = True
+    """On leaving 2:4 weights, set W1 to beta S(W1), which the forward has used."""
+    schedule: tuple[PhaseConfig, ...] = ()
+    """The phases in their order. Empty: those of the recipe, dense, sparse, dense. With
+    a schedule, of the other settings here `fold` and `recluster_every` are read."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "phases.")
+        check_intervals(self, "phases.")
+        if self.schedule:
+            self._check_schedule()
+        if self.warmup_share + self.sparse_share > 1:
+            raise ValueError(
+                f"phases.warmup_share={self.warmup_share} + sparse_share="
+                f"{self.sparse_share} exceed 1; they are shares of the run's steps"
+            )
+
+    def sparsity_of(self, recipe: RecipeName) -> FFNSparsity:
+        """Returns what is sparse in the sparse phase under a recipe.
+
+        Raises:
+          ValueError: there is no such recipe.
+        """
+        check_value("recipe", recipe, RecipeName)
+        return RECIPES[recipe] if self.sparsity is None else self.sparsity
+
+    def relative_to(self, recipe: RecipeName) -> "RecipeConfig":
+        """Returns the same settings, `sparsity` None where it is the recipe's own."""
+        is_own = self.sparsity == RECIPES[recipe]
+        return replace(self, sparsity=None) if is_own else self
+
+    def check_fits(self, recipe: RecipeName) -> None:
+        """Raises ValueError where `sparsity` is not a form of the recipe's, or has a
+        setting that nothing would read."""
+        own, chosen = RECIPES[recipe], self.sparsity_of(recipe)
+        for name in ("weights", "activations"):
+            has, wanted = getattr(chosen, name), getattr(own, name)
+            if type(has) is not type(wanted):
+                raise ValueError(
+                    f"phases.sparsity.{name}={_name_of(has)} makes another recipe of "
+                    f"{recipe!r}, which has {_name_of(wanted)}; leave it out, use "
+                    f"another --recipe, or write the phases as a --schedule"
+                )
+        given = {
+            f"sparsity.{field.name}": getattr(chosen, field.name)
+            for field in fields(FFNSparsity)
+            if getattr(chosen, field.name) != getattr(DENSE, field.name)
+        }
+        if self.recluster_every:
+            given["recluster_every"] = self.recluster_every
+        for name, value in given.items():
+            is_read = READ_WHERE.get(name, lambda sparsity: True)
+            if not is_read(chosen):
+                value = value.name if isinstance(value, Router) else value
+                recipes = [name for name, of in RECIPES.items() if is_read(of)]
+                raise ValueError(
+                    f"phases.{name}={value!r} has no meaning in recipe {recipe!r}; "
+                    f"leave it out or use --recipe {' or '.join(recipes)}"
+                )
+        for name in ("sparsity.dense_features", "sparsity.permute_tokens"):
+            if name in given and chosen.token_sparsity is None:
+                raise ValueError(
+                    f"phases.{name}={given[name]!r} has no meaning without "
+                    f"token_sparsity; leave it out or set that to one of "
+                    f"{', '.join(map(repr, get_args(TokenSparsity)))}"
+                )
+
+    def _check_schedule(self) -> None:
+        for field_ in fields(self):
+            value = getattr(self, field_.name)
+            if field_.name not in READ_WITH_SCHEDULE and value != field_.default:
+                raise ValueError(
+                    f"phases.{field_.name}={value!r} has no meaning beside "
+                    f"phases.schedule, whose phases say that themselves; leave one of "
+                    f"them out"
+                )
+        names = [phase.name for phase in self.schedule]
+        if double := {name for name in names if names.count(name) > 1}:
+            raise ValueError(
+                f"phases.schedule has several phases named {sorted(double)[0]!r}; "
+                f"records and figures tell them by their names, give each its own"
+            )
+        shares = [phase.share for phase in self.schedule]
+        total, left = sum(filter(None, shares)), shares.count(None)
+        if left > 1:
+            raise ValueError(
+                f"phases.schedule has {left} phases without a share of the steps; one "
+                f"of them takes what is left, give the others theirs"
+            )
+        if total > 1 + 1e-9 or (not left and total < 1 - 1e-9):
+            raise ValueError(
+                f"the shares in phases.schedule sum to {total:g} and not to 1; change "
+                f"one, or leave one out, which then is what the others leave"
+            )
+
+
+READ_WITH_SCHEDULE = ("schedule", "fold", "recluster_every")
+"""Settings of the phases that a schedule leaves to all of them."""
+
+
+def _has_experts(sparsity: FFNSparsity) -> bool:
+    return sparsity.experts is not None
+
+
+def _has_sparse_activations(sparsity: FFNSparsity) -> bool:
+    return sparsity.activations is not None
+
+
+READ_WHERE = {
+    "recluster_every": _has_experts,
+    "sparsity.router": _has_experts,
+    "sparsity.experts_per_token": _has_experts,
+    "sparsity.token_sparsity": _has_sparse_activations,
+    "sparsity.mask_reuse": _has_sparse_activations,
+}
+"""Settings of the phases that only some sparsities read, and which these are."""
+
+
+def _name_of(pattern: Pattern | None) -> str:
+    return "None" if pattern is None else repr(name_of(pattern))

@@ -1,0 +1,225 @@
+"""Every setting of a training run."""
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from sparsejax.annotations import check_fields
+from sparsejax.config.data import DataConfig
+from sparsejax.config.mesh import MeshConfig
+from sparsejax.config.model import ModelConfig
+from sparsejax.config.optimizer import OptimizerConfig
+from sparsejax.config.phases import PhaseConfig, RecipeConfig, RecipeName
+from sparsejax.config.ranges import (
+    Count,
+    CountOrNone,
+    CountOrZero,
+    NotNegative,
+    Seed,
+    check_intervals,
+    largest_divisor,
+)
+from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.ops.backend import Backend
+
+PresetName = Literal["tiny", "wide-200m", "gpt-124m", "llama-1b", "llama-7b"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run."""
+
+    preset: PresetName = "tiny"
+    """Sizes and settings to start from; every other flag overrides one of them."""
+    recipe: RecipeName = "default"
+    """default: 2:4 weights and activations in the middle of the run. paper: 2:4 weights
+    and V:2:M activations (arXiv 2602.06183). activations: 2:4 activations only (arXiv
+    2503.16672). weights: 2:4 weights only. dense: none. phases.sparsity changes their
+    settings. Not read with a schedule."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    phases: RecipeConfig = field(default_factory=RecipeConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    steps: Count = 1300
+    """Optimiser steps."""
+    batch_size: Count = 32
+    """Sequences per optimiser step."""
+    micro_batches: CountOrNone = None
+    """Parts of a step whose gradients are accumulated; weights are packed once. None:
+    as few as sequences_per_device allows on the mesh."""
+    sequences_per_device: Count = 32
+    """Sequences that a device has of a micro-batch, at most. Not read where
+    micro_batches is a number."""
+    backend: Backend | None = None
+    """None: the best supported for each GEMM. A name runs everywhere or is refused."""
+    seed: Seed = 0
+    """The seed of the initial weights and of random estimators."""
+    deterministic: bool = False
+    """On a GPU: only kernels that repeat their bits, so that a resumed run does, at 0.8
+    of the speed (gpt-124m on an H200). A CPU always repeats them."""
+    log_every: Count = 10
+    """Steps between lines in metrics.jsonl."""
+    eval_every: CountOrZero = 100
+    """Steps between validations and statistics of the FFNs; 0: at the switches only."""
+    eval_batches: Count = 8
+    """Batches of held-out sequences per validation, each as large as a micro-batch on
+    one device; on any mesh the sequences are the same."""
+    checkpoint_every: CountOrZero = 200
+    """Steps between checkpoints; each switch and the end write one in any case. 0: only
+    those."""
+    keep_checkpoints: Count = 2
+    """Newest checkpoints kept besides those of the switches."""
+    keep_every: CountOrZero = 0
+    """Checkpoints of a step that is a multiple of this are kept for good as well; a
+    multiple of checkpoint_every. 0: none."""
+    keep_slower: bool = False
+    """A sparse phase whose steps are timed slower than dense ones is trained sparse all
+    the same, as an experiment about its loss needs. Otherwise it is trained dense.
+    Steps are timed by experiments/pretrain.py, on GPUs."""
+    new_process_minutes: NotNegative = 20.0
+    """A dense phase that will take as long or longer is trained in a new process if the
+    one before ran on sparse tensor cores: its steps are about 4 % faster there
+    (experiments/LOG.md, 2026-11-22), and starting takes about 40 seconds. By
+    experiments/pretrain.py; 0: always."""
+    sample_length: CountOrZero = 200
+    """Tokens of the greedy sample at the end; 0: none."""
+    plot: bool = True
+    """Draw loss.png (extra "plots")."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_intervals(self)
+        if self.phases.schedule:
+            self._check_schedule()
+        else:
+            self._check_recipe()
+        if self.keep_every % (self.checkpoint_every or 1) or (
+            self.keep_every and not self.checkpoint_every
+        ):
+            raise ValueError(
+                f"keep_every={self.keep_every} is not a multiple of checkpoint_every="
+                f"{self.checkpoint_every}: only what is written can be kept"
+            )
+        if self.batch_size % (self.micro_batches or 1):
+            raise ValueError(
+                f"batch_size={self.batch_size} is not a multiple of micro_batches="
+                f"{self.micro_batches}; change one of them"
+            )
+
+    def _check_schedule(self) -> None:
+        """Raises ValueError where the sparsities of a schedule do not fit the model."""
+        schedule, activation = self.phases.schedule, self.model.activation
+        if self.recipe != TrainConfig.recipe:
+            raise ValueError(
+                f"recipe={self.recipe!r} has no meaning beside phases.schedule, which "
+                f"says what each phase computes; leave one of them out"
+            )
+        for phase in schedule:
+            for sparsity in phase.sparsities:
+                if activation == "swiglu" and sparsity.activations is not None:
+                    raise ValueError(
+                        f"phase {phase.name!r} makes activations sparse, which "
+                        f"model.activation='swiglu' cannot be (silu is nowhere zero); "
+                        f"leave activations out, or use --model.activation reglu2 or "
+                        f"relu2"
+                    )
+                if self.model.gated and sparsity.experts:
+                    raise ValueError(
+                        f"phase {phase.name!r} routes tokens to experts, which an FFN "
+                        f"with model.activation={activation!r} does not have; give it "
+                        f"activations 2:4, or use --model.activation relu2"
+                    )
+        for name in ("d_hidden", "layers"):
+            whole = getattr(self.model, name)
+            sizes = [getattr(phase, name) or whole for phase in schedule]
+            if sizes != sorted(sizes) or sizes[-1] > whole:
+                raise ValueError(
+                    f"the phases have {name}={', '.join(map(str, sizes))}, one after "
+                    f"the other, in a run with model.{name}={whole}; a model grows and "
+                    f"does not shrink: let none be smaller than the one before it, "
+                    f"nor larger than the model"
+                )
+        experts = [s.experts for phase in schedule for s in phase.sparsities]
+        if self.phases.recluster_every and not any(experts):
+            raise ValueError(
+                f"phases.recluster_every={self.phases.recluster_every} has no meaning "
+                f"in a schedule without experts; leave it out"
+            )
+
+    def _check_recipe(self) -> None:
+        """Raises ValueError where the settings do not fit the recipe, or its sparsity
+        does not fit the model."""
+        self.phases.check_fits(self.recipe)
+        if self.model.activation == "swiglu" and self.sparsity.activations is not None:
+            raise ValueError(
+                f"recipe={self.recipe!r} makes activations sparse, which "
+                f"model.activation='swiglu' cannot be (silu is nowhere zero); use "
+                f"--recipe weights or --model.activation reglu2 or relu2"
+            )
+        if self.model.gated and self.sparsity.experts:
+            raise ValueError(
+                f"recipe={self.recipe!r} routes tokens to experts, which an FFN with "
+                f"model.activation={self.model.activation!r} does not have; use "
+                f"--recipe default or --model.activation relu2"
+            )
+
+    @property
+    def sparsity(self) -> FFNSparsity:
+        """What is sparse in the sparse phase of the recipe; not read with a
+        schedule."""
+        return self.phases.sparsity_of(self.recipe)
+
+    def with_recipe(self, recipe: RecipeName) -> "TrainConfig":
+        """Returns the same with another recipe, whose phases are as long, and which has
+        none of the settings that this one's sparse phase has beyond its recipe."""
+        lengths = {
+            name: getattr(self.phases, name)
+            for name in ("warmup_share", "sparse_share", "fold")
+        }
+        return replace(self, recipe=recipe, phases=RecipeConfig(**lengths))
+
+    def with_schedule(self, schedule: tuple[PhaseConfig, ...]) -> "TrainConfig":
+        """Returns the settings with the phases of a schedule in place of a recipe's."""
+        phases = RecipeConfig(schedule=schedule, fold=self.phases.fold)
+        return replace(self, recipe=TrainConfig.recipe, phases=phases)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.data.sequence_length
+
+    @property
+    def validation_batch_size(self) -> int:
+        """Sequences of a validation batch: those of a micro-batch on one device."""
+        return self.batch_size // self.micro_batches_on(MeshConfig(data=1))
+
+    def micro_batches_on(self, mesh: MeshConfig) -> int:
+        """Returns the micro-batches of a step on a mesh whose `data` is set: as many as
+        are named, else the fewest that leave each device `sequences_per_device` or
+        less.
+
+        Raises:
+          ValueError: the mesh cannot share the sequences of a step equally, or those of
+            each of the micro-batches that are named; says which number fits.
+        """
+        shards = mesh.token_shards
+        axes = f"mesh.data x mesh.fsdp = {mesh.data} x {mesh.fsdp}"
+        if self.batch_size % shards:
+            raise ValueError(
+                f"batch_size={self.batch_size} is not a multiple of {axes}, whose "
+                f"devices share the sequences of a step equally; set --batch-size "
+                f"{-(-self.batch_size // shards) * shards}, or change the mesh"
+            )
+        on_each = self.batch_size // shards
+        most = self.sequences_per_device
+        chosen = on_each // largest_divisor(on_each, most=most)
+        if self.micro_batches is None:
+            return chosen
+        if on_each % self.micro_batches:
+            fits = largest_divisor(on_each, most=self.micro_batches)
+            raise ValueError(
+                f"micro_batches={self.micro_batches} of batch_size={self.batch_size} "
+                f"are of {self.batch_size // self.micro_batches} sequences, not a "
+                f"multiple of {axes}; set --micro-batches {fits}, leave it out (then "
+                f"it is {chosen}), or change the mesh"
+            )
+        return self.micro_batches

@@ -1,0 +1,1 @@
+"""From text and token files to the batches of a run."""

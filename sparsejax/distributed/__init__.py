@@ -1,0 +1,1 @@
+"""The mesh of a run, and the processes that share it."""

@@ -1,0 +1,194 @@
+"""The mesh of a run: which axis of which array lies on which devices.
+
+    data     replicas; the batch is split over data and fsdp
+    fsdp     parameters and moments are split; a layer's weights are gathered to be read
+    tensor   heads, neurons and vocabulary are split
+
+The FFN runs under shard_map (`layout`); everything else is compiled by XLA from
+the annotations that `constrain` and `state_shardings` set.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int, PyTree
+
+from sparsejax.config import MeshConfig, ModelConfig
+from sparsejax.feed_forward.layout import FFNLayout, check_axis_types
+from sparsejax.feed_forward.spec import FFNSparsity
+
+AXES = ("data", "fsdp", "tensor")
+AXIS_TYPES = (AxisType.Auto,) * len(AXES)
+BATCH = ("data", "fsdp")
+"""What splits the sequences of a batch."""
+
+_NEURONS = ("tensor", "fsdp")
+# By the name of a parameter: what splits its last two axes. The FFN's weights are never
+# split along d_model, the axis of their groups of four.
+_PARAMETER_AXES = {
+    "embedding": ("tensor", "fsdp"),
+    "head": ("fsdp", "tensor"),
+    "w_query": ("fsdp", "tensor"),
+    "w_key": ("fsdp", "tensor"),
+    "w_value": ("fsdp", "tensor"),
+    "w_out": ("tensor", "fsdp"),
+    "w_up": (None, _NEURONS),
+    "w_gate": (None, _NEURONS),
+    "w_down": (_NEURONS, None),
+}
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Returns the mesh of these devices; None: all devices of all processes.
+
+    Raises:
+      ValueError: the axes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    resolved = config.resolve(len(devices))
+    sizes = (resolved.data, resolved.fsdp, resolved.tensor)
+    return jax.make_mesh(sizes, AXES, axis_types=AXIS_TYPES, devices=devices)
+
+
+def batch_parts(mesh: Mesh | AbstractMesh | None) -> int:
+    """Returns into how many parts the mesh splits the sequences of a batch; without a
+    mesh 1."""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH)
+
+
+def ffn_layout(mesh: Mesh | None) -> FFNLayout | None:
+    """Returns how the FFN lies on the mesh; None where one device has all.
+
+    Raises:
+      ValueError: the mesh has explicit axes.
+    """
+    return None if mesh is None or mesh.size == 1 else FFNLayout(mesh=mesh)
+
+
+def constrain(
+    x: Array, mesh: Mesh | AbstractMesh | None, *axes: str | tuple[str, ...] | None
+) -> Array:
+    """Returns `x`, split as said, with one entry for each of its axes; without a mesh
+    it is not split.
+
+    Raises:
+      ValueError: the mesh has explicit axes.
+    """
+    if mesh is None or mesh.size == 1:
+        return x
+    check_axis_types(mesh)
+    return jax.lax.with_sharding_constraint(x, sharding_of(mesh, *axes))
+
+
+def sharding_of(
+    mesh: Mesh | AbstractMesh, *axes: str | tuple[str, ...] | None
+) -> NamedSharding:
+    """Returns the sharding whose entry for each axis of an array names the mesh axes
+    that split it, those of size 1 left out.
+
+    One spelling for what is the same: `jit` compiles anew where specs differ, although
+    they may say the same.
+    """
+    sizes = dict(mesh.shape)
+    spec: list[str | tuple[str, ...] | None] = []
+    for entry in axes:
+        names = (entry,) if isinstance(entry, str) else entry or ()
+        split = tuple(name for name in names if sizes[name] > 1)
+        spec.append(split if len(split) > 1 else split[0] if split else None)
+    while spec and spec[-1] is None:
+        spec.pop()
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def local_rows(mesh: Mesh, size: int) -> list[int]:
+    """Returns which of `size` sequences, split over the mesh, this process has to
+    read."""
+    sharding = sharding_of(mesh, BATCH)
+    indices = sharding.addressable_devices_indices_map((size,)).values()
+    parts = [range(*index[0].indices(size)) for index in indices if index is not None]
+    return sorted({row for part in parts for row in part})
+
+
+def place_rows(
+    local: Int[np.ndarray, "..."], mesh: Mesh, *, axis: int, size: int
+) -> Int[Array, "..."]:
+    """Returns the array of `size` sequences along `axis`, split over the mesh.
+
+    `local` has all of them, or just the `local_rows` of this process.
+    """
+    rows = range(size) if local.shape[axis] == size else local_rows(mesh, size)
+    shape = (*local.shape[:axis], size, *local.shape[axis + 1 :])
+    sharding = sharding_of(mesh, *(None,) * axis, BATCH)
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        first, end, _ = index[axis].indices(size)
+        start = bisect_left(rows, first)
+        here = slice(start, start + end - first)
+        return local[(*index[:axis], here, *index[axis + 1 :])]
+
+    return jax.make_array_from_callback(shape, sharding, part)
+
+
+def state_shardings(state: PyTree, mesh: Mesh) -> PyTree:
+    """Returns the sharding of every leaf of a training state: parameters and their
+    moments by name, everything else on every device."""
+
+    def of(path: tuple, leaf: jax.ShapeDtypeStruct | Array) -> NamedSharding:
+        for entry in path:
+            axes = _PARAMETER_AXES.get(str(getattr(entry, "key", "")))
+            if axes is not None:
+                layers = (None,) * (leaf.ndim - len(axes))
+                return sharding_of(mesh, *layers, *axes)
+        return sharding_of(mesh)
+
+    return jax.tree_util.tree_map_with_path(of, state)
+
+
+def constrain_state(state: PyTree, mesh: Mesh | None) -> PyTree:
+    """Returns `state`, split as `state_shardings` says."""
+    if mesh is None or mesh.size == 1:
+        return state
+    return jax.lax.with_sharding_constraint(state, state_shardings(state, mesh))
+
+
+def check_shardable(
+    model: ModelConfig,
+    sparsities: Sequence[FFNSparsity],
+    mesh: MeshConfig,
+    *,
+    micro_batch: int,
+) -> None:
+    """Raises ValueError for what the mesh would cut apart, naming axis and size.
+
+    Args:
+      sparsities: of the phases.
+      mesh: resolved; its devices need not exist.
+      micro_batch: sequences per micro-batch.
+    """
+    if micro_batch % mesh.token_shards:
+        raise ValueError(
+            f"a micro-batch of {micro_batch} sequences (batch_size / micro_batches) is "
+            f"not a multiple of mesh.data x mesh.fsdp = {mesh.data} x {mesh.fsdp}; "
+            f"change batch_size, micro_batches or the mesh"
+        )
+    for name, axis in (
+        ("heads", "tensor"),
+        ("kv_heads", "tensor"),
+        ("vocab_size", "tensor"),
+        ("d_model", "fsdp"),
+    ):
+        size, parts = getattr(model, name), getattr(mesh, axis)
+        if size % parts:
+            raise ValueError(
+                f"model.{name}={size} is not a multiple of mesh.{axis}={parts}, which "
+                f"splits it; change one of them"
+            )
+    sizes = (mesh.data, mesh.fsdp, mesh.tensor)
+    layout = FFNLayout(mesh=AbstractMesh(sizes, AXES, axis_types=AXIS_TYPES))
+    for sparsity in sparsities:
+        layout.check(micro_batch, model.d_hidden, sparsity)

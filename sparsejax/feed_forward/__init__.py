@@ -1,0 +1,1 @@
+"""The feed-forward network: its plan, its six GEMMs and their gradients."""

@@ -1,0 +1,108 @@
+"""The feed-forward network with squared ReLU: six GEMMs behind one custom_vjp.
+
+`spec` states the six equations and what may be sparse in them. The forward and the
+backward of a sparse FFN do not read the same matrices: GEMM 1 reads S(W1) and GEMM 4
+reads W1, GEMM 2 reads W2 and GEMM 3 reads S(W2^T). The gradient is therefore an
+estimator, straight through masks and soft threshold, not the derivative of the output.
+With everything dense it is the derivative.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from sparsejax.annotations import check_value
+from sparsejax.feed_forward.call import call_ffn
+from sparsejax.feed_forward.layout import FFNLayout
+from sparsejax.feed_forward.operands.weights import FFNWeights, PackedFFN
+from sparsejax.feed_forward.spec import DENSE, FFNSparsity, FFNSpec
+from sparsejax.ops.backend import Backend
+
+
+def ffn(
+    x: Float[Array, "tokens d_model"],
+    w_up: Float[Array, "d_model d_hidden"],
+    w_down: Float[Array, "d_hidden d_model"],
+    *,
+    sparsity: FFNSparsity = DENSE,
+    packed: PackedFFN | None = None,
+    scales: Float[Array, "2"] | None = None,
+    expert_index: Int[Array, "tokens experts_per_token"] | None = None,
+    key: Key[Array, ""] | None = None,
+    layout: FFNLayout | None = None,
+    backend: Backend | None = None,
+) -> Float[Array, "tokens d_model"]:
+    """Computes `relu(x S(W1))^2 W2` with the sparsity of `sparsity`, forward and
+    backward.
+
+    With A = relu(Y1)^2 masked to its pattern, Y = A W2; the backward is that of the
+    six equations in `spec`. GEMMs accumulate in float32 and round once to the
+    dtype of x, weight gradients to the dtype of the weights. Masks, routing and soft
+    threshold are constants in the backward (straight through). A token's output
+    depends on no other token; of no tokens at all Y is empty and the gradients of the
+    weights are zero.
+
+    Args:
+      x: activations, float32 or bfloat16: the compute dtype. float16 is refused: the
+        squares of numbers above 256 are beyond it.
+      w_up, w_down: W1 and W2, usually float32 masters. Where experts are used, the
+        neurons of expert e are columns e F / E to (e + 1) F / E.
+      packed: S(W1) and S(W2^T) from `pack_ffn`, made once per optimiser step. They
+        must belong to w_up and w_down, which the gradients refer to.
+      scales: the frozen beta of W1 and W2^T, for packing here if `packed` is None.
+      expert_index: V:N:M with a router before GEMM 1: the experts of each token,
+        integers. An expert counts once for a token however often it is named, and a
+        choice outside [0, experts) is none: a token without any has Y = 0.
+      key: for `token_sparsity` "mvue" and "mvue_approximate".
+      layout: on a mesh of several devices, how the operands lie on it; called under jit
+        with arrays of their whole shapes. The result is that of one device within
+        rounding, except that `token_sparsity` takes its groups of four and its dense
+        features from what a device has, its tokens of one call and its neurons.
+      backend: None for the fastest that can, GEMM by GEMM; a name runs everywhere or
+        raises.
+    Raises:
+      ValueError: shapes or dtypes do not fit, an argument that `sparsity` needs is
+        missing, or the layout would cut a group or an expert apart.
+      NotImplementedError: the named backend cannot run a GEMM; says why.
+    Source: arXiv 2602.06183, 2503.16672, 2409.09099. Differences: routing by activation
+      energy and several experts per token are ours.
+    """
+    check_value("layout", layout, FFNLayout | None)
+    shards = {}
+    if layout is not None:
+        layout.check(x.shape[0], w_up.shape[1], sparsity)
+        shards = layout.shards
+    spec = FFNSpec.of(x, w_up, w_down, sparsity, **shards)
+    if sparsity.experts and sparsity.router.before_up:
+        _check_experts(spec, expert_index)
+    else:
+        expert_index = None
+    return call_ffn(
+        spec,
+        x,
+        FFNWeights(w_up, w_down),
+        packed=packed,
+        scales=scales,
+        expert_index=expert_index,
+        key=key,
+        layout=layout,
+        backend=backend,
+    )
+
+
+def _check_experts(
+    spec: FFNSpec, expert_index: Int[Array, "tokens experts_per_token"] | None
+) -> None:
+    """Raises ValueError where these are no choices of the tokens among the experts."""
+    expected = (spec.tokens, spec.sparsity.experts_per_token)
+    router = spec.sparsity.router
+    if expert_index is None or expert_index.shape != expected:
+        got = None if expert_index is None else expert_index.shape
+        raise ValueError(
+            f"router={router.name!r} needs expert_index of shape {expected}, got "
+            f"{got}; make it with {type(router).__name__}.choose"
+        )
+    if not jnp.issubdtype(expert_index.dtype, jnp.integer):
+        raise ValueError(
+            f"expert_index has dtype {expert_index.dtype} and must have integers, the "
+            f"numbers of experts; make it with {type(router).__name__}.choose"
+        )

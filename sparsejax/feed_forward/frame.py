@@ -1,0 +1,162 @@
+"""One custom_vjp and one frame on the mesh, for every FFN.
+
+A plan says what runs; an `Execution` runs it on one device's part of the operands. This
+file gathers the weights that a device reads, and sums what devices share.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, Key
+
+from sparsejax.feed_forward.layout import (
+    FFNLayout,
+    device_spec,
+    gather_packed,
+    gather_weight,
+    on_mesh,
+    own_key,
+    packed_specs,
+    sum_over_neurons,
+    sum_over_tokens,
+    token_spec,
+    weight_spec,
+)
+from sparsejax.feed_forward.operands.weights import FFNWeights, PackedFFN, ReadWeights
+from sparsejax.feed_forward.plan import FFNPlan
+
+
+class Execution(NamedTuple):
+    """How the GEMMs of one kind of FFN follow each other on a device."""
+
+    forward: Callable[..., tuple[jax.Array, Any]]
+    """Takes (static, x, read weights, expert_index); returns Y and the residuals, a
+    pytree."""
+    backward: Callable[..., tuple[jax.Array, FFNWeights]]
+    """Takes (static, x or None, residuals, read weights, dy, key); returns dX, and the
+    gradients of the weights in float32."""
+
+
+class Static(NamedTuple):
+    """What is static in a call."""
+
+    plan: FFNPlan
+    layout: FFNLayout | None
+    execution: Execution
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def run(
+    static: Static,
+    x: Float[Array, "tokens d_model"],
+    weights: FFNWeights,
+    packed: PackedFFN | None,
+    expert_index: Int[Array, "tokens experts_per_token"] | None,
+    key: Key[Array, ""] | None,
+) -> Float[Array, "tokens d_model"]:
+    """Computes Y of an FFN, with the backward of its six (or nine) equations."""
+    return _fwd(static, x, weights, packed, expert_index, key)[0]
+
+
+def _fwd(static, x, weights, packed, expert_index, key):
+    layout, tokens = static.layout, token_spec(static.layout)
+    forward = on_mesh(
+        layout,
+        partial(_forward, static),
+        in_specs=(
+            tokens,
+            _weight_specs(layout, weights),
+            packed_specs(layout, packed),
+            tokens,
+        ),
+        out_specs=(tokens, device_spec(layout)),
+    )
+    y, residuals = forward(x, weights, packed, expert_index)
+    kept_x = None if static.plan.keeps_rows_of_x else x
+    return y, (kept_x, residuals, weights, packed, key)
+
+
+def _bwd(static, saved, dy):
+    x, residuals, weights, packed, key = saved
+    layout, tokens = static.layout, token_spec(static.layout)
+    weight_specs = _weight_specs(layout, weights)
+    backward = on_mesh(
+        layout,
+        partial(_backward, static),
+        in_specs=(
+            tokens,
+            device_spec(layout),
+            weight_specs,
+            packed_specs(layout, packed),
+            tokens,
+            PartitionSpec(),
+        ),
+        out_specs=(tokens, weight_specs),
+    )
+    dx, dw = backward(x, residuals, weights, packed, dy, key)
+    return dx, dw, None, None, None
+
+
+run.defvjp(_fwd, _bwd)
+
+
+def _weight_specs(layout: FFNLayout | None, weights: FFNWeights) -> FFNWeights:
+    into = weight_spec(layout, 1)
+    gate = None if weights.gate is None else into
+    return FFNWeights(up=into, down=weight_spec(layout, 0), gate=gate)
+
+
+def _forward(static, x, weights, packed, expert_index):
+    """Returns Y and the residuals, of one device's part of the operands."""
+    read = _as_read(static.layout, x.dtype, weights, packed)
+    y, residuals = static.execution.forward(static, x, read, expert_index)
+    return sum_over_neurons(static.layout, y), residuals
+
+
+def _backward(static, x, residuals, weights, packed, dy, key):
+    """Returns dX and the gradients of the weights, of one device's part of the
+    operands."""
+    layout = static.layout
+    read = _as_read(layout, dy.dtype, weights, packed)
+    key = own_key(layout, key)
+    dx, dw = static.execution.backward(static, x, residuals, read, dy, key)
+
+    def summed(gradient, weight, hidden_axis):
+        if weight is None:
+            return None
+        return sum_over_tokens(layout, gradient.astype(weight.dtype), hidden_axis)
+
+    return sum_over_neurons(layout, dx), FFNWeights(
+        up=summed(dw.up, weights.up, 1),
+        down=summed(dw.down, weights.down, 0),
+        gate=summed(dw.gate, weights.gate, 1),
+    )
+
+
+def _as_read(
+    layout: FFNLayout | None,
+    dtype: Any,
+    weights: FFNWeights,
+    packed: PackedFFN | None,
+) -> ReadWeights:
+    """Returns the weights of a device's neurons. Each is gathered wherever it is stored
+    split; XLA drops those that no GEMM reads."""
+
+    def dense(weight: jax.Array, hidden_axis: int) -> jax.Array:
+        return gather_weight(layout, weight.astype(dtype), hidden_axis)
+
+    def compressed(name):
+        weight = None if packed is None else getattr(packed, name)
+        return None if weight is None else gather_packed(layout, weight)
+
+    return ReadWeights(
+        up=dense(weights.up, 1),
+        down=dense(weights.down, 0),
+        gate=None if weights.gate is None else dense(weights.gate, 1),
+        packed_up=compressed("up"),
+        packed_down=compressed("down"),
+        packed_gate=compressed("gate"),
+    )

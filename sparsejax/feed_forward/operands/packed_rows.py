@@ -1,0 +1,128 @@
+"""Rows of experts, 2:4 inside their neurons, as a set of kernels packs them.
+
+A row is one (token, expert) pair of a `dispatch.Dispatch`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from sparsejax.feed_forward.operands.packed_activations import (
+    WholeFeatures,
+    add_lost,
+    whole_features,
+)
+from sparsejax.feed_forward.spec import FFNSparsity, dense_feature_count
+from sparsejax.ops.expert_rows import used_tiles
+from sparsejax.ops.kernels.base import (
+    ExpertRows,
+    KeptActivations,
+    KernelSet,
+    ResidualRows,
+)
+from sparsejax.routing.dispatch import Dispatch
+from sparsejax.sparsity.packed import Packed, in_blocks
+
+
+class PackedRows(NamedTuple):
+    """A = relu(Y1)^2 of the rows, two of four neurons kept: all that the backward needs
+    of Y1, with the rows' dispatch, and X where `x_rows` is None."""
+
+    a: Packed
+    """(rows, d_hidden / E)."""
+    nonzeros: Int[Array, "experts neurons"]
+    """How many of an expert's rows have a kept entry that is not zero."""
+    routed: Dispatch
+    x_rows: Float[Array, "rows d_model"] | None = None
+    """X of the rows, where the backward is to have them from here."""
+
+
+def counted(
+    routed: Dispatch, kept: KeptActivations, x_rows: jax.Array | None
+) -> PackedRows:
+    """Returns what a kernel kept of the rows, with the non-zeros of each expert summed.
+
+    Args:
+      x_rows: as in `PackedRows`.
+    """
+    counts = kept.counts
+    tiles = counts.reshape(routed.tile_expert.size, -1, counts.shape[1])
+    of_tile = jnp.sum(tiles, axis=1, dtype=jnp.int32)
+    # Tiles without rows may hold anything.
+    used = jnp.arange(of_tile.shape[0]) < used_tiles(routed)
+    of_tile = jnp.where(used[:, None], of_tile, 0)
+    nonzeros = jax.ops.segment_sum(of_tile, routed.tile_expert, routed.experts)
+    return PackedRows(kept.a, nonzeros, routed, x_rows)
+
+
+class RowGroups(NamedTuple):
+    """How GEMMs 5 and 6 group an expert's rows: four that follow each other."""
+
+    whole: WholeFeatures | None
+    """One entry for each expert, along a first axis."""
+
+    @property
+    def residual(self) -> ResidualRows | None:
+        """The second rows of all experts' neurons that stay whole, if any do."""
+        if self.whole is None:
+            return None
+        return ResidualRows(self.whole.slots.reshape(-1), self.whole.rows)
+
+
+def row_groups(sparsity: FFNSparsity, tokens: int, kept: PackedRows) -> RowGroups:
+    """Returns a share of each expert's neurons, those with most non-zeros, stays
+    whole."""
+    count = dense_feature_count(kept.nonzeros.shape[1], sparsity.dense_features)
+    if count == 0:
+        return RowGroups(None)
+
+    def of_expert(nonzeros):
+        chosen, slots, _ = whole_features(nonzeros, count, tokens)
+        return chosen, slots
+
+    return RowGroups(
+        WholeFeatures(*jax.vmap(of_expert)(kept.nonzeros), in_blocks(count))
+    )
+
+
+def weight_gradient_of_experts(
+    kernels: KernelSet,
+    groups: RowGroups,
+    sparse: Packed,
+    x: Float[Array, "rows d"],
+    rows: ExpertRows,
+    *,
+    transpose_out: bool,
+) -> Float[Array, "_ _"]:
+    """Returns `sparse @ x`, of each expert over its own rows, in float32: dW2
+    (features, d), or dW1 (d, features)."""
+    residual = groups.residual
+    product, lost = kernels.expert_weight_gradient(
+        sparse,
+        x,
+        rows,
+        transpose_out=transpose_out,
+        residual_rows=0 if residual is None else residual.rows,
+    )
+    product = _side_by_side(product, transpose_out)
+    if groups.whole is None or lost is None:
+        return product
+    lost = _side_by_side(lost, transpose_out)
+    # Of all neurons, and of all second rows: one expert's after the other's.
+    experts, count = groups.whole.chosen.shape
+    neurons = groups.whole.slots.shape[1]
+    second = groups.whole.rows
+    first = jnp.arange(experts, dtype=jnp.int32)[:, None]
+    chosen = (first * neurons + groups.whole.chosen).reshape(-1)
+    own = (first * second + jnp.arange(count)[None]).reshape(-1)
+    lost = lost[:, own] if transpose_out else lost[own]
+    return add_lost(product, lost, chosen, columns=transpose_out)
+
+
+def _side_by_side(result: jax.Array, transpose_out: bool) -> jax.Array:
+    """Puts experts' matrices together, as columns of one matrix or as its rows."""
+    if transpose_out:
+        return result.reshape(result.shape[0], -1)
+    return result.reshape(-1, result.shape[2])

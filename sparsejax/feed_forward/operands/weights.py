@@ -1,0 +1,170 @@
+"""The weights of an FFN as its GEMMs read them: dense, and packed 2:4."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from sparsejax.feed_forward.layout import FFNLayout, on_mesh, weight_spec
+from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.ops import dense_matmul
+from sparsejax.ops.backend import Backend, Decision
+from sparsejax.ops.kernels import registry
+from sparsejax.ops.sparse_matmul import pack_weight, sparse_matmul, why_not_packed
+from sparsejax.sparsity.compressed import Compressed, compress
+from sparsejax.sparsity.masks import magnitude_mask, soft_threshold
+from sparsejax.sparsity.packed import Packed, pack
+from sparsejax.sparsity.patterns import NM
+
+
+class PackedFFN(NamedTuple):
+    """beta S(W) of an FFN's weights, compressed along d_model, the axis that GEMMs 1
+    and 3 reduce over; `Packed` where sparse tensor cores will read it."""
+
+    up: Compressed | Packed
+    """S(W1): logical shape (d_model, d_hidden), groups along axis -2; `Packed` holds
+    its transpose."""
+    down: Compressed | Packed
+    """S(W2^T)^T: logical shape (d_hidden, d_model), groups along axis -1."""
+    gate: Compressed | Packed | None = None
+    """S(Wg) of a gated FFN, as `up`."""
+
+
+class FFNWeights[T](NamedTuple):
+    """The weights of an FFN, or of each of them something else: its gradient, or how it
+    lies on a mesh."""
+
+    up: T
+    """W1 (d_model, d_hidden), or Wu of a gated FFN."""
+    down: T
+    """W2 (d_hidden, d_model)."""
+    gate: T | None = None
+    """Wg of a gated FFN, as `up`."""
+
+
+class ReadWeights(NamedTuple):
+    """The weights as a device's GEMMs read them: in the compute dtype, and S(W)
+    compressed where they are sparse."""
+
+    up: jax.Array
+    down: jax.Array
+    gate: jax.Array | None = None
+    packed_up: Compressed | Packed | None = None
+    packed_down: Compressed | Packed | None = None
+    packed_gate: Compressed | Packed | None = None
+
+
+def pack_ffn(
+    w_up: Float[Array, "*layers d_model d_hidden"],
+    w_down: Float[Array, "*layers d_hidden d_model"],
+    *,
+    w_gate: Float[Array, "*layers d_model d_hidden"] | None = None,
+    sparsity: FFNSparsity,
+    scales: Float[Array, "*layers matrices"],
+    dtype: jnp.dtype,
+    layout: FFNLayout | None = None,
+    backend: Backend | None = None,
+) -> PackedFFN | None:
+    """Returns beta S(W) of every weight, compressed; None where the weights stay dense.
+
+    S is the soft threshold of arXiv 2409.09099, beta its frozen scale. Packing reads
+    and writes each weight once: do it once per optimiser step, not per micro-batch.
+    Where GEMMs 1 and 3 can run on sparse tensor cores, the result is in their order.
+
+    Args:
+      w_up, w_down, w_gate: float32 masters; leading axes are stacked layers.
+      scales: beta of (up, down), or of (gate, up, down) for a gated FFN.
+      dtype: of the packed values.
+      layout: how the weights lie on a mesh of several devices.
+      backend: what will run the GEMMs; None for the best.
+    """
+    if sparsity.weights is None:
+        return None
+    scales_of = [scales[..., i, None, None] for i in range(scales.shape[-1])]
+    *gate_scale, up_scale, down_scale = scales_of
+    if len(gate_scale) != (w_gate is not None):
+        raise ValueError(
+            f"{scales.shape[-1]} scales for {2 + (w_gate is not None)} weight matrices;"
+            f" pass one beta for each of (gate,) up, down"
+        )
+    pattern = sparsity.weights
+    d_model, d_hidden = w_up.shape[-2:]
+    shards = 1 if layout is None else layout.hidden_shards * layout.stored_shards
+
+    def packing(by_expert: bool) -> Callable[..., Compressed | Packed]:
+        # Rows that lie together: those of a device, and of an expert.
+        together = [d_hidden // shards]
+        if sparsity.experts and by_expert:
+            together.append(d_hidden // sparsity.experts)
+        if backend in (None, *registry.names()) and not any(
+            why_not_packed(rows, d_model, str(w_up.dtype), dtype) for rows in together
+        ):
+            return partial(_pack_on_each_device, layout, dtype=dtype)
+        return partial(_compress, pattern=pattern, dtype=dtype)
+
+    pack_up, pack_down = packing(sparsity.skip_blocks), packing(sparsity.da_by_expert)
+    gate = None
+    if w_gate is not None:
+        gate = pack_up(w_gate, gate_scale[0], axis=-2)
+    return PackedFFN(
+        up=pack_up(w_up, up_scale, axis=-2),
+        down=pack_down(w_down, down_scale, axis=-1),
+        gate=gate,
+    )
+
+
+def _compress(
+    w: jax.Array, scale: jax.Array, *, pattern: NM, axis: int, dtype: jnp.dtype
+) -> Compressed:
+    pruned = (scale * soft_threshold(w, axis=axis)).astype(dtype)
+    mask = magnitude_mask(w, pattern, axis=axis)
+    return compress(pruned, pattern, mask=mask, axis=axis)
+
+
+def _pack_on_each_device(
+    layout: FFNLayout | None,
+    w: jax.Array,
+    scale: jax.Array,
+    *,
+    axis: int,
+    dtype: jnp.dtype,
+) -> Packed:
+    stacked = w.ndim - 2
+    run = on_mesh(
+        layout,
+        partial(pack_weight, axis=axis, dtype=dtype),
+        in_specs=(weight_spec(layout, -3 - axis, stacked), PartitionSpec()),
+        out_specs=weight_spec(layout, 0, stacked),
+    )
+    return run(w, scale)
+
+
+def multiply(
+    gemm: Decision,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    out_dtype: jnp.dtype | None = None,
+) -> jax.Array:
+    """Returns `lhs @ rhs`, neither a packed weight; a sparse activation comes
+    masked."""
+    run = dense_matmul.implementations()[gemm.backend].run
+    return run(lhs, rhs, out_dtype=out_dtype)
+
+
+def as_packed(weight: Compressed | Packed) -> Packed:
+    """Returns the weight as sparse tensor cores read it."""
+    return weight if isinstance(weight, Packed) else pack(weight)
+
+
+def multiply_by_weight(
+    gemm: Decision, x: jax.Array, w: jax.Array, packed: Compressed | Packed | None
+) -> jax.Array:
+    """Returns `x @ w`, or `x @ S(w)` where the weight is packed."""
+    if packed is None:
+        return multiply(gemm, x, w)
+    return sparse_matmul(x, packed, backend=gemm.backend)

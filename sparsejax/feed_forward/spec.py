@@ -1,0 +1,440 @@
+"""The configuration space of the six FFN GEMMs, and what may be combined.
+
+    1  Y1 = X W1        2  Y  = A W2        with A = relu(Y1)^2
+    3  dA = dY W2^T     4  dX = dY1 W1^T    with dY1 = dA * 2 relu(Y1)
+    5  dW1 = X^T dY1    6  dW2 = A^T dY
+
+Sparse tensor cores accept sparsity in one operand, along the reduction axis, so a
+GEMM is sparse in its weight (1, 3) or in its activation (2, 4, 5, 6), never in both.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.device import CPU, Device
+from sparsejax.annotations import check_fields, check_value
+from sparsejax.feed_forward.activation import Activation, SquaredReLU
+from sparsejax.feed_forward.choice import decide
+from sparsejax.ops.backend import (
+    Backend,
+    Decision,
+    GemmSpec,
+    current_device,
+)
+from sparsejax.routing.routers import NEAREST_CENTRE, Router, named_router
+from sparsejax.sparsity.patterns import NM, VNM
+
+WeightGradients = Literal["dense", "expert_columns"]
+TokenSparsity = Literal["magnitude", "mvue", "mvue_approximate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FFNSparsity:
+    """Which operand of which GEMM is sparse, and how. The default is a dense FFN.
+
+    Sources: arXiv 2602.06183 (weights, Venom, router), 2503.16672 (activations).
+    """
+
+    weights: NM | None = None
+    """GEMMs 1 and 3 read the soft-thresholded W1 and W2^T, groups along d."""
+
+    activations: NM | VNM | None = None
+    """GEMMs 2 and 4: the pattern of A and of dY1 along the F neurons."""
+
+    router: Router = NEAREST_CENTRE
+    """V:N:M only: how a token chooses its experts; a registered name stands for it."""
+
+    experts_per_token: int = 1
+    """V:N:M only: g of E experts per token; the density of A is g * n / m."""
+
+    skip_blocks: bool = False
+    """V:N:M only: GEMM 1 computes just the neurons of the token's experts. GEMM 3 does
+    so too, where its weight is 2:4 even without (`da_by_expert`)."""
+
+    mask_reuse: bool = True
+    """The backward applies the forward's mask to Y1 before anything else. Without it
+    GEMM 4 selects anew in dY1 and GEMMs 5, 6 read unmasked activations: an ablation."""
+
+    weight_gradients: WeightGradients = "dense"
+    """GEMMs 5 and 6: over all tokens, or per expert over the expert's tokens only."""
+
+    token_sparsity: TokenSparsity | None = None
+    """GEMMs 5 and 6: A and dY1 are made 2:4 along the tokens as well, by magnitude or
+    by the minimum-variance unbiased estimator (exact or approximate, needs a key)."""
+
+    dense_features: float = 0.05
+    """With `token_sparsity`: the share of features, those with most non-zeros, that
+    stay dense in GEMMs 5 and 6. Default from arXiv 2503.16672 (95/5 split)."""
+
+    permute_tokens: bool = True
+    """With `token_sparsity`: groups of four are taken in a fixed order, tokens a 64th
+    of all apart, because neighbours activate the same features (arXiv 2503.16672)."""
+
+    def __post_init__(self) -> None:
+        self._check_patterns()
+        if not isinstance(self.router, Router):
+            object.__setattr__(self, "router", named_router(self.router))
+        check_fields(self)
+        for name in ("weights", "activations"):
+            pattern = getattr(self, name)
+            if isinstance(pattern, NM) and (pattern.n, pattern.m) != (2, 4):
+                raise ValueError(
+                    f"{name}={pattern} is not 2:4, the N:M pattern that sparse tensor "
+                    f"cores run; use NM(2, 4)"
+                )
+        venom = isinstance(self.activations, VNM)
+        if isinstance(self.activations, VNM):
+            if self.activations.n != 2:
+                raise ValueError(
+                    f"activations={self.activations} keeps n={self.activations.n} of "
+                    f"four; sparse tensor cores need n=2"
+                )
+            if not 1 <= self.experts_per_token <= self.activations.experts:
+                raise ValueError(
+                    f"experts_per_token={self.experts_per_token} is not in "
+                    f"[1, {self.activations.experts}], the experts of "
+                    f"{self.activations} (m / 4)"
+                )
+        if self.skip_blocks and not venom:
+            raise ValueError(
+                f"skip_blocks=True needs a V:N:M activation pattern, not "
+                f"{self.activations}; set activations=VNM(v, 2, m)"
+            )
+        if self.skip_blocks and not self.router.before_up:
+            raise ValueError(
+                f"skip_blocks=True with router={self.router.name!r}: its choice is "
+                f"only known after GEMM 1 over all neurons; choose router="
+                f"'nearest_centre' or 'token_hash', or skip_blocks=False"
+            )
+        if self.skip_blocks and self.weight_gradients != "expert_columns":
+            raise ValueError(
+                f"skip_blocks=True leaves nothing outside the token's experts, so "
+                f"weight_gradients={self.weight_gradients!r} cannot be computed; use "
+                f"'expert_columns'"
+            )
+        if self.weight_gradients == "expert_columns" and not venom:
+            raise ValueError(
+                f"weight_gradients='expert_columns' needs a V:N:M activation pattern, "
+                f"not {self.activations}; use 'dense' or activations=VNM(v, 2, m)"
+            )
+        if not 0.0 <= self.dense_features < 1.0:
+            raise ValueError(
+                f"dense_features={self.dense_features} is not in [0, 1): it is the "
+                f"share of features kept dense in GEMMs 5 and 6"
+            )
+
+    def _check_patterns(self) -> None:
+        """What is no pattern at all gets the one that was meant."""
+        if not isinstance(self.weights, NM | None):
+            raise ValueError(
+                f"weights={self.weights!r} must be a 2:4 pattern, whose groups lie "
+                f"along d_model, or None for dense weights; use NM(2, 4)"
+            )
+        if not isinstance(self.activations, NM | VNM | None):
+            raise ValueError(
+                f"activations={self.activations!r} must be a pattern along the neurons "
+                f"or None for dense activations; use NM(2, 4), or VNM(v, 2, m) with m "
+                f"four times the number of experts"
+            )
+
+    @property
+    def experts(self) -> int | None:
+        """E, or None where no router is used."""
+        return self.activations.experts if isinstance(self.activations, VNM) else None
+
+    @property
+    def da_by_expert(self) -> bool:
+        """Whether GEMM 3 computes dA for the neurons of a token's experts alone. A is
+        zero at all others, and so dY1 = dA * 2 relu(Y1), unless `mask_reuse=False` lets
+        dense weight gradients read them. A dense weight (no `skip_blocks`) is left to
+        one dense GEMM, which no loop over experts beats at every size."""
+        read_elsewhere = not self.mask_reuse and self.weight_gradients == "dense"
+        two_four = self.weights is not None and not read_elsewhere
+        return bool(self.experts) and (self.skip_blocks or two_four)
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether the backward draws random numbers."""
+        return self.token_sparsity in ("mvue", "mvue_approximate")
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether all six GEMMs are dense."""
+        return (
+            self.weights is None
+            and self.activations is None
+            and self.token_sparsity is None
+        )
+
+
+DENSE = FFNSparsity()
+
+FEATURE_TILE = 16
+"""The features that stay dense in GEMMs 5 and 6 are rounded up to whole tiles of 16,
+the row granularity of the tensor-core instructions that multiply them."""
+
+
+def dense_feature_count(features: int, share: float) -> int:
+    """Returns how many features stay dense: `share` rounded up to whole feature
+    tiles."""
+    return min(math.ceil(share * features / FEATURE_TILE) * FEATURE_TILE, features)
+
+
+GROUP_TILE = 128
+"""Rows of one expert that sparse tensor cores take together."""
+
+
+def group_tile(v: int) -> int:
+    """Returns what an expert's tokens are filled up to multiples of there, at least V.
+    It pads more, and changes no value."""
+    return math.ceil(v / GROUP_TILE) * GROUP_TILE
+
+
+@dataclass(frozen=True, kw_only=True)
+class FFNCall(ABC):
+    """The static facts of one call of an FFN, gated or not."""
+
+    tokens: int
+    d_model: int
+    d_hidden: int
+    dtype: str
+    sparsity: FFNSparsity = DENSE
+    device: Device = CPU
+    token_shards: int = 1
+    """Parts that the tokens are split into on a mesh; each device has one of them."""
+    hidden_shards: int = 1
+    """Parts that the neurons are split into on a mesh; each device has one of them."""
+
+    def __post_init__(self) -> None:
+        check_value("sparsity", self.sparsity, FFNSparsity)
+        check_dtype("x", self.dtype)
+        check_divisible(self.d_model, self.d_hidden, self.sparsity)
+
+    @property
+    @abstractmethod
+    def kind(self) -> Activation:
+        """The activation between its GEMMs."""
+
+    @abstractmethod
+    def gemms(self) -> tuple[GemmSpec, ...]:
+        """The GEMMs of one device, forward and backward."""
+
+    def explain(self, backend: Backend | None = None) -> tuple[Decision, ...]:
+        """Returns what runs each of the GEMMs, and why: see `choice.decide`.
+
+        Raises:
+          NotImplementedError: the named backend cannot run one of them; says why.
+        """
+        return decide(self.gemms(), backend, self.with_epilogues)
+
+    def with_epilogues(self, decisions: Sequence[Decision]) -> tuple[Decision, ...]:
+        """Where a GEMM's kernel does more than multiply, its path says so."""
+        return tuple(decisions)
+
+
+DTYPES = ("float32", "bfloat16", "float64")
+"""What an FFN's operands may be; float64, which no kernel takes, is for tests of
+gradients."""
+
+
+def check_dtype(name: str, dtype: str) -> None:
+    """Raises ValueError where no FFN computes in the dtype of its operand `name`."""
+    if dtype not in DTYPES:
+        raise ValueError(
+            f"{name} has dtype {dtype}, and an FFN computes in float32 or bfloat16 (in "
+            f"float16 relu(Y1)^2 would be infinite from Y1 = 256 on); use "
+            f"{name}.astype(jnp.bfloat16)"
+        )
+
+
+def dtype_in_jax(array: Array) -> str:
+    """Returns the dtype that JAX computes with: of NumPy's float64 that is float32,
+    unless x64 is enabled."""
+    return str(jnp.result_type(array))
+
+
+class FFNSpec(FFNCall):
+    """The static facts of one squared-ReLU FFN call."""
+
+    @property
+    def kind(self) -> Activation:
+        return SquaredReLU()
+
+    @classmethod
+    def of(
+        cls,
+        x: Float[Array, "tokens d_model"],
+        w_up: Float[Array, "d_model d_hidden"],
+        w_down: Float[Array, "d_hidden d_model"],
+        sparsity: FFNSparsity,
+        *,
+        token_shards: int = 1,
+        hidden_shards: int = 1,
+    ) -> "FFNSpec":
+        """Reads the shapes of a call. Raises ValueError where they do not fit, or where
+        a dtype is none that an FFN computes in."""
+        if x.ndim != 2 or w_up.ndim != 2 or w_down.ndim != 2:
+            raise ValueError(
+                f"x {x.shape}, w_up {w_up.shape} and w_down {w_down.shape} must be "
+                f"matrices; flatten batch axes or use jax.vmap"
+            )
+        d_model, d_hidden = w_up.shape
+        if x.shape[1] != d_model or w_down.shape != (d_hidden, d_model):
+            raise ValueError(
+                f"shapes do not chain: x {x.shape} needs w_up (d_model, d_hidden), got "
+                f"{w_up.shape}, and w_down (d_hidden, d_model), got {w_down.shape}"
+            )
+        for name, weight in (("w_up", w_up), ("w_down", w_down)):
+            check_dtype(name, dtype_in_jax(weight))
+        return cls(
+            tokens=x.shape[0],
+            d_model=d_model,
+            d_hidden=d_hidden,
+            dtype=dtype_in_jax(x),
+            sparsity=sparsity,
+            device=current_device(),
+            token_shards=token_shards,
+            hidden_shards=hidden_shards,
+        )
+
+    def gemms(self) -> tuple[GemmSpec, ...]:
+        """Returns GEMMs 1 to 6 of one device."""
+        s = self.sparsity
+        t, d = self.tokens // self.token_shards, self.d_model
+        f = self.d_hidden // self.hidden_shards
+        activations = NM(2, 4) if s.activations else None
+        venom = s.activations if isinstance(s.activations, VNM) else None
+        neurons = self.d_hidden // (s.experts or 1)
+        along_tokens = NM(2, 4) if s.token_sparsity else None
+        routed, columns = bool(s.experts), s.weight_gradients == "expert_columns"
+
+        def gemm(role, name, d_in, d_out, operand, pattern, by_expert, **facts):
+            return GemmSpec(
+                name=name,
+                role=role,
+                tokens=t,
+                d_in=d_in,
+                d_out=d_out,
+                dtype=self.dtype,
+                sparse_operand=operand if pattern else None,
+                pattern=pattern,
+                experts=s.experts if by_expert else None,
+                experts_per_token=s.experts_per_token if by_expert else 1,
+                expert_features=neurons if by_expert else 0,
+                group_tile=group_tile(venom.v) if venom and by_expert else 0,
+                device=self.device,
+                **facts,
+            )
+
+        weight = partial(gemm, operand="weight", pattern=s.weights)
+        activation = partial(
+            gemm, operand="input", pattern=activations, by_expert=routed
+        )
+        gradient = partial(
+            gemm,
+            pattern=along_tokens,
+            by_expert=columns,
+            is_weight_gradient=True,
+            whole_features=dense_feature_count(
+                neurons if columns else f, s.dense_features
+            ),
+            why_not_packed=why_not_packed_over_tokens(s),
+        )
+        return (
+            weight("up", "1  Y1 = X W1", d, f, by_expert=s.skip_blocks),
+            activation("down", "2  Y = A W2", f, d),
+            weight("d_hidden", "3  dA = dY W2^T", d, f, by_expert=s.da_by_expert),
+            activation(
+                "d_input",
+                "4  dX = dY1 W1^T",
+                f,
+                d,
+                weight_transposed=True,
+                why_not_packed=why_not_packed_anew(s),
+            ),
+            gradient("d_up", "5  dW1 = X^T dY1", d, f, operand="gradient"),
+            gradient("d_down", "6  dW2 = A^T dY", f, d, operand="input"),
+        )
+
+    def with_epilogues(self, decisions: Sequence[Decision]) -> tuple[Decision, ...]:
+        told = {decision.spec.role: decision for decision in decisions}
+        for first, then, what in (
+            ("up", "down", "A 2:4"),
+            ("d_hidden", "d_input", "dY1 where A is kept"),
+        ):
+            if packs_its_result(self.sparsity, told[first], told[then]):
+                path = f"{told[first].path}, writes {what}"
+                told[first] = replace(told[first], path=path)
+                told[then] = _packed_before(told[then])
+        return tuple(told.values())
+
+
+def _packed_before(decision: Decision) -> Decision:
+    """Returns a GEMM whose operand another one has packed for it."""
+    if decision.times is None:
+        return decision
+    times = replace(decision.times, packing_us=0.0)
+    return replace(decision, times=times)
+
+
+def packs_its_result(
+    sparsity: FFNSparsity, decision: Decision, following: Decision
+) -> bool:
+    """Returns whether GEMM 1 writes A instead of Y1, or GEMM 3 dY1 instead of dA, 2:4
+    as the GEMM that follows reads it: in its kernel's epilogue, where both have the
+    same rows."""
+    same_rows = not sparsity.experts or decision.spec.experts is not None
+    both = decision.on_kernels and following.on_kernels
+    return sparsity.weights is not None and same_rows and both
+
+
+def why_not_packed_anew(sparsity: FFNSparsity) -> str | None:
+    """Returns why nothing packs what GEMM 4 reads, or None."""
+    return None if sparsity.mask_reuse else "mask_reuse=False selects anew in dY1"
+
+
+def why_not_packed_over_tokens(sparsity: FFNSparsity) -> str | None:
+    """Returns why nothing packs what GEMMs 5 and 6 read, or None."""
+    if sparsity.activations is None:
+        return "they are not 2:4 along the features"
+    if sparsity.experts and sparsity.weight_gradients != "expert_columns":
+        return "weight_gradients='dense' sums over the tokens of all experts"
+    if sparsity.needs_key:
+        return f"token_sparsity={sparsity.token_sparsity!r} draws random numbers"
+    if not sparsity.mask_reuse:
+        return "mask_reuse=False does not keep the mask of the forward"
+    return None
+
+
+def check_divisible(d_model: int, d_hidden: int, sparsity: FFNSparsity) -> None:
+    """Raises ValueError where groups or clusters do not divide the two widths."""
+    weights, activations = sparsity.weights, sparsity.activations
+    if weights is not None and d_model % weights.m:
+        raise ValueError(
+            f"d_model={d_model} is not a multiple of {weights.m}, required by "
+            f"weights={weights}; pad to {-(-d_model // weights.m) * weights.m}"
+        )
+    if activations is not None and d_hidden % activations.m:
+        raise ValueError(
+            f"d_hidden={d_hidden} is not a multiple of m={activations.m}, required by "
+            f"activations={activations}; pad to "
+            f"{-(-d_hidden // activations.m) * activations.m}"
+        )
+    if (
+        isinstance(activations, VNM)
+        and sparsity.token_sparsity
+        and sparsity.weight_gradients == "expert_columns"
+        and activations.v % 4
+    ):
+        raise ValueError(
+            f"{activations} pads an expert's tokens to multiples of {activations.v}, "
+            f"but token_sparsity={sparsity.token_sparsity!r} needs groups of four; "
+            f"use a v that is a multiple of 4"
+        )

@@ -1,0 +1,1 @@
+"""Flax NNX modules, from the FFN to the transformer."""

@@ -1,0 +1,133 @@
+"""Causal grouped-query attention with rotary positions, as a Flax NNX module.
+
+The parameters are float32 masters; the layer computes in its `dtype`.
+"""
+
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.device import Device
+from sparsejax.distributed.mesh import BATCH, constrain
+from sparsejax.models.initializers import fan_in_normal
+
+
+def rotary_embedding(
+    x: Float[Array, "batch sequence heads head_dim"],
+    positions: Int[Array, " sequence"],
+    *,
+    base: float,
+) -> Float[Array, "batch sequence heads head_dim"]:
+    """Returns `x` with each pair (x_i, x_{i + head_dim/2}) turned by position *
+    frequency_i.
+
+    frequency_i = base^(-2 i / head_dim). Angles and rotation are float32, the result is
+    in x.dtype. Scores of two rotated vectors depend on the difference of their
+    positions only. Source: Su et al. 2021, arXiv 2104.09864; pairs are half a head
+    apart, not neighbours, so that the rotation moves whole vector registers.
+    """
+    half = x.shape[-1] // 2
+    frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions.astype(jnp.float32)[:, None] * frequency[None, :]
+    cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    )
+    return rotated.astype(x.dtype)
+
+
+def attention_implementation(
+    head_dim: int, dtype: DTypeLike, device: jax.Device | Device | None = None
+) -> tuple[Literal["cudnn", "xla"], str]:
+    """Returns the implementation of `jax.nn.dot_product_attention` to ask for, and the
+    reason.
+
+    cuDNN's flash attention never stores the sequence x sequence scores; XLA's does.
+    """
+    device = jax.devices()[0] if device is None else device
+    dtype = jnp.dtype(dtype)
+    if device.platform != "gpu":
+        return "xla", f"cuDNN needs a GPU, this is {device.platform}"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return "xla", f"cuDNN attention takes bfloat16 or float16, not {dtype}"
+    # Limits of cuDNN's flash attention as checked in jax._src.cudnn, jax 0.11.2.
+    hopper_or_later = float(device.compute_capability or 0) >= 9.0
+    widest = 256 if hopper_or_later else 128
+    if head_dim % 8 or head_dim > widest:
+        return "xla", (
+            f"cuDNN attention takes a head_dim that is a multiple of 8 up to {widest} "
+            f"on this GPU, not {head_dim}"
+        )
+    return "cudnn", f"{dtype}, head_dim={head_dim}: flash attention is available"
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention with rotary positions, without biases.
+
+    softmax(Q K^T / sqrt(head_dim) + causal mask) V, scores and softmax in float32.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        rope_base: float = 10_000.0,
+        dtype: DTypeLike = jnp.float32,
+        out_scale: float = 1.0,
+        mesh: Mesh | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """`out_scale` multiplies the initial deviation of the output projection; `mesh`
+        has the axes of `sharding` and splits batch and heads."""
+        self.heads = heads
+        self.kv_heads = heads if kv_heads is None else kv_heads
+        if d_model % heads or self.heads % self.kv_heads:
+            raise ValueError(
+                f"d_model={d_model}, heads={heads}, kv_heads={self.kv_heads}: d_model "
+                f"must be a multiple of heads, and heads one of kv_heads"
+            )
+        self.head_dim = d_model // heads
+        self.rope_base = rope_base
+        self.dtype = jnp.dtype(dtype)
+        self.mesh = mesh
+        kv_width = self.kv_heads * self.head_dim
+        self.w_query = nnx.Param(fan_in_normal(rngs.params(), (d_model, d_model)))
+        self.w_key = nnx.Param(fan_in_normal(rngs.params(), (d_model, kv_width)))
+        self.w_value = nnx.Param(fan_in_normal(rngs.params(), (d_model, kv_width)))
+        self.w_out = nnx.Param(
+            fan_in_normal(rngs.params(), (d_model, d_model), out_scale)
+        )
+
+    def __call__(
+        self, x: Float[Array, "batch sequence d_model"], *, offset: int = 0
+    ) -> Float[Array, "batch sequence d_model"]:
+        """Computes attention of every token to itself and those before it; `offset` is
+        the position of the first."""
+        x = x.astype(self.dtype)
+        positions = offset + jnp.arange(x.shape[1])
+        rotate = partial(rotary_embedding, positions=positions, base=self.rope_base)
+        query = rotate(self._project(x, self.w_query, self.heads))
+        key = rotate(self._project(x, self.w_key, self.kv_heads))
+        value = self._project(x, self.w_value, self.kv_heads)
+        implementation, _ = attention_implementation(self.head_dim, self.dtype)
+        mixed = jax.nn.dot_product_attention(
+            query, key, value, is_causal=True, implementation=implementation
+        )
+        # Gathered over fsdp in the compute dtype, and not before.
+        w_out = constrain(self.w_out[...].astype(self.dtype), self.mesh, "tensor", None)
+        return constrain(mixed.reshape(x.shape) @ w_out, self.mesh, BATCH, None, None)
+
+    def _project(self, x: jax.Array, w: nnx.Param, heads: int) -> jax.Array:
+        gathered = constrain(w[...].astype(self.dtype), self.mesh, None, "tensor")
+        projected = x @ gathered
+        by_head = projected.reshape(*x.shape[:-1], heads, self.head_dim)
+        return constrain(by_head, self.mesh, BATCH, None, "tensor", None)

@@ -1,0 +1,317 @@
+"""The FFN with sparse GEMMs, as a Flax NNX module.
+
+Parameters are float32 masters; the layer computes in its `dtype`. The layers of a model
+may be stacked: a `SparseFFN` whose weights carry a leading layer axis packs, rescales
+and clusters all its layers at once, and is called one layer at a time by the scan over
+them.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Key
+
+from sparsejax.annotations import check_value
+from sparsejax.distributed.mesh import constrain
+from sparsejax.feed_forward.activation import ActivationName
+from sparsejax.feed_forward.ffn import ffn
+from sparsejax.feed_forward.gated_ffn import check_gated, gated_ffn
+from sparsejax.feed_forward.layout import FFNLayout
+from sparsejax.feed_forward.operands.weights import PackedFFN, pack_ffn
+from sparsejax.feed_forward.spec import DENSE, FFNSparsity, check_divisible
+from sparsejax.models.initializers import fan_in_normal
+from sparsejax.ops.backend import Backend
+from sparsejax.routing.clusters import balanced_clusters, contiguous_order
+from sparsejax.routing.routers import NO_STATE, State
+from sparsejax.sparsity.masks import soft_threshold_scale
+
+
+class SoftThresholdScale(nnx.Variable[jax.Array]):
+    """beta of the soft threshold, one per sparse weight: frozen state, not trained."""
+
+
+class RouterState(nnx.Variable[State]):
+    """The arrays that a router keeps, by name: state, not trained."""
+
+
+class PackedWeights(nnx.Variable[PackedFFN]):
+    """Compressed weights made from the masters: see `micro_batches`."""
+
+
+class SparseFFN(nnx.Module):
+    """The feed-forward network, dense or sparse as `sparsity` says.
+
+    relu2: relu(X W1)^2 W2, W1 = `w_up` (d_model, d_hidden), W2 = `w_down`.
+    swiglu: (silu(X Wg) * X Wu) Wd, weights may be sparse, activations not.
+    reglu2: (relu(X Wg)^2 * X Wu) Wd, both may be, without a router.
+
+    State that is not trained: `scales`, beta per sparse weight in the order (gate,) up,
+    down; `router_state`, the arrays that the router of a V:N:M pattern keeps, None
+    where it keeps none. Expert e owns the neurons [e d_hidden / experts,
+    (e + 1) d_hidden / experts). Both belong to the weights: restore them together with
+    these, or make them anew (`refresh_scales`, `cluster`). Every call compresses 2:4
+    weights anew; `micro_batches` has what does so once for several calls.
+
+    Sources: arXiv 2602.06183 (weights, router), 2503.16672 (activations),
+    2002.05202 (SwiGLU).
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_hidden: int,
+        *,
+        activation: ActivationName = "relu2",
+        sparsity: FFNSparsity = DENSE,
+        dtype: DTypeLike = jnp.float32,
+        down_scale: float = 1.0,
+        backend: Backend | None = None,
+        layout: FFNLayout | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """`down_scale` multiplies the initial deviation of w_down; `backend` names what
+        runs the sparse GEMMs (None: the best supported); `layout` says how the FFN lies
+        on a mesh of several devices.
+
+        Raises:
+          ValueError: a choice that is none, or a sparsity that does not fit: `check`.
+        """
+        check_value("activation", activation, ActivationName)
+        check_value("backend", backend, Backend | None)
+        self.d_model = d_model
+        self.d_hidden = d_hidden
+        self.activation = activation
+        self.dtype = jnp.dtype(dtype)
+        self.backend = backend
+        self.layout = layout
+        self.w_up = nnx.Param(fan_in_normal(rngs.params(), (d_model, d_hidden)))
+        self.w_down = nnx.Param(
+            fan_in_normal(rngs.params(), (d_hidden, d_model), down_scale)
+        )
+        self.w_gate = nnx.data(
+            nnx.Param(fan_in_normal(rngs.params(), (d_model, d_hidden)))
+            if activation != "relu2"
+            else None
+        )
+        self.scales = SoftThresholdScale(self._scales())
+        self.router_state: RouterState | None = nnx.data(None)
+        # Only in the copies of a model that `micro_batches` makes and drops.
+        self.packed: PackedWeights | None = nnx.data(None)
+        self.sparsity = DENSE
+        self.compute_as(sparsity)
+
+    def __call__(
+        self,
+        x: Float[Array, "*batch d_model"],
+        *,
+        token_ids: Int[Array, "*batch"] | None = None,
+        key: Key[Array, ""] | None = None,
+    ) -> Float[Array, "*batch d_model"]:
+        """Returns the FFN of every token, in `dtype`.
+
+        `token_ids` is for a router that reads them, such as `TokenHash`; `key` for the
+        random estimators of `sparsity.token_sparsity`.
+        """
+        if self.w_up[...].ndim != 2:
+            raise ValueError(
+                f"w_up of shape {self.w_up[...].shape} stacks several layers; call one "
+                f"layer at a time, as a scan over the leading axis does"
+            )
+        if x.shape[-1] != self.d_model:
+            raise ValueError(
+                f"x of shape {x.shape} does not end in d_model={self.d_model}; "
+                f"transpose it or build SparseFFN({x.shape[-1]}, {self.d_hidden})"
+            )
+        tokens = x.reshape(-1, self.d_model).astype(self.dtype)
+        packed = None if self.packed is None else self.packed.get_value()
+        if self.activation != "relu2":
+            assert self.w_gate is not None
+            out = gated_ffn(
+                tokens,
+                self.w_gate[...],
+                self.w_up[...],
+                self.w_down[...],
+                activation=self.activation,
+                sparsity=self.sparsity,
+                packed=packed,
+                scales=self.scales[...],
+                key=key,
+                layout=self.layout,
+                backend=self.backend,
+            )
+        else:
+            out = ffn(
+                tokens,
+                self.w_up[...],
+                self.w_down[...],
+                sparsity=self.sparsity,
+                packed=packed,
+                scales=self.scales[...],
+                expert_index=self.route(tokens, token_ids),
+                key=key,
+                layout=self.layout,
+                backend=self.backend,
+            )
+        return out.reshape(x.shape)
+
+    def route(
+        self,
+        x: Float[Array, "tokens d_model"],
+        token_ids: Int[Array, "*batch"] | None = None,
+    ) -> Int[Array, "tokens experts_per_token"] | None:
+        """Returns the experts of each token; None where there are none, or where the
+        FFN itself finds them after GEMM 1. No gradient passes.
+
+        Raises:
+          ValueError: the router reads token ids, and there are no `token_ids`.
+        """
+        experts, router = self.sparsity.experts, self.sparsity.router
+        if experts is None or not router.before_up:
+            return None
+        read = x
+        if router.reads == "token_ids":
+            if token_ids is None:
+                raise ValueError(
+                    f"router={router.name!r} reads token ids, but token_ids is None; "
+                    f"pass token_ids of x's leading shape or choose a router that "
+                    f"reads the token itself, such as 'nearest_centre'"
+                )
+            read = token_ids.reshape(-1)
+        state = self.router_state
+        return router.choose(
+            read,
+            experts=experts,
+            experts_per_token=self.sparsity.experts_per_token,
+            state=NO_STATE if state is None else state.get_value(),
+        )
+
+    def check(self, sparsity: FFNSparsity) -> None:
+        """Raises ValueError where groups or experts do not divide the widths, or where
+        a gated FFN cannot have these activations."""
+        check_value("sparsity", sparsity, FFNSparsity)
+        if self.activation != "relu2":
+            check_gated(self.activation, sparsity)
+        check_divisible(self.d_model, self.d_hidden, sparsity)
+
+    def compute_as(
+        self, sparsity: FFNSparsity, *, keep_router_state: bool = False
+    ) -> None:
+        """Sets what the next call computes, and changes no weight and no beta.
+
+        This is the part of `switching.switch` that is about one FFN's calls; a training
+        loop calls that function, which also sees to betas and clusters.
+
+        What the router keeps appears with its V:N:M pattern, as before any clustering.
+        It stays while router and number of experts do, and is dropped with them, unless
+        `keep_router_state`: then single steps of another sparsity, whose router keeps
+        nothing, can lie in between.
+
+        Raises:
+          ValueError: see `check`; nothing has been changed then.
+        """
+        self.check(sparsity)
+        before, self.sparsity = self.sparsity, sparsity
+        experts, router = sparsity.experts, sparsity.router
+        if experts is None or not router.has_state:
+            self.router_state = self.router_state if keep_router_state else None
+        elif (before.experts, before.router) != (experts, router):
+            initial = partial(router.initial_state, experts=experts)
+            w_up = self.w_up[...]
+            state = initial(w_up) if w_up.ndim == 2 else jax.vmap(initial)(w_up)
+            self.router_state = RouterState(state)
+
+    def packed_weights(self) -> PackedFFN | None:
+        """Returns the 2:4 weights beta S(W), compressed from the present masters and
+        betas; None where the weights are dense. See `operands.weights.pack_ffn`."""
+        return pack_ffn(
+            self.w_up[...],
+            self.w_down[...],
+            w_gate=None if self.w_gate is None else self.w_gate[...],
+            sparsity=self.sparsity,
+            scales=self.scales[...],
+            dtype=self.dtype,
+            layout=self.layout,
+            backend=self.backend,
+        )
+
+    def refresh_scales(self) -> None:
+        """Sets every beta to <W, S(W)> / <S(W), S(W)> of the present weight.
+
+        To be called when the sparse phase begins; beta is frozen from then on, because
+        recomputing it makes the masks unstable (arXiv 2409.09099).
+        """
+        self.scales[...] = self._scales()
+
+    def cluster(
+        self, *, warm_start: bool = False
+    ) -> Int[Array, " d_hidden"] | Int[Array, "layers d_hidden"]:
+        """Groups like neurons into the experts, renumbers them, and tells the router.
+
+        Neuron i becomes the former neuron order[i] in W1's columns and W2's rows, which
+        leaves the dense function as it was. The optimiser's moments of both must be
+        permuted alike, with the returned order.
+
+        Args:
+          warm_start: begin at the present grouping and not at a spread-out one.
+        Returns:
+          order, int32; (layers, d_hidden) if the layers are stacked.
+        Raises:
+          ValueError: the activation pattern is not V:N:M.
+        """
+        experts, router = self.sparsity.experts, self.sparsity.router
+        if experts is None:
+            raise ValueError(
+                f"activations={self.sparsity.activations} has no experts to cluster "
+                f"for; switch to a sparsity with activations=VNM(v, 2, m) first"
+            )
+        present = jnp.repeat(
+            jnp.arange(experts, dtype=jnp.int32), self.d_hidden // experts
+        )
+
+        mesh = None if self.layout is None else self.layout.mesh
+
+        def of_layer(
+            weights: tuple[jax.Array, jax.Array],
+        ) -> tuple[jax.Array, State, jax.Array, jax.Array]:
+            # Every device clusters all neurons: the same clusters on every mesh.
+            w_up, w_down = (constrain(w, mesh, None, None) for w in weights)
+            assignment, centres = balanced_clusters(
+                w_up, experts, initial=present if warm_start else None
+            )
+            order = contiguous_order(assignment, experts)
+            w_up = w_up[:, order]
+            state = dict(router.clustered_state(w_up, centres))
+            return order, state, w_up, w_down[order, :]
+
+        weights = self.w_up[...], self.w_down[...]
+        # One layer after the other: k-means holds several copies of W1.
+        by_layer = partial(jax.lax.map, of_layer) if weights[0].ndim == 3 else of_layer
+        order, state, w_up, w_down = by_layer(weights)
+        self.w_up[...], self.w_down[...] = w_up, w_down
+        if self.router_state is not None:
+            self.router_state.set_value(state)
+        return order
+
+    @property
+    def into_hidden(self) -> list[nnx.Param]:
+        """The weights that GEMM 1 reads, in the order of `scales`: (gate,) up."""
+        return [self.w_up] if self.w_gate is None else [self.w_gate, self.w_up]
+
+    def _scales(self) -> jax.Array:
+        into_hidden = self.into_hidden
+        stack = self.w_up[...].shape[:-2]
+        if self.d_model % 4:
+            # Groups of four do not divide d: such a layer cannot have 2:4 weights.
+            return jnp.ones((*stack, len(into_hidden) + 1), jnp.float32)
+        # GEMMs 1 and 3 both reduce over d: axis -2 of W1, the last axis of W2.
+        scales = [soft_threshold_scale(w[...], axis=-2) for w in into_hidden]
+        scales.append(soft_threshold_scale(self.w_down[...], axis=-1))
+        return jnp.stack(scales, axis=-1)
+
+
+def sparse_ffns(module: nnx.Module) -> list[SparseFFN]:
+    """Returns every `SparseFFN` in the module, the module itself included."""
+    return [part for _, part in nnx.iter_modules(module) if isinstance(part, SparseFFN)]

@@ -1,0 +1,298 @@
+"""A decoder-only transformer: pre-norm blocks, stacked and run by one scan."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int, Key
+
+from sparsejax.config import ModelConfig
+from sparsejax.distributed.mesh import BATCH, batch_parts, constrain, ffn_layout
+from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.models.attention import Attention
+from sparsejax.models.initializers import fan_in_normal
+from sparsejax.models.norm import RMSNorm
+from sparsejax.models.sparse_ffn import SparseFFN
+from sparsejax.ops.backend import Backend
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + ffn(norm(x))."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        sparsity: FFNSparsity = DENSE,
+        backend: Backend | None = None,
+        mesh: Mesh | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        # Two branches per layer add to the residual stream; scaled like this, their sum
+        # starts with the same variance at any depth (Radford et al. 2019, GPT-2).
+        branch_scale = (2 * config.layers) ** -0.5
+        norm = partial(RMSNorm, config.d_model, config.norm_epsilon, config.dtype)
+        self.attention_norm = norm()
+        self.attention = Attention(
+            config.d_model,
+            config.heads,
+            kv_heads=config.kv_heads,
+            rope_base=config.rope_base,
+            dtype=config.dtype,
+            out_scale=branch_scale,
+            mesh=mesh,
+            rngs=rngs,
+        )
+        self.ffn_norm = norm()
+        self.ffn = SparseFFN(
+            config.d_model,
+            config.d_hidden,
+            activation=config.activation,
+            sparsity=sparsity,
+            dtype=config.dtype,
+            down_scale=branch_scale,
+            backend=backend,
+            layout=ffn_layout(mesh),
+            rngs=rngs,
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "batch sequence d_model"],
+        *,
+        token_ids: Int[Array, "batch sequence"] | None = None,
+        key: Key[Array, ""] | None = None,
+    ) -> tuple[
+        Float[Array, "batch sequence d_model"], Float[Array, "batch sequence d_model"]
+    ]:
+        """Returns the block's output, and the input that its FFN saw."""
+        x = x + self.attention(self.attention_norm(x))
+        ffn_input = self.ffn_norm(x)
+        return x + self.ffn(ffn_input, token_ids=token_ids, key=key), ffn_input
+
+
+class Transformer(nnx.Module):
+    """Embedding, `config.layers` blocks, final norm, head.
+
+    The blocks' parameters are stacked, (layers, ...), under `blocks`: one block is
+    traced, whatever the depth, and with `scan_layers` compiled once. Residual stream in
+    `config.dtype`; norms, softmax and logits in float32.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        sparsity: FFNSparsity = DENSE,
+        backend: Backend | None = None,
+        mesh: Mesh | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """`backend` names what runs the sparse GEMMs (None: the best supported); `mesh`
+        is one of `sharding.make_mesh` (None: one device)."""
+        self.config = config
+        self.mesh = mesh
+        width, vocabulary = config.d_model, config.vocab_size
+        # The embedding is read by rows of d_model: fan-in as the head of a tied model.
+        self.embedding = nnx.Param(fan_in_normal(rngs.params(), (width, vocabulary)).T)
+        self.head = nnx.data(
+            None
+            if config.tie_embeddings
+            else nnx.Param(fan_in_normal(rngs.params(), (width, vocabulary)))
+        )
+        self.final_norm = RMSNorm(width, config.norm_epsilon, config.dtype)
+
+        @nnx.split_rngs(splits=config.layers)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def stacked_blocks(rngs: nnx.Rngs) -> Block:
+            return Block(
+                config, sparsity=sparsity, backend=backend, mesh=mesh, rngs=rngs
+            )
+
+        self.blocks = stacked_blocks(rngs)
+
+    @property
+    def sparsity(self) -> FFNSparsity:
+        """What is sparse in the FFNs; `switching.switch` changes it."""
+        return self.blocks.ffn.sparsity
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch sequence"],
+        *,
+        key: Key[Array, ""] | None = None,
+        capture_ffn_inputs: bool = False,
+    ) -> Any:
+        """Returns the logits of the token after each token, float32 (batch, sequence,
+        vocab).
+
+        Args:
+          tokens: ids in [0, vocab_size), int32.
+          key: for `sparsity.needs_key`; every layer gets its own.
+          capture_ffn_inputs: also return the input of each FFN, (layers, batch,
+            sequence, d_model) in `config.dtype`, as a second result.
+        """
+        x, ffn_inputs = self.features(
+            tokens, key=key, capture_ffn_inputs=capture_ffn_inputs
+        )
+        logits = self.logits(x)
+        return (logits, ffn_inputs) if capture_ffn_inputs else logits
+
+    def features(
+        self,
+        tokens: Int[Array, "batch sequence"],
+        *,
+        key: Key[Array, ""] | None = None,
+        capture_ffn_inputs: bool = False,
+    ) -> tuple[
+        Float[Array, "batch sequence d_model"],
+        Float[Array, "layers batch sequence d_model"] | None,
+    ]:
+        """Returns what the head reads, and the FFN inputs if asked for, else None."""
+        graph, stacked = nnx.split(self.blocks)
+        keys = None
+        if self.sparsity.needs_key and key is not None:
+            keys = jax.random.split(key, self.config.layers)
+
+        def apply(x, layer):
+            state, key = layer
+            block = nnx.merge(graph, state)
+            x, ffn_input = block(x, token_ids=tokens, key=key)
+            return x, ffn_input if capture_ffn_inputs else None
+
+        config = self.config
+        x, ffn_inputs = jax.lax.scan(
+            rematerialise(apply, config.remat, in_loop=config.scan_layers),
+            self._embed(tokens),
+            (stacked, keys),
+            unroll=not config.scan_layers,
+        )
+        return self.final_norm(x), ffn_inputs
+
+    def _embed(self, tokens: jax.Array) -> jax.Array:
+        # Under fsdp each device looks up its columns for the tokens of all, and they
+        # exchange activations: the table itself, which is larger, stays where it is.
+        ids = constrain(tokens, self.mesh, "data", None)
+        x = constrain(self.embedding[...][ids], self.mesh, "data", None, "fsdp")
+        x = x.astype(self.config.dtype)
+        return constrain(x, self.mesh, BATCH, None, None)
+
+    def logits(
+        self, features: Float[Array, "*batch d_model"]
+    ) -> Float[Array, "*batch vocab"]:
+        """Returns features @ head, operands in `config.dtype`, accumulated in float32.
+
+        In the backward the gradient of the logits is rounded to `config.dtype`.
+        """
+        head = self.embedding[...].T if self.head is None else self.head[...]
+        head = constrain(head.astype(self.config.dtype), self.mesh, None, "tensor")
+        logits = _accumulate_in_float32(features, head)
+        if features.ndim < 3:
+            return logits
+        return constrain(logits, self.mesh, BATCH, None, "tensor")
+
+
+@jax.custom_vjp
+def _accumulate_in_float32(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Returns x @ w in float32. Its gradient is rounded to the dtype of x: autodiff
+    would give the backward's two GEMMs a float32 operand, and they would take three
+    times as long (measured on an H200: a sixth of a step of llama-1b)."""
+    return jnp.matmul(x, w, preferred_element_type=jnp.float32)
+
+
+def _accumulate_fwd(x, w):
+    return _accumulate_in_float32(x, w), (x, w)
+
+
+def _accumulate_bwd(operands, gradient):
+    x, w = operands
+    gradient = gradient.astype(x.dtype)
+    batch = tuple(range(x.ndim - 1))
+    return gradient @ w.T, jnp.tensordot(x, gradient, (batch, batch))
+
+
+_accumulate_in_float32.defvjp(_accumulate_fwd, _accumulate_bwd)
+
+
+def rematerialise(block: Callable, remat: str, *, in_loop: bool = True) -> Callable:
+    """Returns `block`, told what its backward recomputes: `ModelConfig.remat`."""
+    if remat == "none":
+        return block
+    policy = {
+        "full": jax.checkpoint_policies.nothing_saveable,
+        # A GEMM with batch axes is attention's, whose outputs are the large ones.
+        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    }[remat]
+    # The body of a loop cannot be merged with its recomputation, so that barriers
+    # against that would only cost.
+    return jax.checkpoint(block, policy=policy, prevent_cse=not in_loop)
+
+
+def cross_entropy(
+    model: Transformer,
+    tokens: Int[Array, "batch sequence_plus_one"],
+    key: Key[Array, ""] | None = None,
+) -> Float[Array, ""]:
+    """Returns the mean loss in nats per token of predicting tokens[:, 1:], float32."""
+    logits = model(tokens[:, :-1], key=key)
+    # XLA makes the one-hot targets on the fly. By index, the gradient of the logits
+    # would be scattered into a float32 array of their size.
+    targets = jax.nn.one_hot(tokens[:, 1:], logits.shape[-1], dtype=logits.dtype)
+    return optax.softmax_cross_entropy(logits, targets).mean()
+
+
+def greedy_sample(
+    model: Transformer,
+    prompt: Int[Array, " prompt"] | Int[np.ndarray, " prompt"],
+    length: int,
+    *,
+    window: int = 256,
+) -> Int[Array, " length"]:
+    """Returns the `length` most likely next tokens after the prompt, one after the
+    other.
+
+    The model sees the last `window` tokens (give it the sequence length of training),
+    and is run anew on all of them for every token. Ties go to the lower id. Compiled
+    once per `length` and `window`, for prompts of any length.
+
+    Raises:
+      ValueError: the prompt is empty.
+    """
+    seen = np.asarray(prompt, np.int32)[-window:]
+    if seen.size == 0:
+        raise ValueError(
+            "prompt of 0 tokens: the model predicts from at least one; pass e.g. the "
+            "id of a separator"
+        )
+    buffer = np.zeros(window, np.int32)
+    buffer[: seen.size] = seen
+    return _continue(model, buffer, np.int32(seen.size), length)
+
+
+@partial(nnx.jit, static_argnums=3)
+def _continue(
+    model: Transformer, buffer: jax.Array, filled: jax.Array, length: int
+) -> jax.Array:
+    window = buffer.size
+    # A mesh splits the batch: the same sequence for each of its parts.
+    rows = batch_parts(model.mesh)
+
+    def step(carry, _):
+        buffer, filled = carry
+        # Causality makes whatever stands behind the `filled` tokens irrelevant. Only a
+        # backward draws from the key.
+        tokens = jnp.broadcast_to(buffer, (rows, window))
+        features, _ = model.features(tokens, key=jax.random.key(0))
+        token = jnp.argmax(model.logits(features[0, filled - 1])).astype(jnp.int32)
+        full = filled == window
+        buffer = jnp.where(full, jnp.roll(buffer, -1), buffer)
+        filled = jnp.where(full, filled - 1, filled)
+        return (buffer.at[filled].set(token), filled + 1), token
+
+    return jax.lax.scan(step, (buffer, filled), length=length)[1]

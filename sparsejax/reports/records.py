@@ -1,0 +1,125 @@
+"""metrics.jsonl: the records of a run, one JSON object per line; its folder."""
+
+import json
+import math
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+"""Has "event", "step", and "phase" and "kind" of the step's phase."""
+
+
+def append_record(path: Path, record: Record) -> None:
+    """Adds a line at the end."""
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def records_until(path: Path, step: int, kinds: Sequence[str]) -> str:
+    """Returns the lines that are whole records of no later than `step`; the rest is of
+    a process that was killed, or damaged.
+
+    Args:
+      path: may be absent.
+      kinds: of the phases.
+    """
+    if not path.exists():
+        return ""
+    lines = path.read_text(errors="replace").splitlines()
+    return "".join(f"{line}\n" for line in lines if _is_record(line, step, kinds))
+
+
+def first_step(records: Sequence[Record]) -> int:
+    """Returns how many steps were done before the run's first: 0, or those of the trunk
+    that a branch began with."""
+    return next((r["step"] for r in records if r["event"] == "start"), 0)
+
+
+def training_seconds(
+    records: Sequence[Record], tokens_per_step: int
+) -> dict[int, float]:
+    """Returns the seconds of the training steps up to each step with a record, and up
+    to the first step, which is 0 or, of a branch, what its trunk took.
+
+    Validation, saving and compilation are left out, so that they do not depend on how
+    often a run was resumed. A record without a rate, as the first of a phase and of a
+    resume, takes the median of its phase, or else of the run; NaN where there is none.
+    """
+    steps = [r for r in records if r["event"] == "step"]
+    rated = [r for r in steps if "tokens_per_second" in r]
+    rates = [r["tokens_per_second"] for r in rated]
+    before, total = first_step(records), _seconds_before(records)
+    seconds = {before: total}
+    for record in steps:
+        phase = record["phase"]
+        of_phase = [r["tokens_per_second"] for r in rated if r["phase"] == phase]
+        typical = statistics.median(of_phase or rates or [math.nan])
+        rate = record.get("tokens_per_second", typical)
+        total += (record["step"] - before) * tokens_per_step / rate
+        before = record["step"]
+        seconds[before] = total
+    return seconds
+
+
+def _seconds_before(records: Sequence[Record]) -> float:
+    """Returns what the steps took that a branch began with; NaN where that is not
+    known."""
+    starts = (r["branch"] for r in records if r["event"] == "start" and "branch" in r)
+    seconds = next((of["seconds"] for of in starts), 0.0)
+    return math.nan if seconds is None else seconds
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replaces the content of a file, as a whole or not at all."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(text)
+    draft.replace(path)
+
+
+def check_writable(folder: Path) -> None:
+    """Tries to write where `folder` is, or would be made, and leaves nothing behind.
+
+    Raises:
+      ValueError: names the folder, and why a run cannot write in it.
+    """
+    there = folder.absolute()
+    while not os.path.lexists(there) and there != there.parent:
+        there = there.parent
+    try:
+        with suppress(FileNotFoundError):
+            folder.lstat()  # a name that is too long, a way through what is no folder
+        with tempfile.TemporaryFile(dir=there) as probe:
+            probe.write(b"probe")
+            probe.flush()
+            os.fsync(probe.fileno())  # where a file system over a network says no
+    except OSError as error:
+        how = "written in" if there == folder.absolute() else "made"
+        raise ValueError(
+            f"the run folder {folder} cannot be {how} ({there}: {error.strerror}); "
+            f"choose another, or make this one writable"
+        ) from error
+
+
+def _is_record(line: str, step: int, kinds: Sequence[str]) -> bool:
+    """Returns whether a line is a whole record, of no later than `step`."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return False  # cut off by the end of the process
+    forms = {"event": str, "step": int, "phase": int, "kind": str}
+    if not isinstance(record, dict) or any(
+        type(record.get(name)) is not form for name, form in forms.items()
+    ):
+        return False
+    loss = "unigram_loss" if record["event"] == "start" else "loss"
+    has_loss = record["event"] in ("start", "step", "validation")
+    return (
+        record["step"] <= step
+        and (record["phase"], record["kind"]) in enumerate(kinds)
+        and (not has_loss or type(record.get(loss)) is float)
+    )

@@ -1,0 +1,230 @@
+"""How long the steps of a run take, dense and sparse, timed before the first of them.
+
+Whether a sparse phase is worth running is a question about whole steps on the GPU at
+hand: kernels timed one by one leave out packing, routing, and the driver, which lowers
+the clock of a process that has used sparse tensor cores. So the steps are timed as they
+will run, and a phase whose steps are slower than dense ones is trained dense.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+import jax
+
+from sparsejax.config import TrainConfig
+from sparsejax.config_file import from_plain
+from sparsejax.data.corpus import Corpus
+from sparsejax.distributed.processes import Exchange
+from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.training.recipe import Phase
+from sparsejax.training.step import Run, TrainState
+
+WARM_SECONDS = 1.5
+"""For how long steps run before they are timed: compilation aside, the first steps of a
+process find the GPU at another clock than later ones."""
+
+ROUND_SECONDS = 1.0
+"""For how long at least each round of timed steps runs."""
+
+ROUNDS = 3
+
+NEW_PROCESS_SECONDS = 40.0
+"""What it takes to begin a dense phase in a process of its own (experiments/LOG.md,
+2026-11-22)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseTime:
+    """How long a step of one sparse phase takes; the mean over its steps where some of
+    them have another sparsity."""
+
+    phase: int
+    """The phase's number in the run, from 0."""
+    step_ms: float
+    """Milliseconds, the median over the rounds."""
+    fastest_ms: float
+    slowest_ms: float
+    dense_after_ms: float
+    """A dense step right after, in the same process and so at its clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """How long the steps of a run take on the devices that will run it."""
+
+    device: str
+    """The model of the devices, as `jax.Device.device_kind`."""
+    devices: int
+    dense_ms: float
+    """A dense step before any sparse one: milliseconds, the median over the rounds."""
+    fastest_dense_ms: float
+    slowest_dense_ms: float
+    sparse: tuple[PhaseTime, ...]
+    """One for each sparse phase, in their order."""
+    seconds: float
+    """What the timing took, compilation included."""
+
+    def speedup(self, phase: int) -> float | None:
+        """Returns how many times as fast as a dense step one of this phase is; None
+        where the phase was not timed."""
+        times = [of.step_ms for of in self.sparse if of.phase == phase]
+        return self.dense_ms / times[0] if times else None
+
+
+def to_json(times: StepTimes) -> dict[str, Any]:
+    """Returns the times as plain values."""
+    return asdict(times)
+
+
+def from_json(values: Any) -> StepTimes:
+    """Returns the inverse of `to_json`. Raises ValueError where the values are none of
+    it."""
+    return from_plain(StepTimes, values)
+
+
+def phases_run_dense(
+    times: StepTimes, phases: Sequence[Phase], *, new_process_minutes: float | None
+) -> tuple[int, ...]:
+    """Returns which sparse phases to train dense, since sparse they would lose time.
+
+    A phase of n steps saves n (dense - sparse). What follows it in the same process
+    before the next phase that stays sparse, m dense steps, takes m (dense after -
+    dense) longer; a new process for them spares that and costs `NEW_PROCESS_SECONDS`. A
+    phase that saves no more than it costs is trained dense. One of which no step is
+    left is not asked.
+
+    Args:
+      phases: of the run, as long as what is left of them.
+      new_process_minutes: dense phases that take as long begin a process of their own;
+        None where none does.
+    """
+    slower: list[int] = []
+    # From the last on: what follows a phase is then known.
+    for of in sorted(times.sparse, key=lambda of: -of.phase):
+        own, later = phases[of.phase].steps, with_dense(phases, slower)[of.phase + 1 :]
+        dense_later = sum(
+            phase.steps for phase in takewhile(lambda phase: phase.is_dense, later)
+        )
+        saved = own * (times.dense_ms - of.step_ms)
+        lost = dense_later * max(0.0, of.dense_after_ms - times.dense_ms)
+        tail_minutes = dense_later * times.dense_ms / 60_000
+        if new_process_minutes is not None and tail_minutes >= new_process_minutes:
+            lost = min(lost, 1e3 * NEW_PROCESS_SECONDS)
+        if own and saved <= lost:
+            slower.append(of.phase)
+    return tuple(sorted(slower))
+
+
+def with_dense(phases: Sequence[Phase], run_dense: Sequence[int]) -> tuple[Phase, ...]:
+    """Returns the phases, those named by number with all GEMMs dense."""
+    return tuple(
+        phase.as_dense() if number in run_dense else phase
+        for number, phase in enumerate(phases)
+    )
+
+
+def time_steps(config: TrainConfig, corpus: Corpus) -> StepTimes:
+    """Times the steps of a run on all devices, on the first tokens of a corpus.
+
+    First dense ones, then each sparse phase's, entered by the switch that the run will
+    make, each followed by dense ones again. The state is dropped afterwards, but what
+    the driver does to the clock stays with the process: call this in one of its own.
+
+    Args:
+      corpus: the run's, or a piece of it that holds some steps.
+    """
+    begin = time.perf_counter()
+    run = Run(config, corpus=corpus)
+    batches = run.batches()
+    tokens = run.place(next(batches)["tokens"])
+    # Sparse phases have the whole model, whatever the first of all has.
+    first = replace(run.phases[0], d_hidden=None, layers=None)
+    stepper = _Stepper(run, run.initial_state(), first, tokens)
+    all_dense = first.as_dense()
+    stepper.switch(all_dense)
+    dense = stepper.time()
+    sparse = []
+    for number, phase in enumerate(run.phases):
+        if phase.is_dense:
+            continue
+        stepper.switch(phase)
+        own = stepper.time()
+        stepper.switch(all_dense)
+        sparse.append(
+            PhaseTime(
+                phase=number,
+                step_ms=statistics.median(own),
+                fastest_ms=min(own),
+                slowest_ms=max(own),
+                dense_after_ms=statistics.median(stepper.time()),
+            )
+        )
+    return StepTimes(
+        device=jax.devices()[0].device_kind,
+        devices=run.mesh.size,
+        dense_ms=statistics.median(dense),
+        fastest_dense_ms=min(dense),
+        slowest_dense_ms=max(dense),
+        sparse=tuple(sparse),
+        seconds=time.perf_counter() - begin,
+    )
+
+
+class _Stepper:
+    """A state that steps on the same tokens, in one phase after another."""
+
+    def __init__(
+        self, run: Run, state: TrainState, phase: Phase, tokens: jax.Array
+    ) -> None:
+        self.run, self.state, self.phase = run, state, phase
+        self.tokens = tokens
+        self.exchange, self.timed = Exchange("time steps"), 0
+
+    def switch(self, phase: Phase) -> None:
+        if phase.sparsities != self.phase.sparsities:
+            self.state = self.run.switch_phase(self.state, self.phase, phase)
+        self.phase = phase
+
+    def steps(self, count: int, sparsity: FFNSparsity) -> float:
+        """Runs so many steps of one sparsity; the seconds that they took."""
+        step = self.run.step(sparsity, self.phase.held)
+        begin = time.perf_counter()
+        for _ in range(count):
+            self.state, _ = step(self.state, self.tokens)
+        jax.block_until_ready(self.state)
+        return time.perf_counter() - begin
+
+    def time(self) -> list[float]:
+        """Returns the milliseconds of a step in each round: of each sparsity of the
+        phase by itself, and then their mean, as the phase's steps have them."""
+        rounds = [self.time_one(sparsity) for sparsity in self.phase.sparsities]
+        shares = self.phase.shares
+        return [
+            sum(share * ms for share, ms in zip(shares, each, strict=True))
+            for each in zip(*rounds, strict=True)
+        ]
+
+    def time_one(self, sparsity: FFNSparsity) -> list[float]:
+        """Does `time` for steps of one sparsity."""
+        steps = partial(self.steps, sparsity=sparsity)
+        steps(1)  # compiles
+        # Steps are taken by all processes together: they have to agree on how many.
+        self.timed += 1
+        seconds = self.exchange.gather(
+            str(self.timed), str(steps(1)), timeout_seconds=600
+        )
+        one = float(seconds[0])
+        steps(_within(WARM_SECONDS, one))
+        count = _within(ROUND_SECONDS, one)
+        return [1e3 * steps(count) / count for _ in range(ROUNDS)]
+
+
+def _within(seconds: float, one: float) -> int:
+    """Returns how many steps of `one` second take so long, at least one and at most
+    1,000."""
+    return min(max(1, round(seconds / max(one, 1e-6))), 1000)

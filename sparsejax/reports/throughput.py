@@ -1,0 +1,124 @@
+"""How fast a run goes: what its step records say of speed, without what is no step."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.ops.backend import Decision
+from sparsejax.reports import metrics
+from sparsejax.training.growth import model_of
+from sparsejax.training.recipe import Phase
+from sparsejax.training.step import Run
+
+
+class Pace:
+    """The speed of a run's steps, phase by phase."""
+
+    def __init__(self, run: Run) -> None:
+        self.config = run.config
+        self.devices = run.mesh.size
+        self.tokens_per_micro_batch = run.config.tokens_per_step // run.micro_batches
+        self.mesh = run.config.mesh.resolve(self.devices)
+        self.peak = metrics.dense_peak(self.config.model.dtype)
+        self.router_seconds: dict[FFNSparsity, float] = {}
+        self.tokens_per_second = math.inf
+        """The last that was finite."""
+        self.clock = Clock(0)
+        self.compiled: set[FFNSparsity] = set()
+
+    def start(self, step: int) -> None:
+        """Steps after this one are timed, the first of them alone: it compiles."""
+        self.clock = Clock(step)
+        self.compiled.clear()
+
+    def compiling(self, sparsity: FFNSparsity) -> AbstractContextManager[None]:
+        """Around the call of a step: the first of a sparsity compiles, which is no part
+        of the steps' time."""
+        is_new = sparsity not in self.compiled
+        self.compiled.add(sparsity)
+        return self.clock.stopped() if is_new else nullcontext()
+
+    def of_steps(self, step: int, phase: Phase) -> dict[str, float]:
+        """Returns what a record says of the steps up to this one; nothing of the first.
+        Where some steps of the phase have another sparsity, means over all of its
+        steps."""
+        rate = self.clock.tokens_per_second(step, self.config.tokens_per_step)
+        if not math.isfinite(rate):
+            return {}
+        self.tokens_per_second = rate
+        total: dict[str, float] = {}
+        for share, sparsity in zip(phase.shares, phase.sparsities, strict=True):
+            for name, value in self._speed(rate, sparsity, phase).items():
+                total[name] = total.get(name, 0.0) + share * value
+        return total | {"tokens_per_second": rate}
+
+    def _speed(
+        self, rate: float, sparsity: FFNSparsity, phase: Phase
+    ) -> dict[str, float]:
+        """Returns what a record says of the speed of a phase's steps of one
+        sparsity."""
+        length = self.config.data.sequence_length
+        model = model_of(phase, self.config.model)
+        decisions = self.decisions(sparsity)
+        speed = metrics.speed(
+            model, length, decisions, rate, self.peak, devices=self.devices
+        )
+        if sparsity.experts:
+            router = self._router_seconds_per_token(sparsity, decisions)
+            speed["router_share"] = router * rate
+        return speed
+
+    def minutes_of(self, steps: int) -> float:
+        """Returns what so many steps would take as fast as the last ones."""
+        return steps * self.config.tokens_per_step / self.tokens_per_second / 60
+
+    def decisions(self, sparsity: FFNSparsity) -> tuple[Decision, ...]:
+        """Returns what runs the FFNs' GEMMs on a device, for a micro-batch."""
+        config = self.config
+        return metrics.ffn_decisions(
+            config.model,
+            sparsity,
+            self.tokens_per_micro_batch,
+            config.backend,
+            mesh=self.mesh,
+        )
+
+    def _router_seconds_per_token(
+        self, sparsity: FFNSparsity, decisions: Sequence[Decision]
+    ) -> float:
+        """Returns the seconds per token that the routers of all layers take; they are
+        timed once."""
+        model = self.config.model
+        if sparsity not in self.router_seconds:
+            tokens = self.tokens_per_micro_batch
+            own = tokens // self.mesh.token_shards
+            seconds = metrics.router_seconds(model, sparsity, own, decisions)
+            self.router_seconds[sparsity] = model.layers * seconds / tokens
+        return self.router_seconds[sparsity]
+
+
+class Clock:
+    """Tokens per second of the steps of one phase, without what is not a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.start: float | None = None
+
+    def tokens_per_second(self, step: int, tokens_per_step: int) -> float:
+        """Returns the tokens per second since the last call; NaN at the first one,
+        because the first step compiles."""
+        now = time.perf_counter()
+        rate = math.nan
+        if self.start is not None and step > self.step:
+            rate = (step - self.step) * tokens_per_step / (now - self.start)
+        self.start, self.step = now, step
+        return rate
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        if self.start is not None:
+            self.start += time.perf_counter() - begin

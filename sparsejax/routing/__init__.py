@@ -1,0 +1,1 @@
+"""Clusters of neurons, and which of them a token uses."""

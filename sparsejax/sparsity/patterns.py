@@ -1,0 +1,136 @@
+"""Sparsity patterns as frozen types: N:M and V:N:M."""
+
+import re
+from dataclasses import astuple, dataclass
+
+from sparsejax.annotations import check_fields
+
+
+@dataclass(frozen=True)
+class NM:
+    """`n` kept of every `m` consecutive entries along the reduction axis.
+
+    Raises:
+      ValueError: not ints, or not `1 <= n <= m <= 256` (positions are stored in one
+        byte).
+    """
+
+    n: int
+    m: int
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not 1 <= self.n <= self.m:
+            raise ValueError(
+                f"n={self.n} is not in [1, {self.m}], required by an N:M pattern with "
+                f"m={self.m}; keep at least one and at most m entries"
+            )
+        if self.m > 256:
+            raise ValueError(
+                f"m={self.m} is above 256, the groups whose positions fit in one byte; "
+                f"use a smaller group"
+            )
+
+    @property
+    def density(self) -> float:
+        """Kept fraction, n / m."""
+        return self.n / self.m
+
+    def check_divides(self, size: int, name: str) -> None:
+        """Raises ValueError where the axis `name` of `size` is not whole groups."""
+        _check_groups(self, size, name)
+
+
+@dataclass(frozen=True)
+class VNM:
+    """In every `v` x `m` block four columns are kept, and `n` of those four per row.
+
+    Source: arXiv 2310.02065.
+
+    Raises:
+      ValueError: not ints, or not `v >= 1`, `1 <= n <= 4`, `4 <= m <= 65536`.
+    """
+
+    v: int
+    n: int
+    m: int
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.v < 1:
+            raise ValueError(
+                f"v={self.v} is not positive: it counts the rows that share their four "
+                f"columns; use v=1 for a choice per row"
+            )
+        if not 1 <= self.n <= 4:
+            raise ValueError(
+                f"n={self.n} is not in [1, 4]: it counts what a row keeps of the four "
+                f"chosen columns; sparse tensor cores need n=2"
+            )
+        if not 4 <= self.m <= 65_536:
+            raise ValueError(
+                f"m={self.m} is not in [4, 65536]: four of m columns are chosen and "
+                f"their offsets are stored in two bytes; m=4 is plain N:4"
+            )
+
+    @property
+    def density(self) -> float:
+        """Kept fraction, n / m."""
+        return self.n / self.m
+
+    @property
+    def experts(self) -> int:
+        """E, the number of equal neuron clusters: `m = 4 E`.
+
+        Raises:
+          ValueError: `m` is not a multiple of four, so there are no equal clusters.
+        """
+        if self.m % 4:
+            raise ValueError(
+                f"m={self.m} is not a multiple of 4, required by a router, which keeps "
+                f"4 columns of each m = 4 E; use m={-(-self.m // 4) * 4}"
+            )
+        return self.m // 4
+
+    def check_divides(self, size: int, name: str) -> None:
+        """Raises ValueError where the axis `name` of `size` is not whole blocks.
+
+        The rows need no such check: the last block of rows may be short.
+        """
+        _check_groups(self, size, name)
+
+
+Pattern = NM | VNM
+
+
+def named_pattern(text: str) -> Pattern:
+    """Reads a pattern's name: "N:M" as "2:4", or "V:N:M" as "128:2:32".
+
+    Raises:
+      ValueError: the text is neither, or names a pattern that cannot be.
+    """
+    if not re.fullmatch(r"\d{1,9}(:\d{1,9}){1,2}", text):
+        raise ValueError(
+            f"{text!r} names no pattern; write N:M as '2:4', or V:N:M as '128:2:32'"
+        )
+    numbers = [int(number) for number in text.split(":")]
+    return NM(*numbers) if len(numbers) == 2 else VNM(*numbers)
+
+
+def name_of(pattern: Pattern) -> str:
+    """Returns the inverse of `named_pattern`."""
+    return ":".join(map(str, astuple(pattern)))
+
+
+TWO_FOUR = NM(2, 4)
+"""What sparse tensor cores run."""
+
+
+def _check_groups(pattern: Pattern, size: int, name: str) -> None:
+    if size % pattern.m:
+        padded = -(-size // pattern.m) * pattern.m
+        smaller = " or use NM(2, 4)" if pattern.m > 4 and size % 4 == 0 else ""
+        raise ValueError(
+            f"{name}={size} is not a multiple of m={pattern.m}, required by {pattern}; "
+            f"pad to {padded}{smaller}"
+        )

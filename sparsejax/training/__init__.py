@@ -1,0 +1,1 @@
+"""A run: its phases, its step, its loop and its records."""

@@ -1,0 +1,196 @@
+"""Runs that begin with what a checkpoint of another run holds: a branch and its trunk.
+
+A branch has the trunk's parameters, moments, step, position in the data, random key,
+router centres and scales, and goes on under settings of its own, in a run folder of its
+own. So one trunk at a constant learning rate gives the losses of several budgets, each
+by a branch that decays. `config_file.MAY_DIFFER_IN_BRANCH` says which settings may be
+others than the trunk's.
+"""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from jaxtyping import PyTree
+
+from sparsejax.checkpoints.checkpoint import Checkpoints, Restored
+from sparsejax.checkpoints.checkpoint_folder import CheckpointFolder
+from sparsejax.config import TrainConfig
+from sparsejax.config_file import check_branchable, from_json
+from sparsejax.reports.records import records_until, training_seconds
+from sparsejax.reports.step_times import with_dense
+from sparsejax.training.optimizer import learning_rate
+from sparsejax.training.recipe import Phase, phases
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Where a run begins: at a checkpoint of another one, its trunk."""
+
+    folder: Path
+    """The trunk's run folder."""
+    step: int | None = None
+    """The checkpoint's number of steps; None: the latest checkpoint."""
+
+    @classmethod
+    def named(cls, text: str) -> "Branch":
+        """Reads "RUN@STEP", or "RUN", which means that run's latest checkpoint."""
+        stated = re.fullmatch(r"(.+)@(\d+)", text)
+        return (
+            cls(Path(text)) if stated is None else cls(Path(stated[1]), int(stated[2]))
+        )
+
+    def step_among(self, steps: Sequence[int]) -> int:
+        """Returns the step that the branch begins at, where its trunk has checkpoints
+        of these.
+
+        Raises:
+          ValueError: there is no such checkpoint; lists those that there are.
+        """
+        if not steps:
+            raise ValueError(
+                f"{self.folder} has no checkpoint to branch from; give the run folder "
+                f"of a run that has saved one"
+            )
+        step = max(steps) if self.step is None else self.step
+        if step not in steps:
+            raise ValueError(
+                f"{self.folder} has no checkpoint of step {step} to branch from; take "
+                f"one of {', '.join(map(str, sorted(steps)))}, or train that run with "
+                f"keep_every={step}, which keeps one there"
+            )
+        return step
+
+    def first_step(self) -> int:
+        """Returns `step_among` of the checkpoints that this process sees."""
+        folder = self.folder / "checkpoints"
+        held = CheckpointFolder(folder, keep=None, keep_every=0)
+        return self.step_among(list(held.newest_paths()))
+
+    def check_begun(self, origin: dict[str, Any] | None, folder: Path) -> None:
+        """Raises ValueError where the run in `folder`, whose checkpoints say `origin`
+        of where it began, is not this branch."""
+        if origin is None:
+            raise ValueError(
+                f"{folder} holds a run that is no branch of {self.folder}; go on with "
+                f"it without a branch, or choose another run folder"
+            )
+        run = _from(folder, self.folder)
+        step = origin["step"] if self.step is None else self.step
+        if (run, step) != (origin["run"], origin["step"]):
+            raise ValueError(
+                f"{folder} holds a branch of {origin['run']} at step {origin['step']}, "
+                f"not of {run} at step {step}; go on with it without naming a branch, "
+                f"or choose another run folder"
+            )
+
+
+class Trunk:
+    """A run at one of its checkpoints, as a branch of it reads it; nothing is written.
+
+    Use as a context manager. All processes of the branch make it at the same point.
+    """
+
+    def __init__(self, branch: Branch, config: TrainConfig, folder: Path) -> None:
+        """`config` and `folder` are the branch's.
+
+        Raises:
+          ValueError: the folder is the trunk's own, there is no such checkpoint, it is
+            damaged, a setting differs that may not, or no step is left to train.
+        """
+        if branch.folder.resolve() == folder.resolve():
+            raise ValueError(
+                f"{folder} is the run to branch from, and a branch needs a run folder "
+                f"of its own; give another --run-folder"
+            )
+        self._folder = branch.folder
+        self._checkpoints = Checkpoints(branch.folder / "checkpoints")
+        try:
+            self._read(branch, config)
+        except BaseException:
+            self._checkpoints.close()
+            raise
+        self.origin = {"run": _from(folder, branch.folder), "step": self.step}
+        """What the branch's checkpoints and its first record say of where it began."""
+
+    def _read(self, branch: Branch, config: TrainConfig) -> None:
+        """Finds the checkpoint, and what it says besides its arrays."""
+        self.step = branch.step_among(self._checkpoints.steps())
+        if self.step >= config.steps:
+            raise ValueError(
+                f"steps={config.steps} leaves nothing to train for a branch that "
+                f"begins at step {self.step} of {branch.folder}; set --steps above "
+                f"{self.step}, or branch from an earlier checkpoint"
+            )
+        self._checkpoints.check_intact(self.step)
+        self._metadata = self._checkpoints.metadata(self.step)
+        self.config = from_json(self._metadata["config"])
+        check_branchable(self.config, config, branch.folder)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._checkpoints.close()
+
+    @property
+    def corpus(self) -> Any:
+        """The fingerprint of the tokens that the trunk was trained on."""
+        return self._metadata["corpus"]
+
+    @property
+    def run_dense(self) -> tuple[int, ...]:
+        """The numbers of the trunk's phases that were trained dense because they were
+        timed slower."""
+        return tuple(self._metadata.get("run_dense", ()))
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The trunk's phases as they were planned."""
+        return phases(self.config)
+
+    @property
+    def phase(self) -> Phase:
+        """The phase that the checkpoint's state belongs to, as it was trained."""
+        return with_dense(self.phases, self.run_dense)[self._metadata["phase"]]
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the trunk's next step."""
+        of = self.config
+        schedule = learning_rate(of.optimizer, of.steps, self.phases)
+        return float(np.asarray(schedule(self.step)))
+
+    def restore(self, template: PyTree) -> Restored:
+        """Returns the state and position in the data: see `Checkpoints.restore`."""
+        return self._checkpoints.restore(self.step, template=template)
+
+    def seconds(self) -> float | None:
+        """Returns what the trunk's training steps took up to the checkpoint, or None
+        where its records do not say."""
+        kinds = [phase.kind for phase in self.phases]
+        path, steps = self._folder / "metrics.jsonl", self.config.steps
+        lines = records_until(path, steps, kinds).splitlines()
+        records = [json.loads(line) for line in lines]
+        seconds = training_seconds(records, self.config.tokens_per_step)
+        known = [step for step in seconds if np.isfinite(seconds[step])]
+        if not known or max(known) < self.step:
+            return None
+        return float(np.interp(self.step, known, [seconds[step] for step in known]))
+
+
+def _from(folder: Path, trunk: Path) -> str:
+    """Returns the way to the trunk from the branch's folder: it stays where both are
+    moved."""
+    return os.path.relpath(trunk.resolve(), folder.resolve())

@@ -1,0 +1,94 @@
+"""A smaller model in the place of a run's for some phases, and how it grows.
+
+An FFN grows by neurons behind those that it has: their columns of W1 (and Wg) are as at
+initialisation, their rows of W2 are zero. A model grows by layers behind those that it
+has: layer l becomes a copy of layer l modulo the layers before, whose two output
+projections, W_out of attention and W2 of the FFN, are zero. Either way the model
+computes what it did before, up to the rounding of longer sums. Moments of what is new
+are zero.
+
+FFN growth in the way of function-preserving widening is from arXiv 1511.05641, and
+repeated layers from arXiv 2405.15319; with zero outputs as here a new layer begins as
+the identity.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import PyTree
+
+from sparsejax.config import ModelConfig
+from sparsejax.training.recipe import Phase
+from sparsejax.training.switching import NEURON_AXES
+
+ENDS_OF_BRANCHES = ("w_out", "w_down")
+"""The weights that write into the residual stream."""
+
+
+def model_of(phase: Phase, whole: ModelConfig) -> ModelConfig:
+    """Returns the model that a phase trains, in a run whose model is `whole`."""
+    return replace(
+        whole,
+        d_hidden=phase.d_hidden or whole.d_hidden,
+        layers=phase.layers or whole.layers,
+    )
+
+
+def check_grows(before: ModelConfig, after: ModelConfig) -> None:
+    """Raises ValueError where a model of the size `before` cannot become `after`."""
+    for name in ("d_hidden", "layers"):
+        small, large = getattr(before, name), getattr(after, name)
+        if small > large:
+            raise ValueError(
+                f"a state with {name}={small} cannot go on in a phase with "
+                f"{name}={large}: a model grows and does not shrink; give the phase "
+                f"{small} or more, or begin with an earlier checkpoint"
+            )
+
+
+def grown(params: nnx.State, fresh: nnx.State) -> nnx.State:
+    """Returns the parameters of a smaller model in the places of a larger one's, which
+    is `fresh` from its initialisation."""
+
+    def of_leaf(path: tuple, new: jax.Array, present: jax.Array) -> jax.Array:
+        return _grown_leaf(_name(path), present, new)
+
+    return jax.tree_util.tree_map_with_path(of_leaf, fresh, params)
+
+
+def padded(state: PyTree, shapes: PyTree) -> PyTree:
+    """Returns the moments of a smaller model with zeros for what a larger one has
+    besides."""
+
+    def of_leaf(present: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+        if present.shape == like.shape:
+            return present
+        sizes = zip(present.shape, like.shape, strict=True)
+        return jnp.pad(present, [(0, large - small) for small, large in sizes])
+
+    return jax.tree.map(of_leaf, state, shapes)
+
+
+def _grown_leaf(name: str, present: jax.Array, fresh: jax.Array) -> jax.Array:
+    """Returns one parameter: `grown`. Those of blocks have the layers as their first
+    axis."""
+    if present.shape == fresh.shape:
+        return present
+    layers, axis = present.shape[0], NEURON_AXES.get(name)
+    repeated = present[jnp.arange(fresh.shape[0]) % layers]
+    if name in ENDS_OF_BRANCHES:
+        repeated = repeated.at[layers:].set(0)
+    if axis is None or repeated.shape == fresh.shape:
+        return repeated
+    new = jnp.split(fresh, [present.shape[axis]], axis=axis)[1]
+    if name in ENDS_OF_BRANCHES:
+        new = jnp.zeros_like(new)
+    return jnp.concatenate([repeated, new], axis=axis)
+
+
+def _name(path: tuple) -> str:
+    """Returns the last name of a leaf's path, without the attribute of its Variable."""
+    names = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
+    return next(name for name in reversed(names) if name not in ("value", "raw_value"))

@@ -1,0 +1,83 @@
+"""The gradient over several micro-batches, 2:4 weights compressed once for all of them.
+
+A `SparseFFN` compresses its 2:4 weights at every call. Over the micro-batches of one
+optimiser step the weights are the same, so once is enough. The compressed weights are
+made here, read by the calls inside, and dropped: no caller ever holds any, and so none
+can meet weights that they were not made from.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, PyTree
+
+from sparsejax.models.sparse_ffn import PackedWeights, sparse_ffns
+
+
+def loss_and_gradient(
+    loss_of: Callable[..., Float[Array, ""]],
+    model: nnx.Module,
+    *batches: PyTree,
+    place: Callable[[nnx.State], nnx.State] = lambda gradient: gradient,
+) -> tuple[Float[Array, ""], nnx.State]:
+    """Returns the mean loss over micro-batches, and its gradient by the model's
+    `nnx.Param`s.
+
+        (1 / n) sum_i loss_of(model, *(batch[i] for batch in batches))
+
+    The micro-batches are run one after the other, in a loop that is compiled once;
+    losses and gradients are added up in the dtype of the parameters. Other state of the
+    model (counters of random streams, statistics) goes from one micro-batch to the next
+    and into `model` at the end. Under a transformation such as `nnx.jit` or outside.
+
+    Args:
+      loss_of: called with the model and one micro-batch. It reads the weights and must
+        not assign to them: a `SparseFFN` reads what was compressed before.
+      model: anything, with `SparseFFN`s or without.
+      batches: pytrees of arrays whose leading axis is n, the number of micro-batches,
+        as keys made by `jax.random.split(key, n)`.
+      place: applied to the gradient of each micro-batch before it is added, such as a
+        constraint of how it lies on a mesh.
+    Returns:
+      the loss, and the gradient as `nnx.Optimizer.update` takes it.
+    Raises:
+      ValueError: no batch is given, or their leading axes differ or are empty.
+    """
+    count = _leading_size(batches)
+    reading = nnx.clone(model)
+    for ffn in sparse_ffns(reading):
+        packed = ffn.packed_weights()
+        ffn.packed = None if packed is None else PackedWeights(packed)
+    graph, params, packed, rest = nnx.split(reading, nnx.Param, PackedWeights, ...)
+
+    def loss_and_rest(params, rest, batch):
+        model = nnx.merge(graph, params, packed, rest, copy=True)
+        loss = loss_of(model, *batch)
+        return loss, nnx.state(model, nnx.Not(nnx.Any(nnx.Param, PackedWeights)))
+
+    def accumulate(carry, batch):
+        total, rest = carry
+        (loss, rest), gradient = jax.value_and_grad(loss_and_rest, has_aux=True)(
+            params, rest, batch
+        )
+        return (jax.tree.map(jnp.add, total, (loss, place(gradient))), rest), None
+
+    zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+    (total, rest), _ = jax.lax.scan(
+        accumulate, (zeros, rest), batches, unroll=count == 1
+    )
+    nnx.update(model, rest)
+    return jax.tree.map(lambda x: x / count, total)
+
+
+def _leading_size(batches: PyTree) -> int:
+    sizes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batches)}
+    if len(sizes) != 1 or not all(size and size[0] for size in sizes):
+        raise ValueError(
+            f"micro-batches with leading axes {sorted(sizes)} are not a number of them "
+            f"above zero, the same everywhere; stack them along a new leading axis, "
+            f"which is (1, ...) for a single one"
+        )
+    return sizes.pop()[0]

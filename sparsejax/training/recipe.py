@@ -1,0 +1,160 @@
+"""The phases of a training run: how many steps, and how sparse."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from sparsejax.config import (
+    Interleaved,
+    PhaseConfig,
+    RecipeConfig,
+    RecipeName,
+    TrainConfig,
+)
+from sparsejax.feed_forward.spec import DENSE, FFNSparsity, check_divisible
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Consecutive steps that share one form of the state: all with one sparsity, and so
+    with one compiled step, or some of them with another one."""
+
+    kind: str
+    """The phase's name; in the recipes "warm-up", "sparse" or "dense"."""
+    steps: int
+    sparsity: FFNSparsity
+    """What is sparse in its steps and validations."""
+    every: Interleaved | None = None
+    """The steps of the phase that have another sparsity, if any."""
+    learning_rate_scale: float = 1.0
+    d_hidden: int | None = None
+    """Neurons per FFN where that is not the run's number: `training.growth`."""
+    layers: int | None = None
+    """Layers where that is not the run's number."""
+
+    @property
+    def sparsities(self) -> tuple[FFNSparsity, ...]:
+        """`sparsity`, and that of the steps in between where there are any."""
+        between = () if self.every is None else (self.every.sparsity,)
+        return (self.sparsity, *between)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The share of its steps that each of `sparsities` has."""
+        if self.every is None:
+            return (1.0,)
+        return (1 - 1 / self.every.steps, 1 / self.every.steps)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether all six GEMMs are dense in all of its steps."""
+        return all(sparsity.is_dense for sparsity in self.sparsities)
+
+    @property
+    def held(self) -> FFNSparsity:
+        """The sparsity that its state belongs to, which fits all of its steps: with
+        what a router keeps where some of them have one that does, and scales that are
+        kept where some of them have 2:4 weights."""
+        with_experts = [of for of in self.sparsities if of.experts]
+        with_state = [of for of in with_experts if of.router.has_state]
+        first = (with_state or with_experts or self.sparsities)[0]
+        weights = [of.weights for of in self.sparsities if of.weights]
+        return replace(first, weights=weights[0] if weights else None)
+
+    def sparsity_of(self, number: int) -> FFNSparsity:
+        """Returns the sparsity of one of its steps, which are counted from 1."""
+        if self.every is not None and number % self.every.steps == 0:
+            return self.every.sparsity
+        return self.sparsity
+
+    def as_dense(self) -> "Phase":
+        """Returns this phase with all GEMMs dense in all of its steps."""
+        return replace(self, sparsity=DENSE, every=None)
+
+
+def phase_at(planned: Sequence[Phase], step: int) -> int:
+    """Returns the number of the phase that the step after `step` steps belongs to; for
+    a run that is over, the number of its last one."""
+    ends = accumulate(phase.steps for phase in planned)
+    return next((i for i, end in enumerate(ends) if step < end), len(planned) - 1)
+
+
+def are_alike(left: Sequence[Phase], right: Sequence[Phase]) -> bool:
+    """Returns whether both are the same phases, however long."""
+    return [replace(of, steps=0) for of in left] == [
+        replace(of, steps=0) for of in right
+    ]
+
+
+def steps_left(planned: Sequence[Phase], step: int) -> tuple[Phase, ...]:
+    """Returns the phases as long as what is left of each after `step` steps."""
+    ends = accumulate(phase.steps for phase in planned)
+    return tuple(
+        replace(phase, steps=min(phase.steps, max(0, end - step)))
+        for phase, end in zip(planned, ends, strict=True)
+    )
+
+
+def phases(config: TrainConfig) -> tuple[Phase, ...]:
+    """Returns the phases of a run, none of them empty: those of its schedule or,
+    without one, the recipe's. The shares of the steps are rounded one by one, and what
+    they leave goes to the phase that has none, or else to the last.
+
+    Raises:
+      ValueError: a phase's patterns do not divide the model's widths.
+    """
+    schedule = config.phases.schedule or recipe_schedule(config.recipe, config.phases)
+    steps = _steps_of(schedule, config.steps)
+    planned = tuple(
+        Phase(
+            kind=phase.name,
+            steps=count,
+            sparsity=phase.sparsity,
+            every=phase.every,
+            learning_rate_scale=phase.learning_rate_scale,
+            d_hidden=phase.d_hidden,
+            layers=phase.layers,
+        )
+        for phase, count in zip(schedule, steps, strict=True)
+        if count
+    )
+    for phase in planned:
+        for sparsity in phase.sparsities:
+            check_divisible(config.model.d_model, config.model.d_hidden, sparsity)
+    return planned
+
+
+def recipe_schedule(
+    recipe: RecipeName, settings: RecipeConfig
+) -> tuple[PhaseConfig, ...]:
+    """Returns a recipe as a schedule: dense warm-up, sparse phase, dense tail.
+
+    Raises:
+      ValueError: there is no such recipe.
+    """
+    sparsity = settings.sparsity_of(recipe)
+    if recipe == "dense":
+        return (PhaseConfig(name="dense"),)
+    shares = {"warm-up": settings.warmup_share, "sparse": settings.sparse_share}
+    first = tuple(
+        PhaseConfig(
+            name=name, share=share, sparsity=sparsity if name == "sparse" else DENSE
+        )
+        for name, share in shares.items()
+        if share
+    )
+    return (*first, PhaseConfig(name="dense"))
+
+
+def _steps_of(schedule: Sequence[PhaseConfig], steps: int) -> list[int]:
+    """Returns how many of the steps each phase has."""
+    shares = [phase.share for phase in schedule]
+    takes_the_rest = shares.index(None) if None in shares else len(shares) - 1
+    counts, left = [0] * len(shares), steps
+    for index, share in enumerate(shares):
+        if index != takes_the_rest:
+            assert share is not None
+            counts[index] = min(round(share * steps), left)
+            left -= counts[index]
+    counts[takes_the_rest] = left
+    return counts

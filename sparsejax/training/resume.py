@@ -1,0 +1,183 @@
+"""How a run begins: anew, as a branch of another one, or where it was stopped."""
+
+from dataclasses import asdict
+from typing import Any
+
+import jax
+
+from sparsejax.config_file import check_resumable, from_json
+from sparsejax.data.corpus import unigram_loss
+from sparsejax.reports.records import (
+    records_until,
+    write_whole,
+)
+from sparsejax.reports.step_times import StepTimes, phases_run_dense
+from sparsejax.training.branch import Branch, Trunk
+from sparsejax.training.growth import check_grows
+from sparsejax.training.progress import Progress
+from sparsejax.training.recipe import are_alike, phase_at, steps_left
+
+
+def begin_or_resume(
+    progress: Progress, step_times: StepTimes | None, branch: Branch | None
+) -> None:
+    """Brings the run to where the first step of this process begins.
+
+    Args:
+      progress: of the run, before any step.
+      step_times: what its steps take, where they were timed.
+      branch: the checkpoint of another run that a new one begins with, or None.
+    Raises:
+      ValueError: every checkpoint is damaged, or what is there does not fit the
+        settings, the tokens or the branch.
+    """
+    checkpoints, folder = progress.checkpoints, progress.folder
+    damaged = checkpoints.set_aside_damaged()
+    if damaged and checkpoints.latest_step() is None:
+        found = "; ".join(f"{each.path} ({each.reason})" for each in damaged)
+        raise ValueError(
+            f"every checkpoint in {folder} is damaged and was set aside: {found}; "
+            f"there is nothing to go on from. To train anew in this folder, give "
+            f"the command again; to keep its records, use another folder"
+        )
+    if checkpoints.latest_step() is not None:
+        _restore(progress, branch)
+        progress.observe_only(
+            "resume",
+            checkpoint=str(checkpoints.path()),
+            run_dense=progress.run_dense,
+        )
+    elif branch is not None:
+        with Trunk(branch, progress.config, folder) as trunk:
+            _begin_as_branch(progress, trunk, step_times)
+    else:
+        if step_times is not None:
+            _leave_out_slower_phases(progress, step_times)
+        progress.state = progress.run_of_phase.initial_state(progress.phase.held)
+        _record_start(progress, step_times)
+    for checkpoint in damaged:
+        path, reason = str(checkpoint.path), checkpoint.reason
+        progress.observe_only("damaged", checkpoint=path, reason=reason)
+
+
+def _begin_as_branch(
+    progress: Progress, trunk: Trunk, step_times: StepTimes | None
+) -> None:
+    """Takes the trunk's state and data, and switches to the phase that goes on."""
+    _check_corpus(progress, trunk.corpus)
+    trunk_run = progress.run.of_phase(trunk.phase)
+    trunk_run.check_shardable(*trunk.phase.sparsities)
+    progress.step, progress.origin = trunk.step, trunk.origin
+    progress.phase_index = phase_at(progress.phases, progress.step)
+    check_grows(trunk_run.config.model, progress.run_of_phase.config.model)
+    if step_times is not None:
+        _leave_out_slower_phases(progress, step_times)
+    elif are_alike(progress.phases, trunk.phases) and not progress.config.keep_slower:
+        progress.train_dense(trunk.run_dense)
+    restored = trunk.restore(trunk_run.template(trunk.phase.held))
+    progress.state = restored.state
+    progress.batches.set_state(restored.data_state)
+    _record_start(
+        progress,
+        step_times,
+        branch=trunk.origin
+        | {"seconds": trunk.seconds(), "learning_rate": trunk.learning_rate},
+        learning_rate=progress.learning_rate_of(progress.step),
+    )
+    grows = trunk_run is not progress.run_of_phase
+    if grows or trunk.phase.sparsities != progress.phase.sparsities:
+        progress.switch(trunk.phase, progress.phase_index)
+    progress.save(blocking=True)
+
+
+def _record_start(
+    progress: Progress, step_times: StepTimes | None, **values: Any
+) -> None:
+    """Writes the first records of a run, into a file without any."""
+    if jax.process_index() == 0:
+        with progress.writing(progress.metrics_file):
+            progress.metrics_file.write_text("")
+    progress.record(
+        "start",
+        corpus=progress.run.corpus.description,
+        unigram_loss=unigram_loss(progress.run.corpus),
+        micro_batches=progress.run.micro_batches,
+        **values,
+    )
+    if step_times is not None:
+        progress.record(
+            "step_times", run_dense=progress.run_dense, **asdict(step_times)
+        )
+
+
+def _leave_out_slower_phases(progress: Progress, times: StepTimes) -> None:
+    """Trains dense what would lose time sparse, by what was timed."""
+    if progress.config.keep_slower:
+        return
+    minutes = (
+        progress.config.new_process_minutes if progress.stop_after_sparse else None
+    )
+    left = steps_left(progress.phases, progress.step)
+    progress.train_dense(phases_run_dense(times, left, new_process_minutes=minutes))
+
+
+def _check_corpus(progress: Progress, fingerprint: Any) -> None:
+    """Raises ValueError where a checkpoint of these tokens is not of the run's."""
+    if fingerprint != progress.run.corpus.fingerprint:
+        raise ValueError(
+            f"the checkpoint was trained on other tokens than "
+            f"{progress.run.corpus.description}; point --data.text or --data.shards, "
+            f"and --data.tokenizer, at those that the run began with"
+        )
+
+
+def _restore(progress: Progress, branch: Branch | None) -> None:
+    """The newest checkpoint, and metrics.jsonl as it was then.
+
+    Raises:
+      ValueError: it is of other settings or tokens, or not of the branch named.
+    """
+    metadata = progress.checkpoints.metadata()
+    before = from_json(metadata["config"])
+    check_resumable(before, progress.config, progress.folder)
+    # Checkpoints of before there was any are of runs that are no branches.
+    progress.origin = metadata.get("branch")
+    if branch is not None:
+        branch.check_begun(progress.origin, progress.folder)
+    _check_corpus(progress, metadata["corpus"])
+    step = progress.checkpoints.latest_step()
+    assert step is not None
+    _check_phase(progress, step, metadata["phase"], metadata["kind"], before.steps)
+    progress.phase_index = metadata["phase"]
+    # Checkpoints of before there was any are of runs that left no phase out.
+    progress.train_dense(metadata.get("run_dense", ()))
+    template = progress.run_of_phase.template(progress.phase.held)
+    restored = progress.checkpoints.restore(template=template)
+    progress.state, progress.step = restored.state, restored.step
+    progress.batches.set_state(restored.data_state)
+    if jax.process_index() == 0:
+        kinds = [phase.kind for phase in progress.phases]
+        kept = records_until(progress.metrics_file, restored.step, kinds)
+        with progress.writing(progress.metrics_file):
+            write_whole(progress.metrics_file, kept)
+
+
+def _check_phase(
+    progress: Progress, step: int, index: int, kind: str, steps_before: int
+) -> None:
+    """Raises ValueError where another `steps` moves `step` into another phase."""
+    ends = progress.run.phase_ends()
+    phases = progress.phases
+    start = ends[index - 1] if 0 < index < len(ends) else 0
+    if index < len(ends) and phases[index].kind == kind:
+        last = index + 1 == len(ends)
+        if start <= step < ends[index] or (last and step == ends[index]):
+            return
+    plan = ", ".join(
+        f"{phase.kind} to step {end}" for phase, end in zip(phases, ends, strict=True)
+    )
+    raise ValueError(
+        f"steps={progress.config.steps} plans {plan}, but {progress.folder} is at step "
+        f"{step} in phase {index} ({kind}) of steps={steps_before}; choose steps "
+        f"that keep step {step} in that phase, or resume with {steps_before}"
+    )

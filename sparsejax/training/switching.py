@@ -1,0 +1,320 @@
+"""What happens to a model and to its optimiser between two steps of different sparsity.
+
+A switch happens between two optimiser steps, in this order:
+  leaving 2:4 weights: fold, W1 := beta S(W1), so that the dense network computes what
+    the sparse one did (W2 needs none: GEMM 2 has read W2 itself all along);
+  entering V:N:M activations: neurons are clustered by their columns of W1 and
+    relabelled, W1, W2 and their optimiser moments alike;
+  entering 2:4 weights: beta of every weight is computed and from then on frozen.
+
+An FFN whose sparsity does not change is not touched, and everything that can be refused
+is refused before anything is changed.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Int, PyTree
+
+from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.models.sparse_ffn import SparseFFN
+from sparsejax.sparsity.masks import soft_threshold
+
+type Path = tuple[str, ...]
+"""Where a parameter lies in a model, name by name."""
+
+NEURON_AXES = {"w_up": -1, "w_gate": -1, "w_down": -2}
+"""The axis of an FFN's weight that counts its neurons."""
+
+
+def switch[O](
+    model: nnx.Module, optimizer: O, sparsity: FFNSparsity, *, fold: bool = True
+) -> O:
+    """Brings every `SparseFFN` of the model to `sparsity`, in place.
+
+    Args:
+      model: anything that contains `SparseFFN`s, stacked or not, or is one.
+      optimizer: an `nnx.Optimizer` of the model, which is updated in place, or the
+        state of an optax optimiser, or None where there is none. A leaf belongs to the
+        parameter with the longest path that the leaf's own path ends with; what belongs
+        to an FFN's weights is permuted with its neurons, all else stays as it is.
+      sparsity: what the next steps compute.
+      fold: on leaving 2:4 weights, set W1 to beta S(W1), which the forward has used.
+    Returns:
+      the optimiser given, or the state for the relabelled neurons.
+    Raises:
+      ValueError: the model has no `SparseFFN`, the sparsity does not fit one of them,
+        or a leaf of the state cannot be permuted. Nothing has been changed then.
+    """
+    ffns = _ffns_to_change(model, sparsity)
+    entering_experts = {
+        path: ffn
+        for path, ffn in ffns.items()
+        if sparsity.experts not in (None, ffn.sparsity.experts)
+    }
+    moments = _Moments.of(model, optimizer, entering_experts)
+    entering_weights = []
+    for ffn in ffns.values():
+        before = ffn.sparsity
+        if before.weights and not sparsity.weights and fold:
+            fold_weights(ffn)
+        if sparsity.weights and not before.weights:
+            entering_weights.append(ffn)
+        ffn.compute_as(sparsity)
+    optimizer = moments.follow(
+        {path: ffn.cluster() for path, ffn in entering_experts.items()}
+    )
+    for ffn in entering_weights:
+        ffn.refresh_scales()
+    return optimizer
+
+
+def set_sparsity(model: nnx.Module, sparsity: FFNSparsity) -> None:
+    """As `switch`, for a model by itself, and without folding: a model that leaves 2:4
+    weights computes with its masters again, as a look at it without its masks needs.
+
+    Raises:
+      ValueError: as `switch`; or neurons would have to be clustered, which renumbers
+        them, and the moments of an optimiser would have to follow.
+    """
+    for path, ffn in _ffns_to_change(model, sparsity).items():
+        if sparsity.experts not in (None, ffn.sparsity.experts):
+            raise ValueError(
+                f"activations={sparsity.activations} has {sparsity.experts} experts, "
+                f"for which the neurons of {_name_of(path)} have to be clustered and "
+                f"renumbered, and an optimiser's moments with them; call "
+                f"switch(model, optimizer, sparsity), with None where there is no "
+                f"optimiser"
+            )
+    switch(model, None, sparsity, fold=False)
+
+
+def relabel_neurons[O](
+    model: nnx.Module, optimizer: O, *, warm_start: bool = False
+) -> O:
+    """Clusters the neurons of every `SparseFFN` that has experts, in place.
+
+    The dense function of the model stays as it is.
+
+    Args:
+      optimizer: as in `switch`.
+      warm_start: begin at the present grouping and not at a spread-out one.
+    Returns:
+      the optimiser given, or the state for the relabelled neurons.
+    Raises:
+      ValueError: no FFN has experts, or a leaf of the state cannot be permuted. Nothing
+        has been changed then.
+    """
+    ffns = {
+        path: ffn
+        for path, ffn in _sparse_ffns_by_path(model).items()
+        if ffn.sparsity.experts is not None
+    }
+    if not ffns:
+        raise ValueError(
+            "no SparseFFN of the model has experts to cluster for; switch to a "
+            "sparsity with activations=VNM(v, 2, m) first"
+        )
+    moments = _Moments.of(model, optimizer, ffns)
+    return moments.follow(
+        {path: ffn.cluster(warm_start=warm_start) for path, ffn in ffns.items()}
+    )
+
+
+def fold_weights(ffn: SparseFFN) -> None:
+    """W := beta S(W) for the weights that GEMM 1 reads (W1; Wg and Wu if gated)."""
+    for index, w in enumerate(ffn.into_hidden):
+        scale = ffn.scales[...][..., index, None, None]
+        w[...] = scale * soft_threshold(w[...], axis=-2)
+
+
+def _sparse_ffns_by_path(model: nnx.Module) -> dict[Path, SparseFFN]:
+    return {
+        tuple(map(str, path)): part
+        for path, part in nnx.iter_modules(model)
+        if isinstance(part, SparseFFN)
+    }
+
+
+def _ffns_to_change(model: nnx.Module, sparsity: FFNSparsity) -> dict[Path, SparseFFN]:
+    """Returns those whose sparsity is another one; all of the model can have the new
+    one.
+
+    Raises:
+      ValueError: the model has none at all, or one of them cannot have it.
+    """
+    ffns = _sparse_ffns_by_path(model)
+    if not ffns:
+        raise ValueError(
+            f"a {type(model).__name__} without any SparseFFN has no sparsity to set; "
+            f"build it with SparseFFN, or pass the module that contains them"
+        )
+    for ffn in ffns.values():
+        ffn.check(sparsity)
+    return {path: ffn for path, ffn in ffns.items() if ffn.sparsity != sparsity}
+
+
+class _Neurons(NamedTuple):
+    """Where a leaf of an optimiser's state has the neurons of an FFN."""
+
+    ffn: Path
+    axis: int
+    """Counted from the end."""
+
+
+class _Moments[O](NamedTuple):
+    """The state of an optimiser, and which of its leaves follow an FFN's neurons."""
+
+    optimizer: O
+    state: PyTree
+    neurons: Mapping[int, _Neurons]
+    """By the leaf's number in `jax.tree.leaves(state)`."""
+
+    @classmethod
+    def of(
+        cls,
+        model: nnx.Module,
+        optimizer: O,
+        ffns: Mapping[Path, SparseFFN],
+    ) -> "_Moments[O]":
+        """Finds the leaves that belong to these FFNs of the model.
+
+        Raises:
+          ValueError: a leaf of theirs, or one that may be, cannot be permuted.
+        """
+        state = optimizer
+        if isinstance(optimizer, nnx.Optimizer):
+            state = nnx.state(optimizer)
+        if not ffns:
+            return cls(optimizer, state, {})
+        shapes = {
+            tuple(map(str, path)): param.get_value().shape
+            for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param))
+        }
+        weights = {
+            (*path, name): _Neurons(path, axis)
+            for path in ffns
+            for name, axis in NEURON_AXES.items()
+            if (*path, name) in shapes
+        }
+        smallest = min(math.prod(shapes[path]) for path in weights)
+        neurons = {}
+        leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+        for number, (keys, leaf) in enumerate(leaves):
+            names, shape = _names(keys), jnp.shape(leaf)
+            param = _longest_ending(names, shapes)
+            if param in weights:
+                path, axis = weights[param]
+                layers = len(shapes[param]) - 2
+                own_axis = _axis_in(shape, shapes[param], axis, layers, names)
+                if own_axis is not None:
+                    neurons[number] = _Neurons(path, own_axis)
+            elif param is None and math.prod(shape) >= smallest:
+                raise ValueError(
+                    f"{_name_of(names)}, a leaf of shape {shape} of the optimiser's "
+                    f"state, belongs to no parameter of the model by its path, but is "
+                    f"large enough to hold the moments of an FFN, whose neurons are "
+                    f"about to be renumbered; {WITHOUT_MOMENTS}"
+                )
+        return cls(optimizer, state, neurons)
+
+    def follow(self, orders: Mapping[Path, Int[Array, "*layers d_hidden"]]) -> O:
+        """Returns the optimiser once neuron i of an FFN is its former neuron
+        order[i]."""
+        if not self.neurons:
+            return self.optimizer
+        leaves, structure = jax.tree.flatten(self.state)
+        for number, (path, axis) in self.neurons.items():
+            leaves[number] = take_neurons(leaves[number], orders[path], axis)
+        state = jax.tree.unflatten(structure, leaves)
+        if not isinstance(self.optimizer, nnx.Optimizer):
+            return state
+        nnx.update(self.optimizer, state)
+        return self.optimizer
+
+
+WITHOUT_MOMENTS = (
+    "switch with optimizer=None and initialise the optimiser anew from the model's "
+    "parameters, or permute this leaf yourself and leave it out of the state"
+)
+
+
+def _axis_in(
+    shape: tuple[int, ...],
+    of_param: tuple[int, ...],
+    axis: int,
+    layers: int,
+    names: Sequence[str],
+) -> int | None:
+    """Returns the axis of a leaf, counted from the end, that counts a parameter's
+    neurons; None where the leaf has none of them.
+
+    A leaf has the parameter's shape, or that without one axis (the factored moments of
+    Adafactor), or a single number that stands for no moment.
+
+    Args:
+      axis: the neurons' in the parameter, from the end.
+      layers: how many leading axes of the parameter stack layers.
+    Raises:
+      ValueError: the shape is another one, or leaves open which axis is missing.
+    """
+    if shape == of_param:
+        return axis
+    if math.prod(shape) <= 1:
+        return None
+    rank = len(of_param)
+    found = {
+        # An axis that goes away behind the neurons' brings them nearer to the end.
+        axis + 1 if gone > rank + axis else (None if gone == rank + axis else axis)
+        for gone in range(layers, rank)
+        if of_param[:gone] + of_param[gone + 1 :] == shape
+    }
+    if len(found) == 1:
+        return found.pop()
+    raise ValueError(
+        f"{_name_of(names)}, a leaf of shape {shape} of the optimiser's state, belongs "
+        f"to an FFN weight of shape {of_param}, whose neurons are about to be "
+        f"renumbered, and its shape does not say where they are; {WITHOUT_MOMENTS}"
+    )
+
+
+def take_neurons(
+    leaf: jax.Array, order: Int[Array, "*layers d_hidden"], axis: int
+) -> jax.Array:
+    """Returns the array with neuron i replaced by neuron order[i] along `axis`, which
+    counts from the end; with stacked layers each of them by its own order."""
+    if order.ndim == 1:
+        return jnp.take(leaf, order, axis=axis)
+    # Layer by layer: on a mesh, a layer that is permuted is whole on every device.
+    return jax.lax.map(lambda of: take_neurons(of[0], of[1], axis), (leaf, order))
+
+
+def _names(keys: Sequence[object]) -> Path:
+    """Returns a leaf's path name by name, without the attribute of a Variable that
+    holds it."""
+    if keys and getattr(keys[-1], "name", None) in ("value", "raw_value"):
+        keys = keys[:-1]
+    return tuple(str(_name(key)) for key in keys)
+
+
+def _name(key: object) -> object:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return getattr(key, attribute)
+    return key
+
+
+def _longest_ending(names: Path, params: Mapping[Path, tuple[int, ...]]) -> Path | None:
+    """Returns the parameter with the longest path that `names` ends with."""
+    for start in range(len(names)):
+        if names[start:] in params:
+            return names[start:]
+    return None
+
+
+def _name_of(path: Sequence[str]) -> str:
+    return ".".join(path) or "the model"

@@ -1,0 +1,1 @@
+"""Timing the GEMMs that a run needs, before it starts."""

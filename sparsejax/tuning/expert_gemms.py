@@ -1,0 +1,209 @@
+"""The FFN's GEMMs of experts with a 2:4 operand, alone: random operands as they lie in
+memory, a token in one expert each.
+
+Numbered as in `ffn_gemms`. The dense GEMM that each stands for is over all neurons.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.sm90.sparse_matmul_configs import Shape
+from sparsejax.feed_forward.operands.packed_rows import PackedRows, counted, row_groups
+from sparsejax.feed_forward.spec import FFNSparsity, dense_feature_count
+from sparsejax.ops.expert_rows import looked_up, used_tiles
+from sparsejax.ops.sparse_matmul import pack_weight
+from sparsejax.routing.dispatch import Dispatch
+from sparsejax.sparsity.compressed import compress, decompress
+from sparsejax.sparsity.masks import magnitude_mask
+from sparsejax.sparsity.packed import Packed, in_blocks, pack, unpack
+from sparsejax.tuning.ffn_gemms import Gemm, hopper_kernels
+
+WHOLE_SHARE = FFNSparsity().dense_features
+"""The share of an expert's features that stay whole by default."""
+
+
+class Problem(NamedTuple):
+    """One GEMM of E experts and its operands."""
+
+    shape: Shape
+    sparse: Callable[..., Any]
+    """The kernel's GEMM, as a function of its config and the operands."""
+    operands: tuple
+    dense: Callable[[jax.Array, jax.Array], jax.Array]
+    of_dense: tuple[jax.Array, jax.Array]
+    pack: Callable[..., Any]
+    """Makes the sparse operand of `source`; of 5 and 6 those of both."""
+    source: tuple
+    expected: Callable[[], tuple[Callable[[Any], jax.Array], np.ndarray]]
+    """Takes some of the result, and what that is in float32."""
+
+
+def make_problem(
+    gemm: Gemm,
+    tokens: int,
+    d_model: int,
+    d_hidden: int,
+    routed: Dispatch,
+    *,
+    whole_share: float = WHOLE_SHARE,
+) -> Problem:
+    """Returns random operands of a size, the tokens in the experts of `routed`, one
+    each.
+
+    Args:
+      whole_share: of an expert's features, those that stay whole in GEMMs 5 and 6.
+    """
+    experts, v = routed.experts, routed.v
+    used = int(used_tiles(routed))
+    expert = np.asarray(routed.tile_expert)[:used]
+    rows, own = routed.row_token.size, d_hidden // experts
+    d, keys = d_model, jax.random.split(jax.random.key(0), 4)
+    normal = partial(jax.random.normal, dtype=jnp.bfloat16)
+    tokens_by_d = normal(keys[0], (tokens, d))
+    tokens_by_f = normal(keys[1], (tokens, d_hidden))
+    looked = jax.jit(looked_up)(routed)
+    grouped_shape = partial(Shape, experts=experts, group_tile=v)
+    # The last expert's first tile.
+    last, tile = int(expert[-1]), int(np.flatnonzero(expert == expert[-1])[0])
+    some = slice(tile * v, tile * v + 64)
+    if gemm == "1":
+        packed = _sparse(keys[2], (d_hidden, d))
+        x = normal(keys[3], (rows, d))
+
+        def expected():
+            a = _dense(packed)[last * own : (last + 1) * own]
+            return (lambda out: out[some]), np.asarray(x[some], np.float32) @ a.T
+
+        scale = jnp.full((1, 1), 1.483)
+        return Problem(
+            grouped_shape(m=own, n=rows, k=d, mode="sparse_weight"),
+            lambda config, w, x, rows: hopper_kernels(config).rows_by_expert_weight(
+                x, w, rows
+            ),
+            (packed, x, looked),
+            jnp.matmul,
+            (tokens_by_d, normal(keys[2], (d, d_hidden))),
+            partial(pack_weight, axis=-2, dtype=jnp.dtype(jnp.bfloat16)),
+            (jax.random.normal(keys[2], (d, d_hidden)), scale),
+            expected,
+        )
+    kept = jax.jit(_keep_rows)(tokens_by_f, routed)
+    if gemm in ("2", "4"):
+        packed = _sparse(keys[2], (rows, own))
+        k_major = gemm == "4"
+        stored = (d, experts, own) if k_major else (experts, own, d)
+        b = normal(keys[3], stored)
+
+        def expected():
+            of_last = b[:, last].T if k_major else b[last]
+            product = _dense(packed)[some] @ np.asarray(of_last, np.float32)
+            return (lambda out: out[some]), product
+
+        weight = b.reshape(d, -1) if k_major else b.reshape(-1, d)
+        return Problem(
+            grouped_shape(
+                m=rows,
+                n=d,
+                k=own,
+                mode="sparse_activation",
+                b_k_major=k_major,
+                transpose_out=False,
+            ),
+            lambda config, a, b, rows: hopper_kernels(config).expert_rows_matmul(
+                a, b, rows, b_k_major=k_major
+            ),
+            (packed, b, looked),
+            (lambda a, w: a @ w.T) if k_major else jnp.matmul,
+            (tokens_by_f, weight),
+            _gradient if k_major else _keep_rows,
+            (tokens_by_f, kept if k_major else routed),
+            expected,
+        )
+    twice = in_blocks(dense_feature_count(own, whole_share))
+    packed = _sparse(keys[2], (own + twice, rows))
+    b, up = normal(keys[3], (rows, d)), gemm == "5"
+    range_of_last = slice(tile * v, used * v)
+
+    def of_last(results):
+        parts = [result for result in results if result is not None]
+        first, *_, second = [r[:, last].T if up else r[last] for r in parts * 2]
+        return jnp.concatenate([first[:64], second[-64:]])
+
+    def expected():
+        a = np.concatenate([_dense(packed)[:64], _dense(packed)[-64:]])
+        product = a[:, range_of_last] @ np.asarray(b[range_of_last], np.float32)
+        return of_last, product
+
+    shape = grouped_shape(
+        m=own + twice,
+        n=d,
+        k=rows,
+        mode="weight_gradient",
+        b_k_major=False,
+        transpose_out=up,
+        float32_out=True,
+    )
+
+    def dense(lhs, rhs):
+        return jnp.matmul(lhs.T, rhs, preferred_element_type=jnp.float32)
+
+    def pack_over_rows(da, kept):
+        groups = row_groups(FFNSparsity(dense_features=whole_share), tokens, kept)
+        return hopper_kernels().activation_gradient_over_tokens(
+            da,
+            kept.a,
+            looked_up(kept.routed),
+            groups.residual,
+            by_token=True,
+            by_segments=False,
+        )
+
+    return Problem(
+        shape,
+        lambda config, a, b, rows: hopper_kernels(config).expert_weight_gradient(
+            a, b, rows, transpose_out=up, residual_rows=twice
+        ),
+        (packed, b, looked),
+        dense,
+        (tokens_by_d, tokens_by_f) if up else (tokens_by_f, tokens_by_d),
+        pack_over_rows,
+        (tokens_by_f, kept),
+        expected,
+    )
+
+
+def _keep_rows(y_up: jax.Array, routed: Dispatch) -> PackedRows:
+    rows = looked_up(routed)
+    kept = hopper_kernels().keep_features(y_up, rows, by_token=True)
+    return counted(routed, kept, None)
+
+
+def _gradient(da: jax.Array, kept: PackedRows) -> Packed:
+    rows = looked_up(kept.routed)
+    return hopper_kernels().activation_gradient(da, kept.a, rows, by_token=True)
+
+
+def error(problem: Problem, call: Callable[[], Any]) -> float:
+    """Returns the error of what a kernel computes, relative to float32, on some of its
+    rows."""
+    some, expected = problem.expected()
+    got = np.asarray(some(call()), np.float32)
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+
+
+def _sparse(key: jax.Array, shape: tuple[int, int]) -> Packed:
+    @jax.jit
+    def make(key):
+        x = jax.random.normal(key, shape, jnp.bfloat16)
+        return pack(compress(x, mask=magnitude_mask(x)))
+
+    return make(key)
+
+
+def _dense(packed: Packed) -> np.ndarray:
+    return np.asarray(jax.jit(lambda p: decompress(unpack(p)))(packed), np.float32)

@@ -1,0 +1,278 @@
+"""The FFN's GEMMs with a 2:4 operand, alone: random operands as they lie in memory.
+
+`C = A B` of the kernel is, with A the sparse operand,
+
+    1, 3   Y1^T = S(W1)^T X^T     written as Y1 (T, F)
+    2      Y = A W2               A 2:4 along F
+    4      dX = dY1 W1^T          dY1 2:4 along F, W1 stored as (d, F)
+    5      dW1^T = dY1^T X        dY1 2:4 along T, written as dW1 (d, F), float32
+    6      dW2 = A^T dY           A 2:4 along T, float32
+
+In 5 and 6 the features that stay whole have a second row below all others, and so a
+result apart; the dense GEMM has each row once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.sm90 import sparse_matmul_configs
+from pallas_kernels.sm90.sparse_matmul_configs import Config, Shape
+from pallas_kernels.sm90.threads import activation_tiles
+from sparsejax.feed_forward.operands import packed_activations
+from sparsejax.feed_forward.operands.packed_activations import Activations, TokenGroups
+from sparsejax.feed_forward.spec import FFNSparsity, dense_feature_count
+from sparsejax.ops.backend import current_device
+from sparsejax.ops.kernels.hopper import HopperKernels
+from sparsejax.ops.kernels.registry import kernels_of
+from sparsejax.ops.sparse_matmul import pack_weight
+from sparsejax.sparsity.compressed import decompress
+from sparsejax.sparsity.packed import Packed, in_blocks, unpack
+
+Gemm = Literal["1", "2", "4", "5", "6"]
+
+DENSE_FEATURES = 0.05
+"""Of GEMMs 5 and 6 with packing: the recipe's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One GEMM, its operands, and how the sparse one is made."""
+
+    gemm: Gemm
+    tokens: int
+    d_model: int
+    d_hidden: int
+    shape: Shape
+    source: Any
+    """What is packed: W, Y1, dA, or A by token."""
+    copied: jax.Array
+    """The numbers in it: a copy of them is what packing is compared with."""
+    packed: Packed
+    """A (m, k)."""
+    residual_rows: int
+    """How many of A's last rows are residual: second rows of features kept dense."""
+    masked: jax.Array
+    """A dense, as it lies in memory: (m, k), or (k, m) where k counts tokens."""
+    masked_once: jax.Array
+    """Without second rows: what a dense GEMM multiplies."""
+    b: jax.Array
+    pack: Callable[[Any], Packed]
+    pack_and_multiply: Callable[[Any, jax.Array], jax.Array]
+    """Of `source` and `b`, everything that a training step does; for GEMMs 5 and 6 with
+    the features that stay dense."""
+
+    def sparse(self, config: Config, packed: Packed, b: jax.Array) -> Any:
+        """Returns the kernel alone; of GEMMs 5 and 6 the product of A's residual rows
+        apart."""
+        kernels, transpose_out = hopper_kernels(config), self.shape.transpose_out
+        if self.gemm in ("5", "6"):
+            return kernels.weight_gradient(
+                packed, b, transpose_out=transpose_out, residual_rows=self.residual_rows
+            )
+        return kernels.matmul(
+            packed,
+            b,
+            b_k_major=self.shape.b_k_major,
+            transpose_out=transpose_out,
+            out_dtype=self._out_dtype,
+        )
+
+    def whole(self, results: Any) -> jax.Array:
+        """Returns C of all rows of A."""
+        if self.gemm not in ("5", "6"):
+            return results
+        if not self.residual_rows:
+            return results[0]
+        return jnp.concatenate(results, axis=int(self.shape.transpose_out))
+
+    def dense(self, masked: jax.Array, b: jax.Array) -> jax.Array:
+        """Returns the library's GEMM."""
+        factors = self._factors(masked, b)
+        return jnp.matmul(*factors, preferred_element_type=self._out_dtype)
+
+    def exact(self, rows: slice) -> jax.Array:
+        """Returns rows of C as it is written, those of second rows of A too, in
+        float32."""
+        lhs, rhs = self._factors(self.masked, self.b)
+        lhs, rhs = lhs[rows].astype(jnp.float32), rhs.astype(jnp.float32)
+        return jnp.matmul(lhs, rhs, precision="highest")
+
+    def _factors(self, masked: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        a = masked.T if self.gemm in ("5", "6") else masked
+        b = b.T if self.shape.b_k_major else b
+        return (b.T, a.T) if self.shape.transpose_out else (a, b)
+
+    @property
+    def _out_dtype(self) -> jnp.dtype:
+        return jnp.dtype("float32" if self.shape.float32_out else self.shape.dtype)
+
+
+def make_problem(
+    gemm: Gemm,
+    tokens: int,
+    d_model: int,
+    d_hidden: int,
+    *,
+    whole_share: float | None = None,
+    float32_out: bool = False,
+) -> Problem:
+    """Returns random operands of a size.
+
+    Args:
+      whole_share: of the features, those that stay whole in GEMMs 5 and 6; None for
+        `DENSE_FEATURES`.
+      float32_out: whether GEMM 4 writes float32, to be added to another one.
+    Raises:
+      ValueError: no kernel runs this size; says why.
+    """
+    whole_share = DENSE_FEATURES if whole_share is None else whole_share
+    shape = _shape(gemm, tokens, d_model, d_hidden, whole_share)
+    if gemm == "4":
+        shape = replace(shape, float32_out=float32_out)
+    reason = sparse_matmul_configs.why_unsupported(shape)
+    if gemm != "1":
+        reason = reason or activation_tiles.why_unsupported(d_hidden, shape.dtype)
+    if reason is not None:
+        raise ValueError(
+            f"GEMM {gemm} of T,d,F {tokens},{d_model},{d_hidden} has no 2:4 kernel: "
+            f"{reason}"
+        )
+    keys = jax.random.split(jax.random.key(0), 3)
+    stored_b = (shape.n, shape.k) if shape.b_k_major else (shape.k, shape.n)
+    b = jax.random.normal(keys[0], stored_b, shape.dtype)
+    if gemm == "1":
+        source = copied = jax.random.normal(keys[1], (d_hidden, d_model))
+        scale = jnp.full((1, 1), 1.483)
+        pack = partial(pack_weight, scale=scale, axis=-1, dtype=jnp.dtype(shape.dtype))
+    else:
+        source = copied = jax.random.normal(keys[1], (tokens, d_hidden), shape.dtype)
+        kept = jax.jit(_keep_features)(source)
+        pack = _activations
+        if gemm == "4":
+            pack = partial(_gradient, kept.a)
+        elif gemm in ("5", "6"):
+            pack = partial(_over_tokens, whole_share=whole_share)
+            source, copied = kept, kept.a.values
+    packed = jax.jit(pack)(source)
+    masked = decompress(unpack(packed))
+    if gemm in ("5", "6"):
+        masked = masked.T.copy()
+    residual_rows = shape.m - d_hidden if gemm in ("5", "6") else 0
+    return Problem(
+        gemm=gemm,
+        tokens=tokens,
+        d_model=d_model,
+        d_hidden=d_hidden,
+        shape=shape,
+        source=source,
+        copied=copied,
+        packed=packed,
+        residual_rows=residual_rows,
+        masked=masked,
+        masked_once=masked[:, :d_hidden] if residual_rows else masked,
+        b=b,
+        pack=pack,
+        pack_and_multiply=partial(_pack_and_multiply, gemm, shape, whole_share, pack),
+    )
+
+
+def _shape(
+    gemm: Gemm, tokens: int, d_model: int, d_hidden: int, whole_share: float
+) -> Shape:
+    if gemm == "1":
+        return Shape(m=d_hidden, n=tokens, k=d_model)
+    if gemm in ("2", "4"):
+        return Shape(
+            m=tokens,
+            n=d_model,
+            k=d_hidden,
+            mode="sparse_activation",
+            b_k_major=gemm == "4",
+            transpose_out=False,
+        )
+    twice = in_blocks(dense_feature_count(d_hidden, whole_share))
+    return Shape(
+        m=d_hidden + twice,
+        n=d_model,
+        k=in_blocks(tokens),
+        mode="weight_gradient",
+        b_k_major=False,
+        transpose_out=gemm == "5",
+        float32_out=True,
+    )
+
+
+def errors(problem: Problem, candidate: jax.Array) -> tuple[float, float, float]:
+    """Returns the relative errors against float32 of the candidate, the largest that is
+    right, and of the dense GEMM; over all rows, some at a time: in float32 the product
+    is large.
+
+    Right is a tenth above the dense GEMM's; and where both accumulate and store
+    float32, both are exact.
+    """
+    results = candidate, problem.dense(problem.masked, problem.b)
+    squares = np.zeros(3)
+    for start in range(0, len(candidate), 2048):
+        rows = slice(start, start + 2048)
+        exact = problem.exact(rows)
+        parts = [exact, *(got[rows].astype(jnp.float32) - exact for got in results)]
+        squares += [float(jnp.sum(part**2)) for part in parts]
+    ours, dense = np.sqrt(squares[1:] / squares[0])
+    bound = max(1.1 * dense, 1e-5 * problem.shape.float32_out)
+    return float(ours), float(bound), float(dense)
+
+
+def hopper_kernels(config: Config | None = None) -> HopperKernels:
+    """Returns the kernels of the GPU that is traced for, all GEMMs cut up as `config`
+    says."""
+    kernels = kernels_of(current_device())
+    assert isinstance(kernels, HopperKernels)
+    return replace(kernels, fixed_config=config)
+
+
+def _keep_features(y_up: jax.Array) -> Activations:
+    kept = hopper_kernels().keep_features(y_up, None, by_token=False)
+    return packed_activations.counted(kept)
+
+
+def _activations(y_up: jax.Array) -> Packed:
+    return _keep_features(y_up).a
+
+
+def _gradient(a: Packed, da: jax.Array) -> Packed:
+    return hopper_kernels().activation_gradient(da, a, None, by_token=False)
+
+
+def _over_tokens(kept: Activations, *, whole_share: float) -> Packed:
+    groups = _groups(kept, whole_share)
+    return hopper_kernels().keep_tokens(
+        kept.a, groups.residual, by_segments=groups.by_segments
+    )
+
+
+def _groups(kept: Activations, whole_share: float) -> TokenGroups:
+    sparsity = FFNSparsity(dense_features=whole_share)
+    return packed_activations.token_groups(sparsity, len(kept.a.values), kept.nonzeros)
+
+
+def _pack_and_multiply(
+    gemm: Gemm, shape: Shape, whole_share: float, pack, source, b
+) -> jax.Array:
+    kernels = hopper_kernels()
+    if gemm in ("5", "6"):
+        groups, packed = _groups(source, whole_share), pack(source)
+        if gemm == "5":
+            return packed_activations.weight_gradient_up(kernels, groups, b, packed)
+        return packed_activations.weight_gradient_down(kernels, groups, packed, b)
+    return kernels.matmul(
+        pack(source),
+        b,
+        b_k_major=shape.b_k_major,
+        transpose_out=shape.transpose_out,
+    )

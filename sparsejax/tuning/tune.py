@@ -1,0 +1,399 @@
+"""Times the 2:4 GEMMs of a run on its own GPU, where nobody has yet.
+
+Which config of a kernel is fastest, and whether that is faster than a dense GEMM, is
+looked up by `pallas_kernels.tuning`. What is not known of this very GPU at a run's own
+sizes is measured here: every config is compared with float32, then timed in turn with
+the dense GEMM, and packing by itself. The user's cache keeps it for the next run.
+
+A process that has run a sparse kernel has a lower clock from then on (H200): where the
+dense steps before a run's sparse phase are many, tune in a process before it.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import tuning, tuning_cache
+from pallas_kernels.device import Device
+from pallas_kernels.sm90.sparse_matmul_configs import Config, Shape
+from sparsejax.config import TrainConfig
+from sparsejax.distributed.processes import Exchange
+from sparsejax.feed_forward.spec import FEATURE_TILE, dense_feature_count
+from sparsejax.ops.backend import GemmSpec, current_device
+from sparsejax.ops.kernels.hopper import HopperKernels
+from sparsejax.ops.kernels.hopper_shapes import shape_of
+from sparsejax.ops.kernels.registry import HOPPER
+from sparsejax.reports.metrics import ffn_spec
+from sparsejax.routing.dispatch import dispatch
+from sparsejax.sparsity.packed import in_blocks
+from sparsejax.training.recipe import phases
+from sparsejax.tuning import expert_gemms, ffn_gemms
+from sparsejax.tuning.ffn_gemms import Gemm
+from sparsejax.tuning.timing import time_queued
+
+WAIT_SECONDS = 1800
+"""How long other processes wait for the one that tunes."""
+
+FINALISTS = 3
+"""How many configs of a GEMM are timed with care, after a short look at all."""
+
+EXPERTS_ERROR = 3e-3
+"""Relative, of a product of bfloat16 rounded to it: half of its last bit is 2e-3."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One GEMM on random operands, compiled: functions without arguments."""
+
+    shape: Shape
+    sparse: Mapping[Config, Callable[[], Any]]
+    """The kernel alone, by config."""
+    dense: Callable[[], Any]
+    """What it stands for."""
+    pack: Callable[[], Any]
+    """Makes the sparse operand."""
+    gemms_packed: int
+    """How many GEMMs read what one `pack` makes."""
+    is_correct: Callable[[Callable[[], Any]], bool]
+    """Whether one of `sparse` computes the GEMM."""
+
+
+def gemms_of_run(config: TrainConfig) -> list[GemmSpec]:
+    """Returns the FFN GEMMs of a run's sparse phases, of one micro-batch on one of the
+    devices here; none where a backend without these kernels is named. Raises ValueError
+    where the mesh does not fit the devices."""
+    if config.backend not in (None, HOPPER.name):
+        return []
+    mesh = config.mesh.resolve(jax.device_count())
+    micro_batch = config.batch_size // config.micro_batches_on(mesh)
+    tokens = micro_batch * config.data.sequence_length
+    sparsities = dict.fromkeys(
+        of for phase in phases(config) for of in phase.sparsities
+    )
+    return [
+        gemm
+        for sparsity in sparsities
+        if not sparsity.is_dense
+        for gemm in ffn_spec(config.model, sparsity, tokens, mesh=mesh).gemms()
+    ]
+
+
+def runnable(specs: Iterable[GemmSpec]) -> dict[Shape, GemmSpec]:
+    """Finds the GEMMs that the kernels of their device could run with a 2:4 operand,
+    one of each shape."""
+    found: dict[Shape, GemmSpec] = {}
+    for spec in specs:
+        if HOPPER.why_unavailable(spec.device) is not None or spec.dtype != "bfloat16":
+            continue
+        if HopperKernels(spec.device).why_unsupported(spec) is None:
+            found.setdefault(shape_of(spec), spec)
+    return found
+
+
+def missing(specs: Iterable[GemmSpec], device: Device) -> dict[Shape, GemmSpec]:
+    """Finds the `runnable` GEMMs that nobody has measured on `device` near their number
+    of tokens."""
+    return {
+        shape: spec
+        for shape, spec in runnable(specs).items()
+        if tuning.nearest(device, shape) is None
+    }
+
+
+def tune_missing(
+    specs: Iterable[GemmSpec],
+    *,
+    report: Callable[[str], None],
+    measure: Callable[[Trial], tuning.Entry] | None = None,
+) -> list[tuning.Entry]:
+    """Measures the GEMMs that `missing` finds and keeps them in the user's cache. On
+    anything but a Hopper GPU nothing is done.
+
+    Args:
+      report: takes a line about each GEMM, and one about all.
+      measure: what times a GEMM; None for `measured`.
+    Raises:
+      ValueError: a kernel computes none of its configs correctly on this GPU.
+    """
+    device = current_device()
+    if device.why_not_hopper() is not None:
+        return []
+    todo = missing(specs, device)
+    if not todo:
+        return []
+    report(f"tuning {len(todo)} GEMMs that nobody has timed on this {device.kind}")
+    found: list[tuning.Entry] = []
+    start = time.perf_counter()
+    for number, (shape, spec) in enumerate(todo.items(), 1):
+        before = time.perf_counter()
+        sizes = f"{spec.tokens} x {spec.d_in} x {spec.d_out}"
+        name = f"  {number} of {len(todo)}: {spec.name}, {sizes}"
+        try:
+            entry = (measure or measured)(trial_of(spec))
+        except jax.errors.JaxRuntimeError as error:
+            # Its operands may need more memory than a step's: it stays an estimate.
+            reason = next(iter(str(error).splitlines()), "")
+            report(f"{name}: could not be timed ({reason})")
+            continue
+        assert entry.shape == shape, f"{spec} was timed as {entry.shape}"
+        tuning.save(device.kind, [entry])
+        found.append(entry)
+        report(
+            f"{name}: 2:4 {entry.sparse_us:,.0f} us, dense {entry.dense_us:,.0f} us, "
+            f"packing {entry.pack_us:,.0f} us ({time.perf_counter() - before:.1f} s)"
+        )
+    report(
+        f"tuned {len(found)} GEMMs in {time.perf_counter() - start:.1f} s, for this "
+        f"run and later ones: {tuning_cache.root()}"
+    )
+    return found
+
+
+def tune_for_all(
+    specs: Sequence[GemmSpec], *, tune: bool, report: Callable[[str], None]
+) -> None:
+    """What a run does before it is planned, on every process: process 0 tunes, if
+    `tune`, and all others take its user's entries instead of their own. With different
+    ones they would choose, and compile, different programs.
+
+    Raises:
+      ValueError: as `tune_missing`.
+      TimeoutError: see `processes.Exchange`.
+    """
+    first = jax.process_index() == 0
+    if first and tune:
+        tune_missing(specs, report=report)
+    if jax.process_count() == 1:
+        return
+    kind = current_device().kind
+    given = tuning.own_as_text(kind) if first else ""
+    texts = Exchange("tuning").gather("entries", given, timeout_seconds=WAIT_SECONDS)
+    if not first:
+        tuning.take_own(kind, texts[0])
+
+
+def measured(trial: Trial) -> tuning.Entry:
+    """Times a GEMM: its correct configs in turn with the dense one, and packing.
+
+    Raises:
+      ValueError: no config is correct.
+    """
+    times: dict[str, float] = {}
+
+    def time_us(correct: list[Config]) -> dict[Config, float]:
+        calls = {str(config): trial.sparse[config] for config in _fastest(correct)}
+        timings, _ = time_queued(
+            {"dense": trial.dense, **calls}, baseline="dense", rounds=3
+        )
+        times.update({timing.name: 1e3 * timing.time_ms for timing in timings})
+        return {config: times.get(str(config), math.inf) for config in correct}
+
+    def _fastest(correct: list[Config]) -> list[Config]:
+        """Returns the configs that a short look does not rule out."""
+        if len(correct) <= FINALISTS:
+            return correct
+        calls = {str(config): trial.sparse[config] for config in correct}
+        timings, _ = time_queued(
+            calls, baseline=str(correct[0]), rounds=1, seconds=0.02, settle_seconds=0.02
+        )
+        short = {timing.name: timing.time_ms for timing in timings}
+        return sorted(correct, key=lambda config: short[str(config)])[:FINALISTS]
+
+    best, sparse_us = tuning.search(
+        trial.shape,
+        list(trial.sparse),
+        lambda config: trial.is_correct(trial.sparse[config]),
+        time_us,
+    )
+    (pack,), _ = time_queued({"pack": trial.pack}, baseline="pack", rounds=3)
+    return tuning.Entry(
+        shape=trial.shape,
+        config=best,
+        sparse_us=round(sparse_us, 2),
+        dense_us=round(times["dense"], 2),
+        pack_us=round(1e3 * pack.time_ms / trial.gemms_packed, 2),
+        jax=jax.__version__,
+        date=f"{datetime.now(UTC):%Y-%m-%d}",
+        commit=None,
+    )
+
+
+def trial_of(spec: GemmSpec) -> Trial:
+    """Returns the operands of a GEMM that `missing` has found, and its programs."""
+    gemm: Gemm
+    if spec.is_weight_gradient:
+        gemm = "5" if spec.sparse_operand == "gradient" else "6"
+    elif spec.sparse_weight:
+        gemm = "1"
+    else:
+        gemm = "4" if spec.weight_transposed else "2"
+    neurons_out = spec.sparse_operand in ("weight", "gradient")
+    d_model, neurons = (
+        (spec.d_in, spec.d_out) if neurons_out else (spec.d_out, spec.d_in)
+    )
+    sizes = spec.tokens, d_model, neurons
+    if spec.experts is None:
+        share = _share(spec.whole_features, sizes[2])
+        problem = ffn_gemms.make_problem(
+            gemm, *sizes, whole_share=share, float32_out=spec.float32_out
+        )
+        return trial_of_problem(problem)
+    tokens, d_model, neurons = sizes
+    return _trial_of_experts(
+        gemm,
+        # A row is a token's expert: several of them are as many tokens.
+        tokens * spec.experts_per_token,
+        d_model,
+        neurons,
+        # A device has as many of the experts as it has neurons for.
+        experts=neurons // spec.expert_features,
+        group_tile=spec.group_tile,
+        whole_share=_share(spec.whole_features, spec.expert_features),
+    )
+
+
+def trial_of_shape(shape: Shape) -> Trial:
+    """Returns the operands and programs of a GEMM of which only the kernel's shape is
+    known, as in the table of another GPU. As many features stay whole as by default."""
+    gemm, tokens, d_model, neurons = gemm_of(shape)
+    share = expert_gemms.WHOLE_SHARE
+    if not shape.group_tile:
+        problem = ffn_gemms.make_problem(
+            gemm,
+            tokens,
+            d_model,
+            neurons,
+            whole_share=share,
+            float32_out=shape.float32_out,
+        )
+        return trial_of_problem(problem)
+    return _trial_of_experts(
+        gemm,
+        tokens,
+        d_model,
+        neurons * shape.experts,
+        experts=shape.experts,
+        group_tile=shape.group_tile,
+        whole_share=share,
+    )
+
+
+def gemm_of(shape: Shape) -> tuple[Gemm, int, int, int]:
+    """Returns the number of the FFN's GEMM that a kernel's shape is of, its tokens,
+    d_model, and its neurons: of one expert, where it has experts."""
+    tokens = tuning.tokens(shape) - (shape.experts - 1) * shape.group_tile
+    if shape.mode == "weight_gradient":
+        share = expert_gemms.WHOLE_SHARE
+        neurons = next(
+            neurons
+            for neurons in range(shape.m, 0, -FEATURE_TILE)
+            if neurons + in_blocks(dense_feature_count(neurons, share)) == shape.m
+        )
+        return ("5" if shape.transpose_out else "6"), tokens, shape.n, neurons
+    if shape.mode == "sparse_weight":
+        return "1", tokens, shape.k, shape.m
+    return ("4" if shape.b_k_major else "2"), tokens, shape.n, shape.k
+
+
+def _trial_of_experts(
+    gemm: Gemm,
+    tokens: int,
+    d_model: int,
+    neurons: int,
+    *,
+    experts: int,
+    group_tile: int,
+    whole_share: float,
+) -> Trial:
+    expert = np.random.default_rng(0).permutation(np.arange(tokens) % experts)
+    expert = jnp.asarray(expert[:, None], jnp.int32)
+    routed = jax.jit(dispatch, static_argnums=(1, 2))(expert, experts, group_tile)
+    problem = expert_gemms.make_problem(
+        gemm, tokens, d_model, neurons, routed, whole_share=whole_share
+    )
+    return trial_of_experts(problem)
+
+
+def _share(whole: int, features: int) -> float:
+    """Returns the share of the features that `dense_feature_count` rounds up to
+    `whole`: half a tile less, whichever way the division is rounded."""
+    return max(0.0, (whole - FEATURE_TILE / 2) / features)
+
+
+def trial_of_problem(problem: ffn_gemms.Problem) -> Trial:
+    """Returns the programs of one GEMM of all neurons."""
+    configs = _candidates(problem.shape)
+    operands = problem.packed, problem.b
+    calls = compile_all(
+        {config: (partial(problem.sparse, config), operands) for config in configs}
+        | {
+            "dense": (problem.dense, (problem.masked_once, problem.b)),
+            "pack": (problem.pack, (problem.source,)),
+        }
+    )
+    first: list[jax.Array] = []
+
+    def is_correct(call: Callable[[], Any]) -> bool:
+        product = problem.whole(call())
+        if not first:
+            ours, bound, _ = ffn_gemms.errors(problem, product)
+            if ours <= bound:
+                first.append(product)
+            return ours <= bound
+        # The order of the sums, and so every bit, does not depend on the config.
+        return bool(jnp.array_equal(product, first[0]))
+
+    return Trial(
+        shape=problem.shape,
+        sparse={config: calls[config] for config in configs},
+        dense=calls["dense"],
+        pack=calls["pack"],
+        gemms_packed=1,
+        is_correct=is_correct,
+    )
+
+
+def trial_of_experts(problem: expert_gemms.Problem) -> Trial:
+    """Returns the programs of one GEMM of experts."""
+    configs, operands = _candidates(problem.shape), problem.operands
+    calls = compile_all(
+        {config: (partial(problem.sparse, config), operands) for config in configs}
+        | {
+            "dense": (problem.dense, problem.of_dense),
+            "pack": (problem.pack, problem.source),
+        }
+    )
+    return Trial(
+        shape=problem.shape,
+        sparse={config: calls[config] for config in configs},
+        dense=calls["dense"],
+        pack=calls["pack"],
+        # One pass makes the operands of both weight gradients.
+        gemms_packed=1 + (problem.shape.mode == "weight_gradient"),
+        is_correct=lambda call: expert_gemms.error(problem, call) < EXPERTS_ERROR,
+    )
+
+
+def _candidates(shape: Shape) -> list[Config]:
+    return tuning.candidates(shape, current_device().count_multiprocessors())
+
+
+def compile_all(jobs: Mapping[Any, tuple[Callable[..., Any], tuple]]) -> dict:
+    """Compiles functions with their arguments side by side: every config is a program
+    of its own."""
+
+    def one(job: tuple[Callable[..., Any], tuple]) -> Callable[[], Any]:
+        function, arguments = job
+        return partial(jax.jit(function).lower(*arguments).compile(), *arguments)
+
+    with ThreadPoolExecutor(8) as pool:
+        return dict(zip(jobs, pool.map(one, jobs.values()), strict=True))

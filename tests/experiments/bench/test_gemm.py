@@ -1,0 +1,271 @@
+"""The GEMM benchmark at tiny sizes, its kernels emulated, times what it has checked."""
+
+import json
+from dataclasses import fields, replace
+from typing import get_args
+
+import jax.numpy as jnp
+import pytest
+
+from experiments.bench import gemm, gemm_cases
+from experiments.bench.sparse_modes import sparse_modes
+from pallas_kernels import tuning, tuning_cache
+from pallas_kernels.sm90.sparse_matmul_configs import default_config
+from sparsejax.feed_forward.operands.token_sparsity import fixed_token_order
+from sparsejax.feed_forward.spec import FFNSparsity, FFNSpec
+from sparsejax.ops import grouped_matmul
+from sparsejax.ops.kernels.hopper_shapes import shape_of
+from sparsejax.sparsity.patterns import NM
+from sparsejax.tuning import ffn_gemms
+from tests.support import hopper
+
+MATRIX = gemm.Config(shapes=("32,64,64",), rounds=1, results=None)
+EXPERTS = gemm.Config(case="experts", shapes=("512,64,256,2",), rounds=2, results=None)
+
+
+@pytest.fixture
+def tuned(monkeypatch, tmp_path):
+    hopper.pretend(monkeypatch)
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path / "tuned")
+    monkeypatch.setenv(tuning_cache.VARIABLE, str(tmp_path / "cache"))
+    tuning.forget()
+    yield
+    tuning.forget()
+
+
+@pytest.fixture
+def grouped(monkeypatch, tmp_path):
+    monkeypatch.setattr(grouped_matmul, "CHUNK_ROWS", grouped_matmul.CHUNK_ROWS)
+    return gemm.Config(
+        case="grouped",
+        shapes=("40,16,64,4",),
+        v=8,
+        rounds=2,
+        results=tmp_path / "rows.jsonl",
+    )
+
+
+def test_all_cases_write_rows_of_one_format(tuned, grouped):
+    results = grouped.results
+    configs = (
+        replace(MATRIX, results=results),
+        replace(EXPERTS, gemms=("2",), results=results),
+        # Whose GEMM 5 the kernel runs, too: in tiles of 64 rows.
+        replace(grouped, shapes=("512,64,256,4",), v=64),
+    )
+    rows = [row for config in configs for row in gemm.main(config)]
+    assert [json.loads(line) for line in results.read_text().splitlines()] == rows
+    names = [field.name for field in fields(gemm.Row)]
+    assert all(list(row) == names for row in rows)
+    ran = [(row["case"], row["gemm"], row["implementation"]) for row in rows]
+    assert ran == [
+        ("matrix", "1", "mosaic_sm90"),
+        ("experts", "2", "mosaic_sm90"),
+        ("grouped", "2", "ragged_dot"),
+        ("grouped", "2", "xla"),
+        ("grouped", "5", "ragged_dot"),
+        ("grouped", "5", "xla"),
+        ("grouped", "5", "mosaic_sm90"),
+    ]
+    for row in rows:
+        low, high = row["spread"]
+        assert 0 < low <= row["speedup"] <= high
+        low, high = row["time_us_range"]
+        assert 0 < low <= row["time_us"] <= high
+
+
+def test_a_shape_that_its_case_does_not_know_is_refused(tuned):
+    with pytest.raises(ValueError, match="'512,64,256' is not T,d,F,E; give for"):
+        gemm.main(replace(EXPERTS, shapes=("512,64,256",)))
+    with pytest.raises(ValueError, match="'32,64,64,2' is not T,d,F; give for"):
+        gemm.main(replace(MATRIX, shapes=("32,64,64,2",)))
+
+
+def test_flags_that_do_not_fit_the_case_are_refused(tuned, grouped):
+    with pytest.raises(ValueError, match="'grouped' has no configs to search"):
+        gemm.main(replace(grouped, tune=True))
+    with pytest.raises(ValueError, match="'grouped' has no GEMM 4; choose from 2, 5"):
+        gemm.main(replace(grouped, gemms=("4",)))
+    with pytest.raises(ValueError, match="'matrix' has none; leave it out"):
+        gemm.main(replace(MATRIX, share_of_first=0.5))
+
+
+# A matrix.
+
+
+def test_rows_hold_what_was_measured_and_tuning_is_kept(tuned, tmp_path):
+    results = tmp_path / "rows.jsonl"
+    config = gemm.Config(
+        shapes=("32,64,128", "1,64,64"), tune=True, rounds=2, results=results
+    )
+    rows = gemm.main(config)
+    assert [json.loads(line) for line in results.read_text().splitlines()] == rows
+    row = rows[0]
+    assert row["shape"] == {"T": 32, "d": 64, "F": 128}
+    assert row["error"] <= 1.1 * row["dense_error"]
+    low, high = row["spread"]
+    assert 0 < low <= row["speedup"] <= high
+    assert row["pack_us"] > 0 and row["copy_us"] > 0 and row["speedup_with_pack"] > 0
+    assert row["peer_us"] is None and row["speedup_vs_peer"] is None
+    shapes = {(s.n, s.k, s.m) for s in tuning.entries(row["device"])}
+    assert shapes == {(32, 64, 128), (1, 64, 64)}
+
+
+def test_a_developer_tunes_what_is_shipped(tuned):
+    config = replace(MATRIX, tune=True, shipped=True)
+    device = gemm.main(config)[0]["device"]
+    assert len(tuning.shipped(device)) == 1 and not tuning.own(device)
+    with pytest.raises(ValueError, match="add --tune"):
+        gemm.main(replace(config, tune=False))
+
+
+def test_every_gemm_is_timed_and_tuned(tuned, monkeypatch):
+    monkeypatch.setattr(tuning, "candidates", lambda *of: [default_config(*of)])
+    gemms = get_args(ffn_gemms.Gemm)
+    config = replace(MATRIX, shapes=("128,64,192",), gemms=gemms, tune=True)
+    rows = gemm.main(config)
+    names = [row["name"] for row in rows]
+    assert names == ["GEMM 1 or 3", "GEMM 2", "GEMM 4", "GEMM 5", "GEMM 6"]
+    assert all(row["shape"] == {"T": 128, "d": 64, "F": 192} for row in rows)
+    # What is tuned is what the FFN asks for.
+    known = tuning.entries(rows[0]["device"])
+    sparsity = FFNSparsity(
+        weights=NM(2, 4), activations=NM(2, 4), token_sparsity="magnitude"
+    )
+    spec = FFNSpec(
+        tokens=128, d_model=64, d_hidden=192, dtype="bfloat16", sparsity=sparsity
+    )
+    asked = {shape_of(of_ffn) for of_ffn in spec.gemms()}
+    assert set(known) == asked
+
+
+@pytest.mark.parametrize("number", get_args(ffn_gemms.Gemm))
+def test_packing_and_multiplying_gives_the_same_product(tuned, number, monkeypatch):
+    monkeypatch.setattr(ffn_gemms, "DENSE_FEATURES", 0.0)
+    problem = ffn_gemms.make_problem(number, 128, 64, 192)
+    expected = problem.exact(slice(None))
+    b = problem.b
+    if number in ("5", "6"):  # the tokens of both operands come in another order
+        b = b[jnp.argsort(fixed_token_order(128))]
+    got = problem.pack_and_multiply(problem.source, b)
+    error = jnp.linalg.norm(got.astype(jnp.float32) - expected)
+    assert error <= 2**-7 * jnp.linalg.norm(expected)
+
+
+def test_a_wrong_kernel_is_never_timed(tuned, monkeypatch):
+    right = hopper.PlainKernels.matmul
+
+    def wrong(*operands, **options):
+        return right(*operands, **options) + jnp.bfloat16(0.25)
+
+    monkeypatch.setattr(hopper.PlainKernels, "matmul", wrong)
+    with pytest.raises(AssertionError, match="error"):
+        gemm.main(MATRIX)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("32,64", "'32,64' is not T,d,F; give for example"),
+        ("32,60,64", "GEMM 1 of T,d,F 32,60,64 .* k=60 is not a multiple of 64"),
+    ],
+)
+def test_a_shape_that_cannot_be_timed_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        gemm.main(replace(MATRIX, shapes=(text,)))
+
+
+# Experts, an operand 2:4.
+
+
+def test_every_gemm_of_experts_is_compared_and_timed(tuned, tmp_path):
+    results = tmp_path / "rows.jsonl"
+    rows = gemm.main(replace(EXPERTS, results=results))
+    assert [json.loads(line) for line in results.read_text().splitlines()] == rows
+    names = [f"GEMM {number} of 2 experts" for number in "12456"]
+    assert [row["name"] for row in rows] == names
+    for row in rows:
+        low, high = row["spread"]
+        assert 0 < low <= row["speedup"] <= high and row["error"] < 3e-3
+        assert row["shape"] == {"T": 512, "d": 64, "F": 256, "E": 2, "V": 128}
+
+
+def test_what_an_ffn_with_experts_will_ask_for_is_kept(tuned):
+    rows = gemm.main(replace(EXPERTS, tune=True))
+    known = tuning.entries(hopper.H200.kind)
+    spec = FFNSpec(
+        tokens=512,
+        d_model=64,
+        d_hidden=256,
+        dtype="bfloat16",
+        sparsity=sparse_modes(experts=2, v=128)["skip_blocks, all six"],
+        device=hopper.H200,
+    )
+    for of_ffn in spec.gemms():
+        assert shape_of(of_ffn) in known
+    assert [row["pack_us"] > 0 for row in rows] == [True] * 5
+    with pytest.raises(ValueError, match=r"share_of_first=0\.9 is not usual"):
+        gemm.main(replace(EXPERTS, tune=True, share_of_first=0.9))
+
+
+def test_a_wrong_product_of_experts_stops_the_benchmark(tuned, monkeypatch):
+    right = hopper.PlainKernels.expert_rows_matmul
+    monkeypatch.setattr(
+        hopper.PlainKernels,
+        "expert_rows_matmul",
+        lambda *a, **k: 1.05 * right(*a, **k),
+    )
+    with pytest.raises(AssertionError, match="relative error"):
+        gemm.main(replace(EXPERTS, gemms=("2",)))
+
+
+def test_one_expert_may_have_nearly_all_tokens(tuned):
+    config = replace(
+        EXPERTS, shapes=("512,64,256,4",), gemms=("2", "6"), share_of_first=0.9
+    )
+    assert [row["share_of_first"] for row in gemm.main(config)] == [0.9] * 2
+    with pytest.raises(ValueError, match="share_of_first=1.5"):
+        gemm.main(replace(config, share_of_first=1.5))
+
+
+def test_a_size_without_a_kernel_is_refused(tuned):
+    with pytest.raises(ValueError, match="v=64, .* group_tile=64"):
+        gemm.main(replace(EXPERTS, v=64, gemms=("2",)))
+
+
+# Experts, dense operands.
+
+
+def test_dense_gemms_are_grouped_in_both_forms(grouped):
+    rows = gemm.main(grouped)
+    assert [json.loads(line) for line in grouped.results.open()] == rows
+    names = [(row["gemm"], row["implementation"]) for row in rows]
+    assert names == [(n, name) for n in "25" for name in ("ragged_dot", "xla")]
+    for number in "25":
+        (dense_us,) = {row["dense_us"] for row in rows if row["gemm"] == number}
+        assert dense_us > 0
+    assert all(row["time_us"] > 0 for row in rows)
+
+
+def test_the_first_group_may_have_nearly_all_rows(grouped, monkeypatch):
+    found, routed = [], gemm_cases.routed
+
+    def noted(*args):
+        found.append(routed(*args))
+        return found[-1]
+
+    monkeypatch.setattr(gemm_cases, "routed", noted)
+    rows = gemm.main(replace(grouped, share_of_first=0.9))
+    assert [row["share_of_first"] for row in rows] == [0.9] * 4
+    assert found[0].group_sizes[0] > 0.7 * 40
+    with pytest.raises(ValueError, match=r"share_of_first=1\.5 of 4 experts"):
+        gemm.main(replace(grouped, share_of_first=1.5))
+
+
+def test_a_wrong_grouped_product_stops_the_benchmark(grouped, monkeypatch):
+    right = grouped_matmul.grouped_matmul
+    monkeypatch.setattr(
+        grouped_matmul, "grouped_matmul", lambda *a, **k: 1.05 * right(*a, **k)
+    )
+    with pytest.raises(AssertionError, match="relative error"):
+        gemm.main(grouped)

@@ -1,0 +1,192 @@
+"""The benchmark of whole steps times what it has checked, and says where time goes."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.bench import step
+from experiments.bench.sparse_modes import sparse_modes
+from pallas_kernels import tuning
+from sparsejax import cost_model
+from sparsejax.feed_forward.spec import DENSE
+from sparsejax.presets import PRESETS
+from tests.support import hopper
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+SEQUENCE = 128
+
+
+@pytest.fixture
+def config(text):
+    return step.Config(
+        preset="tiny",
+        layers=1,
+        batch_size=4,
+        micro_batches=2,
+        text=text,
+        rounds=2,
+        steps=1,
+        results=None,
+    )
+
+
+def test_rows(config, tmp_path):
+    config = replace(config, results=tmp_path / "new" / "rows.jsonl")
+    rows = step.main(config)
+    assert [json.loads(line) for line in config.results.open()] == rows
+    dense, sparse = rows
+    assert [row["name"] for row in rows] == ["dense", "2:4 weights"]
+    assert (dense["speedup"], dense["spread"]) == (1.0, [1.0, 1.0])
+    assert "error" not in dense and "alone" not in sparse
+    assert dense["over_dense_alone"] * dense["step_ms"] == pytest.approx(
+        dense["alone"]["step_ms"]
+    )
+    assert dense["alone_after_sparse"]["step_ms"] > 0
+    for name, spread in (("speedup", "spread"), ("over_dense_alone", "spread_alone")):
+        low, high = sparse[spread]
+        assert 0 < low <= sparse[name] <= high
+    assert sparse["over_dense_alone"] / dense["over_dense_alone"] == pytest.approx(
+        dense["step_ms"] / sparse["step_ms"]
+    )
+    # On a CPU the sparse step is the masked one, rounded in float32.
+    assert sparse["error"] == pytest.approx({"loss": 0, "gradient_norm": 0}, abs=1e-5)
+    model = replace(PRESETS["tiny"]().model, layers=1)
+    state = 3 * 4 * cost_model.parameter_count(model).total
+    for row in rows:
+        assert row["tokens_per_micro_batch"] == 2 * SEQUENCE
+        assert row["tokens_per_second"] * row["step_ms"] == pytest.approx(
+            1e3 * 4 * SEQUENCE
+        )
+        assert row["mfu_executed"] == row["mfu_dense_equivalent"] > 0
+        assert row["state_gib"] * 2**30 == pytest.approx(state, rel=0.01)
+        assert row["temporaries_gib"] > 0
+        assert [gemm[0] for gemm in row["gemms"]] == list("123456")
+        assert all(gemm.endswith(": xla") for gemm in row["gemms"])
+        assert "kernel_ms" not in row
+        assert (row["experts"], row["v"], row["switch_seconds"]) == (None,) * 3
+
+
+def test_steps_with_experts_run_on_clustered_neurons(config):
+    modes = ("V:N:M, true mass, 2 of 2E, all six", "skip_blocks, all six")
+    # The text is bytes whatever vocabulary is timed.
+    config = replace(config, modes=modes, experts=2, v=8, vocab_size=2048)
+    dense, *sparse = step.main(config)
+    assert [row["name"] for row in (dense, *sparse)] == ["dense", *modes]
+    assert [row["experts"] for row in sparse] == [4, 2]
+    assert {row["vocab_size"] for row in (dense, *sparse)} == {2048}
+    for row in sparse:
+        assert row["v"] == 8 and row["switch_seconds"] > 0
+        assert row["error"] == pytest.approx({"loss": 0, "gradient_norm": 0}, abs=1e-4)
+
+
+def test_another_sparsity_gets_the_centres_of_the_clusters(config):
+    train = step._train_config(config)
+    modes = sparse_modes(experts=2, v=8)
+    names = "2:4 weights", "skip_blocks"
+    steps = step.Steps(train, {name: modes[name] for name in names})
+    w_up = steps.run.model(steps.state, DENSE).blocks.ffn.w_up[...][0]
+    units = w_up / jnp.linalg.norm(w_up, axis=0, keepdims=True)
+    means = units.reshape(len(w_up), 2, -1).mean(axis=2).T
+    model = steps.run.model(steps._of("skip_blocks"), modes["skip_blocks"])
+    centres = model.blocks.ffn.router_state["centres"][0]
+    np.testing.assert_allclose(
+        centres, means / jnp.linalg.norm(means, axis=1, keepdims=True), atol=1e-5
+    )
+    # Alike neurons lie together: their mean is longer than that of any half.
+    any_half = units[:, ::2].mean(axis=1)
+    assert jnp.linalg.norm(means, axis=1).min() > jnp.linalg.norm(any_half)
+    assert steps.run.model(steps._of("2:4 weights"), modes["2:4 weights"])
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "dots"])
+@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_settings_reach_the_runs(config, backend, scan_layers, remat):
+    config = replace(config, backend=backend, scan_layers=scan_layers, remat=remat)
+    train = step._train_config(config)
+    got = train.backend, train.model.scan_layers, train.model.remat
+    assert got == (backend, scan_layers, remat)
+
+
+def test_layers_and_vocabulary_are_the_presets_unless_given(config):
+    preset = replace(config, preset="llama-1b", layers=None, vocab_size=None)
+    for given, layers, vocabulary in (
+        (preset, 25, 128_256),
+        (replace(preset, layers=4), 4, 128_256),
+        (replace(preset, vocab_size=16_384), 25, 16_384),
+    ):
+        model = step._train_config(given).model
+        assert (model.layers, model.vocab_size) == (layers, vocabulary)
+
+
+def test_what_is_no_mode_is_refused(config):
+    with pytest.raises(ValueError, match="'weights' is no mode; choose from 2:4 wei"):
+        step.main(replace(config, modes=("weights",)))
+
+
+def test_the_dense_step_is_timed_alone_before_the_process_runs_a_sparse_one(
+    config, monkeypatch
+):
+    done = []
+
+    def noted(owner, name, say):
+        function = getattr(owner, name)
+
+        def run(*arguments, **options):
+            done.append(say(*arguments))
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, run)
+
+    noted(step.Steps, "call", lambda self, name, *_: f"run {name}")
+    noted(step, "time_interleaved", lambda calls: f"time {', '.join(calls)}")
+    step.main(config)
+    start = done[: done.index("run 2:4 weights")]
+    assert [name for name, _ in itertools.groupby(start)] == [
+        "time dense",
+        "run dense",
+    ]
+    timed = [event for event in done if event.startswith("time")]
+    assert timed == ["time dense", "time dense, 2:4 weights", "time dense"]
+
+
+@pytest.mark.parametrize("wrong", ["loss", "gradient_norm"])
+def test_a_wrong_sparse_step_is_never_timed(config, wrong, monkeypatch):
+    right = step.Steps.masked
+
+    def one_percent_off(self, mode):
+        report = right(self, mode)
+        return report | {wrong: 1.01 * report[wrong]}
+
+    time_interleaved = step.time_interleaved
+
+    def timed(calls, **options):
+        assert list(calls) == ["dense"], "was timed"
+        return time_interleaved(calls, **options)
+
+    monkeypatch.setattr(step.Steps, "masked", one_percent_off)
+    monkeypatch.setattr(step, "time_interleaved", timed)
+    with pytest.raises(AssertionError, match=rf"^{wrong} \d.*, not \d"):
+        step.main(config)
+
+
+def test_the_sparse_step_runs_on_the_kernels_of_a_gpu_that_has_them(
+    config, monkeypatch
+):
+    tiny = PRESETS["tiny"]()
+    bfloat16 = replace(tiny, model=replace(tiny.model, dtype="bfloat16"))
+    monkeypatch.setitem(PRESETS, "tiny", lambda: bfloat16)
+    monkeypatch.setattr(tuning, "LEAST_FLOPS", 0)
+    monkeypatch.setattr(tuning, "entries", lambda kind: {})
+    calls = hopper.pretend(monkeypatch)
+    dense, sparse = step.main(config)
+    assert {"compress", "sparse_matmul"} <= set(calls)
+    assert all(gemm.endswith(": xla") for gemm in dense["gemms"])
+    backends = [gemm.split(": ")[1] for gemm in sparse["gemms"]]
+    assert backends == ["mosaic_sm90", "xla"] * 2 + ["xla"] * 2
+    assert sparse["mfu_executed"] < sparse["mfu_dense_equivalent"]

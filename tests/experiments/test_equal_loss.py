@@ -1,0 +1,319 @@
+"""What an arm is worth in dense tokens and seconds, where that is known in closed form:
+runs that nobody trained, on a curve that is given."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from experiments import equal_loss
+from experiments.comparing.finished_runs import read_finished
+from experiments.equal_loss import Config, grouped, main, parameters
+from sparsejax.config import PhaseConfig
+from sparsejax.cost_model import flops_per_token
+from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.sparsity.patterns import NM
+from tests.support.synthetic_runs import DENSE, Synthetic, write_comparison
+
+BUDGETS = (100, 300, 1000)
+TWO_FOUR = FFNSparsity(weights=NM(2, 4), activations=NM(2, 4))
+
+
+def loss(tokens: float) -> float:
+    """Of the dense model."""
+    return 0.9 + 0.4 * (tokens / 1e5) ** -0.3
+
+
+def tokens_of(steps: float) -> float:
+    return steps * DENSE.tokens_per_step
+
+
+def dense_runs(**changes) -> list[Synthetic]:
+    """A tenth of a second a step."""
+    return [
+        Synthetic(
+            name=f"dense-{steps}",
+            arm="dense",
+            config=replace(DENSE, steps=steps),
+            loss=loss(tokens_of(steps)),
+            seconds=0.1 * steps,
+            **changes,
+        )
+        for steps in BUDGETS
+    ]
+
+
+def sparse_config(steps: int, share: float):
+    schedule = (
+        PhaseConfig(name="sparse", share=share, sparsity=TWO_FOUR),
+        PhaseConfig(name="dense"),
+    )
+    return replace(DENSE, steps=steps).with_schedule(schedule)
+
+
+def rows_of(folder, runs, *arguments: str, **settings) -> dict[tuple[str, int], dict]:
+    write_comparison(folder, runs, baseline=f"dense-{BUDGETS[0]}")
+    results = folder / "rows.jsonl"
+    config = Config(folder=folder, results=results, **settings)
+    main(config, "the command")
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    return {(row["arm"], row["tokens"] // DENSE.tokens_per_step): row for row in rows}
+
+
+def test_R_is_what_the_seconds_say_where_runs_had_their_device_alone(tmp_path):
+    # As good as dense after 0.9 of its tokens, in steps of 0.07 seconds.
+    sparse = Synthetic(
+        name="sparse-300",
+        arm="sparse",
+        config=sparse_config(300, 0.8),
+        loss=loss(tokens_of(270)),
+        seconds=0.07 * 300,
+    )
+    rows = rows_of(tmp_path, [*dense_runs(), sparse])
+    row = rows["sparse", 300]
+    assert row["dense_tokens"] == pytest.approx(tokens_of(270), rel=1e-4)
+    assert row["delta"] == pytest.approx(math.log(300 / 270), rel=1e-3)
+    assert row["R"] == pytest.approx(0.07 / 0.1 * 300 / 270, rel=1e-4)
+    assert (row["measured"], row["speed_from"]) == (True, "measured")
+    assert row["seconds"] == pytest.approx(21.0)
+    assert row["sparse_share"] == pytest.approx(0.8)
+    # R = q / s + (1 - q) times D / D_eq is 1 at this s.
+    speed = row["break_even_speed"]
+    assert (0.8 / speed + 0.2) * 300 / 270 == pytest.approx(1, rel=1e-3)
+    assert not row["extrapolated"] and row["seeds"] == 1
+    assert (row["R_low"], row["R_high"]) == (None, None)
+    assert (row["device"], row["commit"]) == ("abacus", "0123456")
+    assert row["command"] == "the command"
+    count = parameters(DENSE.model)
+    assert row["parameters"] == count == 2 * (4 * 64**2 + 2 * 64 * 256) + 5 * 64
+    assert row["tokens_per_parameter"] == pytest.approx(tokens_of(300) / count)
+    for steps in BUDGETS:
+        assert rows["dense", steps]["R"] == pytest.approx(1, rel=1e-4)
+    assert (tmp_path / "equal_loss.png").stat().st_size > 10_000
+
+
+def test_runs_that_shared_a_device_measure_nothing(tmp_path):
+    sparse = Synthetic(
+        name="sparse",
+        config=sparse_config(300, 0.75),
+        loss=loss(tokens_of(240)),
+        seconds=1.0,
+    )
+    dense = dense_runs(side_by_side=4)
+    untimed = rows_of(tmp_path / "a", [*dense, sparse])["sparse", 300]
+    assert untimed["R"] is None and not untimed["measured"]
+    speed = untimed["break_even_speed"]
+    assert (0.75 / speed + 0.25) * 300 / 240 == pytest.approx(1, rel=1e-3)
+
+    given = {"speed": ("sparse=1.5",), "speed_from": "bench_step"}
+    row = rows_of(tmp_path / "b", [*dense, sparse], **given)["sparse", 300]
+    assert row["R"] == pytest.approx((0.75 / 1.5 + 0.25) * 300 / 240, rel=1e-4)
+    assert (row["measured"], row["speed"]) == (False, 1.5)
+    assert row["speed_from"] == "bench_step"
+    # A speed that is given is not measured, even where seconds are.
+    rows = rows_of(tmp_path / "c", [*dense_runs(), sparse], **given)
+    assert not rows["sparse", 300]["measured"]
+    assert rows["dense", 300]["measured"]
+    # The runs' own mark counts, and that of the trunk that they begin with.
+    beside = replace(sparse, name="beside", arm="other", side_by_side=3)
+    branch = replace(sparse, name="branch", trunk="beside", begin=200)
+    rows = rows_of(tmp_path / "d", [*dense_runs(), beside, branch])
+    for arm in ("other", "branch"):
+        assert rows[arm, 300]["R"] is None and rows[arm, 300]["seconds"] is None
+        assert rows[arm, 300]["side_by_side"] == 3
+
+
+def test_seconds_of_another_kind_of_device_are_not_compared(tmp_path):
+    elsewhere = Synthetic(
+        name="again", config=replace(DENSE, steps=400), loss=1.0, device="slide rule"
+    )
+    rows = rows_of(tmp_path, [*dense_runs(), elsewhere])
+    assert rows["dense", 300]["measured"] and not rows["again", 400]["measured"]
+    assert rows["again", 400]["speed_from"] == "FLOPs"
+
+
+def test_another_model_costs_its_share_of_the_FLOPs(tmp_path):
+    model = replace(DENSE.model, d_hidden=64)
+    narrow = Synthetic(
+        name="narrow",
+        config=replace(DENSE, model=model, steps=400),
+        loss=loss(tokens_of(300)),
+        side_by_side=2,
+    )
+    row = rows_of(tmp_path, [*dense_runs(), narrow])["narrow", 400]
+    flops = [flops_per_token(of, 64).total() for of in (model, DENSE.model)]
+    assert row["R"] == pytest.approx(flops[0] / flops[1] * 400 / 300, rel=1e-4)
+    assert (row["measured"], row["speed_from"]) == (False, "FLOPs")
+    assert row["break_even_speed"] is None
+    assert row["parameters"] < parameters(DENSE.model)
+
+
+def test_a_phase_with_a_smaller_model_costs_its_own_FLOPs(tmp_path):
+    schedule = (
+        PhaseConfig(name="narrow", share=0.75, d_hidden=64),
+        PhaseConfig(name="whole"),
+    )
+    grown = Synthetic(
+        name="grown",
+        config=replace(DENSE, steps=400).with_schedule(schedule),
+        loss=loss(tokens_of(380)),
+        side_by_side=2,
+    )
+    row = rows_of(tmp_path, [*dense_runs(), grown])["grown", 400]
+    small = flops_per_token(replace(DENSE.model, d_hidden=64), 64).total()
+    share = small / flops_per_token(DENSE.model, 64).total()
+    assert row["R"] == pytest.approx((0.75 * share + 0.25) * 400 / 380, rel=1e-4)
+    assert row["parameters"] == parameters(DENSE.model)
+
+
+def test_a_branch_has_the_steps_of_its_trunk_as_they_were_trained(tmp_path):
+    """By its own plan the branch was dense from step 50 on, but it began at step 240 of
+    a trunk that was sparse to there."""
+    constant = replace(DENSE.optimizer, decay_share=0.0)
+    trunk = Synthetic(
+        name="trunk",
+        config=replace(sparse_config(400, 0.9), optimizer=constant),
+        loss=2.0,
+        seconds=20.0,
+    )
+    branch = Synthetic(
+        name="branch",
+        config=sparse_config(300, 50 / 300),
+        loss=loss(tokens_of(300)),
+        trunk="trunk",
+        begin=240,
+        trunk_seconds=12.0,
+        seconds=6.0,
+    )
+    rows = rows_of(tmp_path, [*dense_runs(), trunk, branch])
+    assert rows["branch", 300]["sparse_share"] == pytest.approx(0.8)
+    assert rows["branch", 300]["R"] == pytest.approx(18 / 30, rel=1e-4)
+    assert "trunk" not in {arm for arm, _ in rows}
+
+
+def test_what_has_no_final_loss_is_left_out_with_the_reason(tmp_path, capsys):
+    runs = dense_runs()
+    constant = replace(DENSE.optimizer, decay_share=0.0)
+    runs.append(
+        Synthetic(name="trunk", config=replace(DENSE, optimizer=constant), loss=1.0)
+    )
+    runs.append(Synthetic(name="begun", loss=1.0, ended=False))
+    write_comparison(tmp_path, runs, baseline="dense-100")
+    listing = json.loads((tmp_path / "comparison.json").read_text())
+    listing["runs"]["later"] = ["later/seed-0"]
+    (tmp_path / "comparison.json").write_text(json.dumps(listing))
+    finished, others = read_finished(tmp_path)
+    assert [run.name for run in finished] == [f"dense-{n}" for n in BUDGETS]
+    assert set(others) == {"trunk/seed-0", "begun/seed-0", "later/seed-0"}
+    results = str(tmp_path / "rows.jsonl")
+    assert equal_loss.run([str(tmp_path), "--results", results]) == 0
+    shown = capsys.readouterr().out
+    assert "trunk/seed-0: is at a constant learning rate" in shown
+    assert "begun/seed-0: has not ended; left out" in shown
+    assert "later/seed-0: has not begun; left out" in shown
+
+
+def with_noise(deviation: float, seeds: int, generator) -> list[Synthetic]:
+    """Dense runs and a sparse one of so many seeds, whose losses differ by chance."""
+    sparse = Synthetic(
+        name="sparse", config=sparse_config(300, 0.8), loss=loss(tokens_of(270))
+    )
+    return [
+        replace(run, seed=seed, loss=run.loss + generator.normal(0, deviation))
+        for run in (*dense_runs(side_by_side=2), sparse)
+        for seed in range(seeds)
+    ]
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says(tmp_path):
+    generator = np.random.default_rng(1)
+    truth = (0.8 / 1.4 + 0.2) * 300 / 270
+    held, widths = 0, []
+    for trial in range(20):
+        folder = tmp_path / str(trial)
+        write_comparison(folder, with_noise(2e-3, 4, generator))
+        groups = grouped(read_finished(folder)[0])
+        told = {"comparison": "a", "command": "b"}
+        rows = equal_loss.rows_of(groups, "dense", {"sparse": 1.4}, "a test", **told)
+        row = next(row for row in rows if row.arm == "sparse")
+        assert row.R_low is not None and row.R is not None and row.R_high is not None
+        assert row.R_low < row.R < row.R_high and row.seeds == 4
+        held += row.R_low < truth < row.R_high
+        widths.append(row.R_high - row.R_low)
+    # 20 trials at 90 %: fewer than 15 are as likely as 1 in 88.
+    assert held >= 15
+    # dR = R dL / (D dL/dD): twice 1.645 standard errors, sparse's and the curve's.
+    slope = 0.3 * (loss(tokens_of(270)) - 0.9)
+    one = 2 * 1.645 * 2e-3 / math.sqrt(4) / slope * truth
+    assert one < np.mean(widths) < 2 * one
+
+
+def test_batches_that_all_runs_share_move_them_together(tmp_path):
+    """Batches that are harder for all runs alike say nothing of R; those that are
+    harder for one arm do."""
+    generator = np.random.default_rng(0)
+    common = generator.normal(0, 0.05, 64)
+    own = generator.normal(0, 0.05, 64)
+
+    def widths(of_sparse, folder):
+        runs = with_noise(1e-5, 2, np.random.default_rng(2))
+        runs = [
+            replace(
+                run,
+                batch_losses=list(
+                    run.loss + (of_sparse if run.name == "sparse" else common)
+                ),
+            )
+            for run in runs
+        ]
+        given = {"speed": ("sparse=1.4",), "speed_from": "a test"}
+        row = rows_of(folder, runs, **given)["sparse", 300]
+        return row["R_high"] - row["R_low"]
+
+    together = widths(common, tmp_path / "a")
+    assert together < 0.01
+    assert widths(own, tmp_path / "b") > 10 * together
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"reference": "sparse"}, "at least three different lengths"),
+        ({"reference": "dens"}, "'dens' is no arm with finished runs"),
+        ({"speed": ("sparse=x",), "speed_from": "a"}, "--speed sparse=x must be ARM=S"),
+        ({"speed": ("sparse=-1",), "speed_from": "a"}, "a positive S"),
+        ({"speed": ("spars=1.1",), "speed_from": "a"}, "'spars' is no arm"),
+        ({"speed": ("sparse=1.1",)}, "belong together"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(settings, message, tmp_path):
+    sparse = Synthetic(name="sparse", config=sparse_config(300, 0.8), loss=1.0)
+    with pytest.raises(ValueError, match=message):
+        rows_of(tmp_path, [*dense_runs(), sparse], **settings)
+
+
+def test_two_runs_of_one_arm_length_and_seed_are_refused(tmp_path):
+    twice = replace(dense_runs()[1], name="dense-again")
+    with pytest.raises(ValueError, match="arm 'dense' has several runs .* dense-again"):
+        rows_of(tmp_path, [*dense_runs(), twice])
+
+
+def test_a_folder_without_a_comparison_is_refused(tmp_path, capsys):
+    assert equal_loss.run([str(tmp_path)]) == 1
+    assert "holds no comparison" in capsys.readouterr().err
+
+
+def test_the_figure_has_six_lines_at_most(tmp_path, capsys):
+    arms = [
+        Synthetic(
+            name=f"arm-{number}",
+            config=replace(DENSE, steps=300),
+            loss=loss(tokens_of(300)),
+            seconds=30.0 + number,
+        )
+        for number in range(7)
+    ]
+    rows_of(tmp_path, [*dense_runs(), *arms])
+    assert "equal_loss.png; without arm-6\n" in capsys.readouterr().out

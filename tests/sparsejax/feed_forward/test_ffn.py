@@ -1,0 +1,489 @@
+"""The six GEMMs: every combination against the masked dense oracle."""
+
+import dataclasses
+from functools import partial
+from itertools import combinations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.test_util import check_grads
+
+from sparsejax.feed_forward.ffn import ffn
+from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.routing.dispatch import row_count
+from sparsejax.routing.routers import ROUTERS, NearestCentre, TokenHash
+from sparsejax.sparsity.patterns import VNM
+from tests.support.ffn_cases import (
+    D_HIDDEN,
+    D_MODEL,
+    SCALES,
+    TOKENS,
+    TWO_FOUR,
+    all_sparsities,
+    jitted,
+    make_experts,
+    make_inputs,
+    name_of,
+    oracle,
+    representative_sparsities,
+    value_and_gradients,
+)
+from tests.support.ffn_oracle import cluster_mask, two_of_four
+
+# In float64 library and oracle take the same decisions, and differ by rounding only:
+# sums of at most 128 products of numbers near 1, each rounded at 1e-16.
+TOLERANCE = 1e-11
+
+
+def any_four_options() -> list[FFNSparsity]:
+    """Some of all sparsities, with every combination of four options' values that is
+    in any of them."""
+    fours = {
+        sparsity: set(combinations(vars(sparsity).items(), 4))
+        for sparsity in all_sparsities()
+    }
+    chosen, left = [], set().union(*fours.values())
+    while left:
+        chosen.append(max(fours, key=lambda sparsity: len(fours[sparsity] & left)))
+        left -= fours[chosen[-1]]
+    return chosen
+
+
+EVERY = pytest.mark.parametrize("sparsity", list(all_sparsities()), ids=name_of)
+ANY_FOUR_OPTIONS = pytest.mark.parametrize("sparsity", any_four_options(), ids=name_of)
+REPRESENTATIVE = pytest.mark.parametrize(
+    "sparsity", list(representative_sparsities()), ids=name_of
+)
+
+
+def assert_close(got, expected, tolerance=TOLERANCE):
+    for ours, theirs in zip(got, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@EVERY
+def test_matches_oracle(sparsity):
+    """Operation by operation, whose programs combinations have in common. The next test
+    compiles as a whole."""
+    inputs, experts = make_inputs(), make_experts(sparsity)
+    with jax.enable_x64(True):
+        got = value_and_gradients(sparsity, *inputs, experts)
+    assert all(array.dtype == np.float64 for array in got)
+    assert_close(got, oracle(sparsity, *inputs, experts))
+
+
+# --- vmap, remat and scan
+
+
+def apply(sparsity, x, w_up, w_down, experts):
+    return ffn(
+        x,
+        w_up,
+        w_down,
+        sparsity=sparsity,
+        scales=jnp.array(SCALES, w_up.dtype) if sparsity.weights else None,
+        expert_index=None if experts is None else jnp.asarray(experts, jnp.int32),
+    )
+
+
+def residual_layers(sparsity, x, w_up, w_down, experts):
+    """x + ffn(x), twice: a scan over stacked weights, each layer rematerialised."""
+
+    @jax.checkpoint
+    def layer(x, weights):
+        return x + apply(sparsity, x, *weights, experts), None
+
+    return lax.scan(layer, x, (w_up, w_down))[0]
+
+
+def residual_layers_oracle(sparsity, x, w_up, w_down, dy, experts):
+    after = [x]
+    for up, down in zip(w_up, w_down, strict=True):
+        y, *_ = oracle(sparsity, after[-1], up, down, dy, experts)
+        after.append(after[-1] + y)
+    dw_up, dw_down = np.zeros_like(w_up), np.zeros_like(w_down)
+    for i in reversed(range(len(w_up))):
+        _, dx, dw_up[i], dw_down[i] = oracle(
+            sparsity, after[i], w_up[i], w_down[i], dy, experts
+        )
+        dy = dy + dx
+    return after[-1], dy, dw_up, dw_down
+
+
+@ANY_FOUR_OPTIONS
+def test_vmap_of_scan_of_remat_matches_oracle(sparsity):
+    """One program with all three, because compiling is what this test costs. No branch
+    of the library hangs on more than four options."""
+    batch = [make_inputs(seed) for seed in (0, 1)]
+    x, dy = (np.stack([inputs[i] for inputs in batch]) for i in (0, 3))
+    # layers, not batch elements: the second pair of weights belongs to layer two
+    w_up, w_down = (np.stack([inputs[i] for inputs in batch]) for i in (1, 2))
+    experts = None
+    if make_experts(sparsity) is not None:
+        experts = np.stack([make_experts(sparsity, seed) for seed in (1, 2)])
+
+    def run(x, w_up, w_down, experts, dy):
+        def batched(x, w_up, w_down):
+            one = jax.vmap(residual_layers, in_axes=(None, 0, None, None, 0))
+            return one(sparsity, x, w_up, w_down, experts)
+
+        y, pull_back = jax.vjp(batched, x, w_up, w_down)
+        return y, *pull_back(dy)
+
+    # the transformations, not the code XLA makes of them: half the compilation
+    options = {"xla_backend_optimization_level": 0}
+    with jax.enable_x64(True):
+        got = jax.jit(run, compiler_options=options)(x, w_up, w_down, experts, dy)
+    each = [
+        residual_layers_oracle(
+            sparsity, x[i], w_up, w_down, dy[i], None if experts is None else experts[i]
+        )
+        for i in range(2)
+    ]
+    y, dx, dw_up, dw_down = zip(*each, strict=True)
+    # gradients reach 1e2 after two layers, so the rounding is ten times larger
+    expected = (np.stack(y), np.stack(dx), sum(dw_up), sum(dw_down))
+    assert_close(got, expected, 10 * TOLERANCE)
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_x_is_kept_once_for_the_backward(choices):
+    """Sorted by expert, unless a token has several."""
+    tokens, d_model, d_hidden = 20, 8, 64
+    sparsity = FFNSparsity(
+        activations=VNM(4, 2, 16),
+        router=TokenHash(),
+        experts_per_token=choices,
+        skip_blocks=True,
+        weight_gradients="expert_columns",
+    )
+    expert_index = TokenHash().choose(
+        jnp.arange(tokens), experts=4, experts_per_token=choices
+    )
+    run = partial(ffn, sparsity=sparsity, expert_index=expert_index)
+    shapes = (tokens, d_model), (d_model, d_hidden), (d_hidden, d_model)
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    _, pull_back = jax.eval_shape(partial(jax.vjp, run), *arguments)
+    saved = [leaf.shape for leaf in jax.tree.leaves(pull_back)]
+    rows = row_count(tokens, choices, 4, 4)
+    assert saved.count((tokens, d_model)) == (choices == 2)
+    assert saved.count((rows, d_model)) == (choices == 1)
+
+
+@pytest.mark.parametrize("transformation", ["vmap", "remat", "scan"])
+@pytest.mark.parametrize("skip_blocks", [False, True])
+def test_each_transformation_alone_changes_no_value(transformation, skip_blocks):
+    """Where the combined test fails, this one says which of the three it is."""
+    sparsity = FFNSparsity(
+        weights=TWO_FOUR,
+        activations=VNM(8, 2, 16),
+        skip_blocks=skip_blocks,
+        weight_gradients="expert_columns",
+        token_sparsity="magnitude",
+    )
+    x, w_up, w_down, dy = make_inputs()
+    experts = make_experts(sparsity)
+
+    def plain(x, w_up, w_down, dy, experts):
+        return value_and_gradients(sparsity, x, w_up, w_down, dy, experts)
+
+    def remat(x, w_up, w_down, dy, experts):
+        one = jax.checkpoint(lambda *a: apply(sparsity, *a, experts))
+        y, pull_back = jax.vjp(one, x, w_up, w_down)
+        return y, *pull_back(dy)
+
+    def scan(*inputs):
+        return lax.scan(lambda _, one: (None, plain(*one)), None, inputs)[1]
+
+    stacked = tuple(a[None] for a in (x, w_up, w_down, dy, experts))
+    with jax.enable_x64(True):
+        if transformation == "remat":
+            got = jax.jit(remat)(x, w_up, w_down, dy, experts)
+        else:
+            run = jax.vmap(plain) if transformation == "vmap" else scan
+            got = tuple(a[0] for a in jax.jit(run)(*stacked))
+    assert_close(got, oracle(sparsity, x, w_up, w_down, dy, experts))
+
+
+# --- backends and dtypes
+
+
+@REPRESENTATIVE
+def test_reference_backend_matches_oracle(sparsity):
+    inputs, experts = make_inputs(), make_experts(sparsity)
+    with jax.enable_x64(True):
+        got = jitted(sparsity, *inputs, experts, backend="reference")
+    assert_close(got, oracle(sparsity, *inputs, experts))
+
+
+@REPRESENTATIVE
+def test_float32_matches_oracle(sparsity):
+    """Inputs are float32 numbers; products are summed at 6e-8 relative, at most 128 of
+    them. No selection of this seed is closer than that."""
+    inputs = tuple(a.astype(np.float32) for a in make_inputs())
+    experts = make_experts(sparsity)
+    got = jitted(sparsity, *inputs, experts)
+    assert all(array.dtype == np.float32 for array in got)
+    expected = oracle(sparsity, *(a.astype(np.float64) for a in inputs), experts)
+    assert_close(got, expected, 1e-5)
+
+
+@REPRESENTATIVE
+def test_bfloat16_rounds_only_results(sparsity):
+    """Small integers, chosen so that Y1, A, dA and dY1 are exact in bfloat16: ties
+    abound, no selection depends on rounding, and what is left is one rounding of Y
+    and dX to bfloat16 and none of the float32 weight gradients."""
+    rng = np.random.default_rng(3)
+    x, dy = rng.integers(-1, 2, size=(2, TOKENS, D_MODEL)).astype(np.float64)
+    w_up = rng.integers(-2, 3, size=(D_MODEL, D_HIDDEN)).astype(np.float64)
+    w_down = rng.integers(-2, 3, size=(D_HIDDEN, D_MODEL)).astype(np.float64)
+    experts, scales = make_experts(sparsity), (2.0, 1.0)
+    got = jitted(
+        sparsity,
+        jnp.asarray(x, jnp.bfloat16),
+        w_up.astype(np.float32),
+        w_down.astype(np.float32),
+        dy,
+        experts,
+        scales=scales,
+    )
+    expected = oracle(sparsity, x, w_up, w_down, dy, experts, scales=scales)
+    dtypes = (jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.float32)
+    for ours, theirs, dtype in zip(got, expected, dtypes, strict=True):
+        assert ours.dtype == dtype
+        rounded = theirs.astype(np.float32).astype(dtype)
+        np.testing.assert_array_equal(np.asarray(ours), rounded)
+
+
+def test_several_experts_in_bfloat16():
+    """Y and dX are sums of two rows, each rounded: error at most 2^-8 of the larger."""
+    sparsity = FFNSparsity(
+        activations=VNM(8, 2, 16),
+        experts_per_token=2,
+        skip_blocks=True,
+        weight_gradients="expert_columns",
+    )
+    x, w_up, w_down, dy = make_inputs()
+    x, dy = (np.asarray(jnp.asarray(a, jnp.bfloat16), np.float64) for a in (x, dy))
+    experts = make_experts(sparsity)
+    # W1 and W2 of one power of two per column: every product with them is exact
+    w_up = np.sign(w_up) * (np.arange(D_MODEL) == np.arange(D_HIDDEN)[:, None] % 8).T
+    w_down = np.sign(w_down)
+    y, *_ = jitted(
+        sparsity,
+        jnp.asarray(x, jnp.bfloat16),
+        w_up.astype(np.float32),
+        w_down.astype(np.float32),
+        dy,
+        experts,
+    )
+    expected, *_ = oracle(sparsity, x, w_up, w_down, dy, experts)
+    # A, each row of Y and their sum are rounded at 2^-9; terms are at most max(x)^2
+    terms = 32 * np.max(x**2, axis=1, keepdims=True)
+    assert np.all(abs(np.asarray(y, np.float64) - expected) <= 3 * 2**-9 * terms)
+
+
+def test_dense_gradient_is_the_derivative():
+    x, w_up, w_down, _ = make_inputs(tokens=5)
+    with jax.enable_x64(True):
+        # order 1, reverse: a custom_vjp has neither forward mode nor second order
+        check_grads(ffn, (x, w_up, w_down), order=1, modes=["rev"], rtol=1e-6)
+
+
+# --- what a token may depend on
+
+
+@pytest.mark.parametrize("router", [*ROUTERS, None])
+def test_no_token_depends_on_another(router):
+    tokens = 6
+    sparsity = FFNSparsity(weights=TWO_FOUR, activations=TWO_FOUR)
+    if router is not None:
+        sparsity = FFNSparsity(
+            weights=TWO_FOUR,
+            activations=VNM(4, 2, 16),
+            router=router,
+            skip_blocks=router.before_up,
+            weight_gradients="expert_columns",
+        )
+    x, w_up, w_down, _ = make_inputs(tokens=tokens)
+    centres = np.random.default_rng(0).normal(size=(4, D_MODEL))
+
+    def run(x):
+        experts = None
+        if router == NearestCentre():
+            experts = router.choose(x, experts=4, state={"centres": centres})
+        if router == TokenHash():
+            experts = router.choose(jnp.arange(tokens), experts=4)
+        return apply(sparsity, x, w_up, w_down, experts)
+
+    with jax.enable_x64(True):
+        jacobian = np.asarray(jax.jit(jax.jacrev(run))(x))
+        y = np.asarray(jax.jit(run)(x))
+        for changed in range(tokens):
+            other = x.copy()
+            other[changed] += 1.0
+            moved = np.any(abs(jax.jit(run)(other) - y) > TOLERANCE, axis=1)
+            np.testing.assert_array_equal(moved, np.arange(tokens) == changed)
+    # jacobian[i, :, j, :] is d y_i / d x_j: zero exactly, not just to rounding
+    touched = np.any(jacobian != 0, axis=(1, 3))
+    np.testing.assert_array_equal(touched, np.eye(tokens, dtype=bool))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@REPRESENTATIVE
+def test_non_finite_activation_stays_visible(sparsity, bad):
+    x, w_up, w_down, dy = (a.astype(np.float32) for a in make_inputs())
+    x[7, 3] = bad
+    y, *_ = jitted(sparsity, x, w_up, w_down, dy, make_experts(sparsity))
+    finite = np.all(np.isfinite(y), axis=1)
+    np.testing.assert_array_equal(finite, np.arange(TOKENS) != 7)
+
+
+@EVERY
+def test_no_tokens_give_nothing(sparsity):
+    """Under jit as well: XLA must not be given rows to gather from none."""
+    x, w_up, w_down, dy = make_inputs(tokens=0)
+    experts = None
+    if make_experts(sparsity) is not None:
+        experts = np.zeros((0, sparsity.experts_per_token), int)
+    for run in (value_and_gradients, jitted):
+        y, dx, dw_up, dw_down = run(sparsity, x, w_up, w_down, dy, experts)
+        assert y.shape == dx.shape == (0, D_MODEL)
+        np.testing.assert_array_equal(dw_up, np.zeros_like(w_up))
+        np.testing.assert_array_equal(dw_down, np.zeros_like(w_down))
+
+
+def test_no_tokens_need_the_same_arguments():
+    x, w_up, w_down, _ = make_inputs(tokens=0)
+    with pytest.raises(ValueError, match="needs scales"):
+        ffn(x, w_up, w_down, sparsity=FFNSparsity(weights=TWO_FOUR))
+    with pytest.raises(ValueError, match="draws random numbers; pass key"):
+        ffn(x, w_up, w_down, sparsity=FFNSparsity(token_sparsity="mvue"))
+    with pytest.raises(ValueError, match=r"shape \(0, 1\), got None"):
+        ffn(x, w_up, w_down, sparsity=FFNSparsity(activations=VNM(8, 2, 16)))
+
+
+@REPRESENTATIVE
+def test_zero_input_gives_zero(sparsity):
+    x, w_up, w_down, dy = (a.astype(np.float32) for a in make_inputs())
+    got = jitted(sparsity, 0 * x, w_up, w_down, dy, make_experts(sparsity))
+    for array in got:
+        np.testing.assert_array_equal(array, np.zeros_like(array))
+
+
+# --- stochastic weight gradients
+
+STOCHASTIC = pytest.mark.parametrize(
+    "sparsity",
+    [
+        FFNSparsity(
+            activations=activations,
+            weight_gradients=weight_gradients,
+            token_sparsity=method,
+        )
+        for method in ("mvue", "mvue_approximate")
+        for activations, weight_gradients in (
+            (None, "dense"),
+            (VNM(8, 2, 16), "expert_columns"),
+        )
+    ],
+    ids=name_of,
+)
+
+
+@STOCHASTIC
+def test_mvue_weight_gradients_are_unbiased(sparsity):
+    x, w_up, w_down, dy = (a.astype(np.float32) for a in make_inputs())
+    experts, draws = make_experts(sparsity), 2000
+    exact = dataclasses.replace(sparsity, token_sparsity=None)
+    y, dx, *expected = jitted(exact, x, w_up, w_down, dy, experts)
+
+    def one(key):
+        return value_and_gradients(sparsity, x, w_up, w_down, dy, experts, key=key)
+
+    run = jax.jit(lambda keys: lax.map(one, keys, batch_size=50))
+    ys, dxs, *drawn = run(jax.random.split(jax.random.key(0), draws))
+    # the key reaches nothing but the weight gradients
+    assert np.ptp(ys, axis=0).max() == 0 and np.ptp(dxs, axis=0).max() == 0
+    np.testing.assert_allclose(ys[0], y, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dxs[0], dx, rtol=1e-5, atol=1e-5)
+    for samples, target in zip(drawn, expected, strict=True):
+        samples, target = np.asarray(samples, np.float64), np.asarray(target)
+        error = abs(samples.mean(axis=0) - target)
+        deviation = samples.std(axis=0)
+        # Bernstein's second term: a draw too rare to be seen has no deviation, and a
+        # mean that is off by its effect times at most a few over `draws`
+        unseen = 3 * np.max(abs(samples - target)) / draws
+        bound = 5 * deviation / np.sqrt(draws) + unseen
+        assert np.all(error < bound)
+        # the bound means something, and the draws differ
+        assert np.median(bound) < 0.1 * np.std(target)
+        assert np.max(deviation) > 0.1 * np.std(target)
+
+
+@STOCHASTIC
+def test_mvue_leaves_the_densest_features_exact(sparsity):
+    x, w_up, w_down, dy = make_inputs()
+    experts = make_experts(sparsity)
+    exact = dataclasses.replace(sparsity, token_sparsity=None)
+    y_up = x @ w_up
+    active, clusters = y_up > 0, [range(D_HIDDEN)]
+    if sparsity.experts:
+        own = cluster_mask(experts, D_HIDDEN, sparsity.experts)
+        active &= two_of_four(y_up, axis=1) & own
+        clusters = np.split(np.arange(D_HIDDEN), sparsity.experts)
+    dense = np.zeros(D_HIDDEN, bool)
+    for cluster in clusters:
+        # 5 % of the features are less than one tile of 16
+        ranked = sorted(cluster, key=lambda f: (-np.sum(active[:, f]), f))
+        dense[ranked[:16]] = True
+    inputs = tuple(a.astype(np.float32) for a in (x, w_up, w_down, dy))
+    expected = jitted(exact, *inputs, experts)
+    got = jitted(sparsity, *inputs, experts, key=jax.random.key(1))
+    for i, axis in ((2, 0), (3, 1)):
+        error = np.max(abs(got[i] - expected[i]), axis=axis)
+        assert np.max(error[dense]) < 1e-5
+        assert np.max(error[~dense]) > 1e-2
+
+
+@STOCHASTIC
+def test_mvue_draws_from_its_key_alone(sparsity):
+    inputs = tuple(a.astype(np.float32) for a in make_inputs())
+    experts = make_experts(sparsity)
+    first, again, *others = (
+        jitted(sparsity, *inputs, experts, key=jax.random.key(seed))
+        for seed in (0, 0, 1, 2, 3)
+    )
+    for i in (2, 3):
+        np.testing.assert_array_equal(first[i], again[i])
+        # Few groups have more than two non-zeros to draw from.
+        assert any(np.any(first[i] != other[i]) for other in others)
+
+
+# --- errors
+
+
+def test_missing_arguments_are_named():
+    x, w_up, w_down, _ = make_inputs()
+    with pytest.raises(ValueError, match="needs scales.*soft_threshold_scale"):
+        ffn(x, w_up, w_down, sparsity=FFNSparsity(weights=TWO_FOUR))
+    with pytest.raises(ValueError, match="draws random numbers; pass key"):
+        ffn(x, w_up, w_down, sparsity=FFNSparsity(token_sparsity="mvue"))
+    venom = FFNSparsity(activations=VNM(8, 2, 16))
+    with pytest.raises(ValueError, match=r"shape \(37, 1\), got None; make it with"):
+        ffn(x, w_up, w_down, sparsity=venom)
+    with pytest.raises(ValueError, match=r"shape \(37, 1\), got \(37, 2\)"):
+        experts = jnp.zeros((TOKENS, 2), jnp.int32)
+        ffn(x, w_up, w_down, sparsity=venom, expert_index=experts)
+
+
+def test_named_backend_runs_or_raises():
+    x, w_up, w_down, _ = make_inputs()
+    with pytest.raises(ValueError, match="backend='cuda' must be one of 'reference',"):
+        ffn(x, w_up, w_down, backend="cuda")
+    options = {"sparsity": FFNSparsity(weights=TWO_FOUR), "scales": jnp.ones(2)}
+    with pytest.raises(NotImplementedError, match="mosaic_sm90: .*leave backend=None"):
+        ffn(x, w_up, w_down, backend="mosaic_sm90", **options)

@@ -1,0 +1,279 @@
+"""The transformer: causality, the scan against a loop, remat, dtypes, sampling."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from sparsejax.config import ModelConfig
+from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.models.sparse_ffn import PackedWeights, SparseFFN, sparse_ffns
+from sparsejax.models.transformer import Transformer, cross_entropy, greedy_sample
+from sparsejax.routing.routers import ActivationEnergy, TokenHash
+from sparsejax.sparsity.patterns import NM, VNM
+from sparsejax.training.switching import set_sparsity
+
+TINY = ModelConfig(
+    vocab_size=61, d_model=16, layers=2, heads=2, kv_heads=1, d_hidden=64
+)
+VENOM = VNM(4, 2, 16)
+SPARSITIES = {
+    "dense": DENSE,
+    "weights": FFNSparsity(weights=NM(2, 4)),
+    "two_four": FFNSparsity(weights=NM(2, 4), activations=NM(2, 4)),
+    "no_mask_reuse": FFNSparsity(activations=NM(2, 4), mask_reuse=False),
+    "token_sparsity": FFNSparsity(activations=NM(2, 4), token_sparsity="mvue"),
+    "nearest_centre": FFNSparsity(weights=NM(2, 4), activations=VENOM),
+    "token_hash": FFNSparsity(activations=VENOM, router=TokenHash()),
+    "activation_energy": FFNSparsity(
+        activations=VENOM, router=ActivationEnergy(), experts_per_token=2
+    ),
+    "skip_blocks": FFNSparsity(
+        weights=NM(2, 4),
+        activations=VENOM,
+        skip_blocks=True,
+        weight_gradients="expert_columns",
+    ),
+}
+
+
+def transformer(config: ModelConfig = TINY, sparsity=DENSE, seed: int = 0):
+    return Transformer(config, sparsity=sparsity, rngs=nnx.Rngs(seed))
+
+
+def some_tokens(*shape: int, seed: int = 0) -> jax.Array:
+    generator = np.random.default_rng(seed)
+    return jnp.asarray(generator.integers(0, TINY.vocab_size, shape), jnp.int32)
+
+
+@pytest.mark.parametrize("name", SPARSITIES)
+def test_no_gradient_and_no_value_comes_from_a_later_token(name):
+    model = transformer(sparsity=SPARSITIES[name])
+    # All different, so that each position owns a row of the embedding's gradient.
+    tokens = jnp.asarray(np.random.default_rng(0).permutation(61)[None, :9], jnp.int32)
+    at, key = 4, jax.random.key(0)
+    weight = jnp.asarray(np.random.default_rng(1).normal(size=61), jnp.float32)
+
+    @nnx.jit
+    def logits_and_grad(model, tokens):
+        def score(model):
+            logits = model(tokens, key=key)[0]
+            return jnp.vdot(logits[at], weight), logits
+
+        (_, logits), grads = nnx.value_and_grad(score, has_aux=True)(model)
+        return logits, grads["embedding"][...]
+
+    logits, grad = logits_and_grad(model, tokens)
+    by_position = np.abs(np.asarray(grad)[np.asarray(tokens[0])]).max(-1)
+    assert np.all(by_position[: at + 1] > 0)
+    np.testing.assert_array_equal(by_position[at + 1 :], 0)
+    # Masks and routing have no gradient: values have to be looked at as well. Other
+    # tokens behind `at` change how rows are sorted, hence not bit for bit.
+    changed = tokens.at[0, at + 1 :].set(tokens[0, ::-1][: tokens.shape[1] - at - 1])
+    after, _ = logits_and_grad(model, changed)
+    np.testing.assert_allclose(after[: at + 1], logits[: at + 1], rtol=1e-5, atol=1e-5)
+    assert np.abs(after[at + 1 :] - logits[at + 1 :]).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "packed"), [("dense", False), ("weights", False), ("weights", True)]
+)
+def test_the_scan_is_a_loop_over_the_blocks(name, packed):
+    model = transformer(sparsity=SPARSITIES[name])
+    if packed:
+        for ffn in sparse_ffns(model):
+            ffn.packed = PackedWeights(ffn.packed_weights())
+    tokens = some_tokens(2, 7)
+    logits, captured = model(tokens, capture_ffn_inputs=True)
+    graph, stacked = nnx.split(model.blocks)
+    x = model.embedding[...][tokens]
+    for i in range(TINY.layers):
+        block = nnx.merge(graph, jax.tree.map(lambda v, i=i: v[i], stacked))
+        x, ffn_input = block(x, token_ids=tokens)
+        np.testing.assert_allclose(captured[i], ffn_input, rtol=1e-4, atol=1e-5)
+    expected = model.final_norm(x) @ model.head[...]
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_start_different_and_with_scaled_residual_branches():
+    config = dataclasses.replace(TINY, layers=8, d_model=32, d_hidden=128)
+    blocks = nnx.jit(lambda: transformer(config))().blocks
+    w_down, w_out = blocks.ffn.w_down[...], blocks.attention.w_out[...]
+    assert w_down.shape == (8, 128, 32)
+    assert float(jnp.abs(w_down[0] - w_down[1]).max()) > 0
+    np.testing.assert_allclose(w_down.std(), (128 * 16) ** -0.5, rtol=0.03)
+    np.testing.assert_allclose(w_out.std(), (32 * 16) ** -0.5, rtol=0.05)
+
+
+@pytest.mark.parametrize("name", ["dense", "activation_energy"])
+def test_remat_and_unrolling_change_neither_loss_nor_gradients(name):
+    tokens = some_tokens(2, 9)
+
+    def results(remat="none", scan_layers=True):
+        config = dataclasses.replace(TINY, remat=remat, scan_layers=scan_layers)
+        model = transformer(config, SPARSITIES[name])
+        run = nnx.jit(nnx.value_and_grad(cross_entropy)).lower(model, tokens)
+        if name == "dense":
+            # Nothing else is looped over, forward and backward.
+            assert run.as_text().count("stablehlo.while") == 2 * scan_layers
+        return jax.tree.leaves(run.compile()(model, tokens))
+
+    usual = results()
+    for remat, scan_layers in (
+        ("full", True),
+        ("dots", True),
+        ("none", False),
+        ("full", False),
+    ):
+        chex.assert_trees_all_close(
+            results(remat, scan_layers), usual, rtol=1e-4, atol=1e-6
+        )
+
+
+def test_gradients_match_finite_differences_in_the_dense_model():
+    model = transformer()
+    tokens = some_tokens(1, 6)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    @jax.jit
+    def loss(params):
+        return cross_entropy(nnx.merge(graph, params, rest), tokens)
+
+    grads = jax.grad(loss)(params)
+    direction = jax.tree.map(
+        lambda g: g / jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(grads))),
+        grads,
+    )
+    step = 2e-3
+    moved = [
+        loss(jax.tree.map(lambda p, u, s=s: p + s * u, params, direction))
+        for s in (step, -step)
+    ]
+    slope = (moved[0] - moved[1]) / (2 * step)
+    along = sum(
+        jnp.vdot(g, u)
+        for g, u in zip(jax.tree.leaves(grads), jax.tree.leaves(direction), strict=True)
+    )
+    # float32 losses of about 4 resolve 5e-7, their difference here is 0.05: 1e-5, and
+    # the third derivative adds its step^2 (1 % at 1e-2, hence 0.05 % at 2e-3)
+    np.testing.assert_allclose(slope, along, rtol=2e-3)
+
+
+def test_cross_entropy_is_the_mean_surprise_of_the_next_token():
+    model = transformer()
+    tokens = some_tokens(2, 6)
+    logits = np.asarray(model(tokens[:, :-1]), np.float64)
+    surprise = []
+    for batch in range(2):
+        for t in range(5):
+            p = np.exp(logits[batch, t] - logits[batch, t].max())
+            surprise.append(-np.log(p[tokens[batch, t + 1]] / p.sum()))
+    np.testing.assert_allclose(
+        cross_entropy(model, tokens), np.mean(surprise), rtol=1e-5
+    )
+
+
+def test_a_tied_head_is_the_embedding():
+    model = transformer(dataclasses.replace(TINY, tie_embeddings=True))
+    assert model.head is None
+    features, _ = model.features(some_tokens(1, 5))
+    expected = np.asarray(features) @ np.asarray(model.embedding[...]).T
+    np.testing.assert_allclose(model.logits(features), expected, rtol=1e-4, atol=1e-5)
+    grads = nnx.jit(nnx.grad(cross_entropy))(model, some_tokens(1, 2))
+    # as an input only the first token's row would move
+    assert np.all(np.abs(grads["embedding"][...]).max(-1) > 0)
+
+
+def test_the_three_gemms_of_the_head_read_bfloat16():
+    vocabulary = 72  # no other size here
+    config = dataclasses.replace(TINY, vocab_size=vocabulary, dtype="bfloat16")
+    step = jax.make_jaxpr(nnx.grad(cross_entropy))(
+        transformer(config), some_tokens(1, 4)
+    )
+    of_head = [
+        equation.invars
+        for equation in equations(step.jaxpr)
+        if equation.primitive.name == "dot_general"
+        and any(
+            vocabulary in v.aval.shape for v in (*equation.invars, *equation.outvars)
+        )
+    ]
+    assert len(of_head) == 3
+    assert all(v.aval.dtype == jnp.bfloat16 for operands in of_head for v in operands)
+
+
+def equations(jaxpr):
+    """All of a jaxpr, those within others too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+@pytest.mark.parametrize("activation", ["relu2", "swiglu", "reglu2"])
+def test_bfloat16_computes_with_float32_masters_and_gradients(activation):
+    config = dataclasses.replace(TINY, activation=activation)
+    low = transformer(
+        dataclasses.replace(config, dtype="bfloat16"), SPARSITIES["weights"]
+    )
+    high = transformer(config, SPARSITIES["weights"])
+    tokens = some_tokens(2, 9)
+    logits, captured = jax.eval_shape(lambda: low(tokens, capture_ffn_inputs=True))
+    assert logits.dtype == jnp.float32
+    assert captured.dtype == jnp.bfloat16
+    assert captured.shape == (2, 2, 9, 16)
+    loss, grads = nnx.jit(nnx.value_and_grad(cross_entropy))(low, tokens)
+    assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(grads))
+    chex.assert_trees_all_equal_shapes_and_dtypes(grads, nnx.state(low, nnx.Param))
+    # bfloat16 resolves 2^-8; two blocks of two branches add a few of those
+    expected = nnx.jit(cross_entropy)(high, tokens)
+    np.testing.assert_allclose(loss, expected, rtol=0.02)
+
+
+def test_a_random_estimator_draws_anew_with_each_key_in_every_layer():
+    model = transformer(sparsity=SPARSITIES["token_sparsity"])
+    tokens = some_tokens(2, 9)
+    grad = nnx.jit(nnx.grad(cross_entropy))
+    first, again, other = (
+        grad(model, tokens, jax.random.key(seed))["blocks"]["ffn"]["w_up"][...]
+        for seed in (0, 0, 1)
+    )
+    np.testing.assert_array_equal(first, again)
+    assert np.all(np.abs(first - other).max((1, 2)) > 0)
+
+
+def test_sparsity_is_set_on_the_whole_stack():
+    model = transformer()
+    assert [type(ffn) for ffn in sparse_ffns(model)] == [SparseFFN]
+    tokens = some_tokens(1, 6)
+    loss = nnx.jit(cross_entropy)
+    dense = loss(model, tokens)
+    set_sparsity(model, SPARSITIES["two_four"])
+    assert model.sparsity == SPARSITIES["two_four"]
+    assert abs(float(loss(model, tokens) - dense)) > 1e-3
+    set_sparsity(model, DENSE)
+    np.testing.assert_array_equal(loss(model, tokens), dense)
+
+
+@pytest.mark.parametrize("prompt_length", [3, 12])
+def test_greedy_sample_repeats_the_most_likely_token(prompt_length):
+    window = 6
+    model = transformer(sparsity=SPARSITIES["token_sparsity"])
+    prompt = some_tokens(prompt_length, seed=prompt_length)
+    sampled = greedy_sample(model, prompt, 8, window=window)
+    seen = prompt.tolist()
+    apply = nnx.jit(Transformer.__call__)
+    for token in sampled.tolist():
+        logits = apply(model, jnp.asarray([seen[-window:]]), key=jax.random.key(0))
+        assert token == int(logits[0, -1].argmax())
+        seen.append(token)
+
+
+def test_greedy_sample_needs_a_prompt():
+    with pytest.raises(ValueError, match="prompt of 0 tokens"):
+        greedy_sample(transformer(), jnp.zeros((0,), jnp.int32), 3)

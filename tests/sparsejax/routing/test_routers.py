@@ -1,0 +1,146 @@
+"""The experts that each router chooses, against plain loops."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparsejax.routing import routers
+from sparsejax.routing.routers import (
+    ActivationEnergy,
+    NearestCentre,
+    TokenHash,
+    named_router,
+)
+
+
+def nearest_centre(x, centres, experts_per_token=1):
+    return NearestCentre().choose(
+        x,
+        experts=len(centres),
+        experts_per_token=experts_per_token,
+        state={"centres": centres},
+    )
+
+
+def gaussian(shape, seed=0):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+def test_bfloat16_tokens_find_the_nearest_of_float32_centres():
+    keys = jax.random.split(jax.random.key(3), 2)
+    x = jax.random.normal(keys[0], (4000, 64), jnp.bfloat16)
+    # Close to each other: rounded to bfloat16 many a choice would be another.
+    centres = 1 + 1e-3 * jax.random.normal(keys[1], (8, 64))
+    exact = np.asarray(x, np.float64) @ np.asarray(centres, np.float64).T
+    first, second = np.sort(exact, axis=1)[:, ::-1][:, :2].T
+    clear = first - second > 1e-4
+    assert clear.mean() > 0.95
+    got = nearest_centre(x, centres)[:, 0]
+    np.testing.assert_array_equal(got[clear], exact.argmax(axis=1)[clear])
+    rounded = nearest_centre(x, centres.astype(jnp.bfloat16))[:, 0]
+    assert np.mean(got != rounded) > 0.1
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_nearest_centre_is_the_nearest_on_the_sphere(choices):
+    x, centres = gaussian((20, 6)), gaussian((5, 6), 1)
+    centres = centres / jnp.linalg.norm(centres, axis=1, keepdims=True)
+    unit = np.asarray(x) / np.linalg.norm(x, axis=1, keepdims=True)
+    distance = np.linalg.norm(unit[:, None] - np.asarray(centres)[None], axis=2)
+    got = nearest_centre(x, centres, experts_per_token=choices)
+    np.testing.assert_array_equal(got, np.argsort(distance, axis=1)[:, :choices])
+    # Positive scaling of a token changes nothing; ties go to the lower expert.
+    scaled = nearest_centre(8 * x, centres, experts_per_token=choices)
+    np.testing.assert_array_equal(scaled, got)
+    tied = nearest_centre(jnp.zeros((1, 6)), centres, experts_per_token=choices)
+    np.testing.assert_array_equal(tied[0], np.arange(choices))
+
+
+def python_mix(x):
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) % 2**32
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) % 2**32
+    return x ^ (x >> 16)
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+def test_token_hash_is_fixed_balanced_and_distinct(choices):
+    ids = np.arange(4000)
+    got = np.asarray(
+        TokenHash().choose(jnp.asarray(ids), experts=8, experts_per_token=choices)
+    )
+    for token in ids[:50].tolist():
+        scores = [
+            python_mix(python_mix(token) ^ ((e + 1) * 0x9E3779B9 % 2**32)) >> 1
+            for e in range(8)
+        ]
+        best = sorted(range(8), key=lambda e: -scores[e])[:choices]
+        assert got[token].tolist() == best
+    assert (np.diff(np.sort(got, axis=1), axis=1) > 0).all()
+    counts = np.bincount(got.ravel(), minlength=8)
+    mean = 4000 * choices / 8
+    assert (np.abs(counts - mean) < 5 * np.sqrt(mean)).all()
+    first = TokenHash().choose(jnp.asarray(ids), experts=8)
+    np.testing.assert_array_equal(got[:, :1], first)
+
+
+def test_activation_energy_is_the_largest_squared_activation():
+    y = gaussian((12, 16)).at[3].set(-1.0)
+    clusters = np.maximum(np.asarray(y, np.float64).reshape(12, 4, 4), 0)
+    mass = (clusters**4).sum(axis=2)
+    choose = ActivationEnergy().choose
+    got = choose(y, experts=4, experts_per_token=2)
+    np.testing.assert_array_equal(got, np.argsort(-mass, axis=1, kind="stable")[:, :2])
+    assert got[3].tolist() == [0, 1]
+    assert choose(y[:0], experts=4).shape == (0, 1)
+    with pytest.raises(ValueError, match="d_hidden=16 is not a multiple of experts=3"):
+        choose(y, experts=3)
+    with pytest.raises(ValueError, match="experts_per_token=5"):
+        choose(y, experts=4, experts_per_token=5)
+
+
+def test_settings_find_a_router_by_its_name_and_by_a_former_one():
+    for router in routers.ROUTERS:
+        assert named_router(router.name) is router
+        assert routers.name_of(router) == router.name
+    assert named_router("true_mass") == ActivationEnergy()
+    names = "'nearest_centre', 'token_hash', 'activation_energy'"
+    for wrong in ("truemass", None, 3, ["token_hash"], TokenHash):
+        with pytest.raises(ValueError, match=f"must be one of {names}$"):
+            named_router(wrong)
+
+
+def test_a_router_that_settings_would_not_find_again_is_not_written():
+    @dataclass(frozen=True)
+    class Biased(TokenHash):
+        bias: float = 0.0
+
+    with pytest.raises(ValueError, match="cannot be written into settings.*ROUTERS"):
+        routers.name_of(Biased(bias=1.0))
+
+
+def test_what_a_router_reads_says_whether_blocks_can_be_skipped():
+    before = {router.name: router.before_up for router in routers.ROUTERS}
+    assert before == {
+        "nearest_centre": True,
+        "token_hash": True,
+        "activation_energy": False,
+    }
+    kept = [router.name for router in routers.ROUTERS if router.has_state]
+    assert kept == ["nearest_centre"]
+
+
+def test_the_centres_are_those_of_blocks_until_a_clustering_gives_others():
+    w_up = gaussian((6, 8)).at[:, 2].set(0)
+    units = np.asarray(w_up) / np.maximum(np.linalg.norm(w_up, axis=0), 1e-30)
+    means = units.reshape(6, 4, 2).mean(axis=2).T
+    router = NearestCentre()
+    (centres,) = router.initial_state(w_up, 4).values()
+    expected = means / np.linalg.norm(means, axis=1, keepdims=True)
+    np.testing.assert_allclose(centres, expected, rtol=1e-5, atol=1e-6)
+    clustered = gaussian((4, 6), 1)
+    assert router.clustered_state(w_up, clustered)["centres"] is clustered
+    assert TokenHash().clustered_state(w_up, clustered) == {}

@@ -1,0 +1,149 @@
+"""The gradient over micro-batches: that of all tokens, weights compressed once."""
+
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.models import sparse_ffn
+from sparsejax.models.sparse_ffn import SparseFFN
+from sparsejax.sparsity.patterns import NM, VNM
+from sparsejax.training.micro_batches import loss_and_gradient
+from sparsejax.training.switching import switch
+
+WEIGHTS = FFNSparsity(weights=NM(2, 4))
+TWO_FOUR = FFNSparsity(weights=NM(2, 4), activations=NM(2, 4))
+VENOM = FFNSparsity(weights=NM(2, 4), activations=VNM(4, 2, 16))
+D, F = 16, 64
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def mean_square(model, x):
+    return jnp.mean((model(x) - jnp.tanh(x[:, ::-1])) ** 2)
+
+
+@pytest.mark.parametrize("sparsity", [WEIGHTS, TWO_FOUR, VENOM])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_packing_changes_no_bit(sparsity, dtype):
+    layer = SparseFFN(D, F, sparsity=sparsity, dtype=dtype, rngs=nnx.Rngs(0))
+    x = normal(9, D).astype(dtype)
+
+    def loss_of(layer, x):
+        return jnp.sum(layer(x).astype(jnp.float32) ** 2)
+
+    plain = nnx.jit(nnx.value_and_grad(loss_of))(layer, x)
+    packed = nnx.jit(partial(loss_and_gradient, loss_of))(layer, x[None])
+    chex.assert_trees_all_equal(jax.tree.leaves(packed), jax.tree.leaves(plain))
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("sparsity", [DENSE, TWO_FOUR, VENOM])
+def test_it_is_the_gradient_of_the_mean_over_all_tokens(sparsity, jitted):
+    layer = SparseFFN(D, F, sparsity=sparsity, rngs=nnx.Rngs(0))
+    x = normal(3, 8, D)
+    run = partial(loss_and_gradient, mean_square)
+    loss, gradient = (nnx.jit(run) if jitted else run)(layer, x)
+    want, want_gradient = nnx.value_and_grad(mean_square)(layer, x.reshape(24, D))
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    assert jax.tree.structure(gradient) == jax.tree.structure(want_gradient)
+    chex.assert_trees_all_close(
+        jax.tree.leaves(gradient), jax.tree.leaves(want_gradient), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_weights_are_packed_once_for_all_micro_batches(monkeypatch):
+    made, read = [], []
+    pack, call = sparse_ffn.pack_ffn, sparse_ffn.ffn
+    monkeypatch.setattr(
+        sparse_ffn, "pack_ffn", lambda *a, **k: made.append(1) or pack(*a, **k)
+    )
+    monkeypatch.setattr(
+        sparse_ffn, "ffn", lambda *a, **k: read.append(k["packed"]) or call(*a, **k)
+    )
+    layer = SparseFFN(D, F, sparsity=WEIGHTS, rngs=nnx.Rngs(0))
+    loss_and_gradient(mean_square, layer, normal(5, 8, D))
+    assert len(made) == 1
+    assert read and None not in read
+    # What was packed has gone with the call.
+    assert layer.packed is None
+    layer(normal(8, D))
+    assert read[-1] is None
+
+
+def test_a_loop_of_ones_own_trains_as_one_without_packing():
+    x = normal(4, 16, D, seed=2)
+
+    def trained(step_of):
+        layer = SparseFFN(D, F, sparsity=WEIGHTS, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(layer, optax.adam(1e-2), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(layer, optimizer):
+            loss, gradient = step_of(layer)
+            optimizer.update(layer, gradient)
+            return loss
+
+        return [float(step(layer, optimizer)) for _ in range(30)], layer
+
+    packed, of_packed = trained(lambda layer: loss_and_gradient(mean_square, layer, x))
+    plain, of_plain = trained(
+        lambda layer: nnx.value_and_grad(mean_square)(layer, x.reshape(64, D))
+    )
+    np.testing.assert_allclose(packed, plain, rtol=1e-4)
+    assert plain[-1] < 0.7 * plain[0]
+    # Other weights, put in from outside, are what the next call reads.
+    nnx.update(of_packed, nnx.state(of_plain))
+    np.testing.assert_array_equal(of_packed(x[0]), of_plain(x[0]))
+
+
+class Noisy(nnx.Module):
+    """An FFN behind a dropout, whose stream counts its draws."""
+
+    def __init__(self, rngs):
+        self.ffn = SparseFFN(D, F, sparsity=WEIGHTS, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.ffn(self.dropout(x))
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_other_state_goes_from_one_micro_batch_to_the_next(jitted):
+    model, alone = Noisy(nnx.Rngs(0)), Noisy(nnx.Rngs(0))
+    x = jnp.broadcast_to(normal(8, D), (3, 8, D))
+    run = partial(loss_and_gradient, mean_square)
+    loss, _ = (nnx.jit(run) if jitted else run)(model, x)
+    losses = [mean_square(alone, each) for each in x]
+    assert len(set(map(float, losses))) == 3
+    np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-5)
+    # ... and so the draws after it are the next ones.
+    np.testing.assert_allclose(model(x[0]), alone(x[0]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_switch_changes_what_the_next_call_packs():
+    layer = SparseFFN(D, F, rngs=nnx.Rngs(0))
+    x = normal(2, 8, D)
+    dense, _ = loss_and_gradient(mean_square, layer, x)
+    switch(layer, None, WEIGHTS)
+    sparse, _ = loss_and_gradient(mean_square, layer, x)
+    assert abs(float(dense - sparse)) > 1e-3
+    np.testing.assert_allclose(sparse, mean_square(layer, x.reshape(16, D)), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [(), (jnp.zeros((2, 3)), jnp.zeros((3, 3))), (jnp.zeros((0, 3)),), (1.0,)],
+)
+def test_leading_axes_that_do_not_count_micro_batches_are_refused(batches):
+    layer = SparseFFN(D, F, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="leading axis"):
+        loss_and_gradient(mean_square, layer, *batches)

@@ -1,0 +1,446 @@
+"""Whole runs: phases, switches and records, what stops a run, and its speed."""
+
+import json
+import math
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparsejax.checkpoints import manifest
+from sparsejax.checkpoints.checkpoint import Checkpoints
+from sparsejax.config_file import to_json
+from sparsejax.reports import metrics, throughput
+from sparsejax.training import train as loop
+from sparsejax.training.progress import NonFiniteLoss
+from sparsejax.training.step import Run
+from sparsejax.training.train import train
+from tests.support.micro_run import (
+    assert_same_bits,
+    micro_config,
+    read_records,
+    with_phases,
+    without_speed,
+)
+from tests.support.whole_runs import VARIANTS, Killed, kill_at, with_sparse_kernels
+
+pytestmark = pytest.mark.usefixtures("quick_loop")
+
+
+def test_records_of_a_run_are_complete(uninterrupted):
+    _, folder, _ = uninterrupted("default")
+    records = read_records(folder)
+
+    def steps_of(event: str) -> list[int]:
+        return [r["step"] for r in records if r["event"] == event]
+
+    assert steps_of("start") == [0]
+    assert steps_of("step") == list(range(1, 13))
+    assert steps_of("validation") == [3, 4, 8, 9, 12]
+    assert steps_of("ffn") == [4, 8, 12]
+    assert steps_of("switch") == [3, 9]
+    assert steps_of("checkpoint") == [2, 3, 4, 6, 8, 9, 10, 12]
+    permanent = [r["step"] for r in records if r.get("permanent")]
+    assert permanent == [3, 9, 12]
+    kinds = {r["step"]: r["kind"] for r in records if r["event"] == "step"}
+    assert list(kinds.values()) == ["warm-up"] * 3 + ["sparse"] * 6 + ["dense"] * 3
+    saved = json.loads((folder / "config.json").read_text())
+    assert saved == to_json(uninterrupted("default")[0])
+
+
+def test_checkpoints_of_the_switches_and_the_newest_stay(uninterrupted):
+    config, folder, _ = uninterrupted("default")
+    assert config.keep_checkpoints == 2
+    assert Checkpoints(folder / "checkpoints").steps() == [3, 9, 10, 12]
+
+
+def test_multiples_of_keep_every_stay_too(uninterrupted, tmp_path):
+    config, _, _ = uninterrupted("default")
+    train(replace(config, keep_every=4), tmp_path)
+    kept = {10, 12} | {4, 8, 12} | {3, 9, 12}  # the newest, multiples, switches and end
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {f"step_{step:08d}" for step in kept}
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(
+    uninterrupted, tmp_path, monkeypatch
+):
+    config, _, expected = uninterrupted("default")
+    stepped, write = threading.Event(), manifest.write
+    slow = tmp_path / "checkpoints" / "step_00000004"
+
+    def write_later(folder: Path, version: int) -> None:
+        # Until two steps later, which would never come if they waited for this.
+        if folder.name.startswith(slow.name):
+            assert stepped.wait(timeout=30)
+        write(folder, version)
+
+    def observe(record: dict) -> None:
+        if (record["event"], record["step"]) == ("step", 6):
+            assert not slow.exists()
+            stepped.set()
+
+    monkeypatch.setattr(manifest, "write", write_later)
+    outcome = train(config, tmp_path, observe=observe)
+    assert stepped.is_set()
+    assert_same_bits(outcome.state, expected.state)
+
+
+def test_reclustering_happens_when_it_is_due_and_not_at_the_switch(uninterrupted):
+    config, folder, _ = uninterrupted("paper")
+    records = read_records(folder)
+    assert config.phases.recluster_every == 2
+    # The sparse phase is steps 4 to 9, its last step ends in the switch.
+    assert [r["step"] for r in records if r["event"] == "recluster"] == [5, 7]
+    losses = [r["loss"] for r in records if r["event"] == "step"]
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_reclustering_needs_no_other_event_on_its_step(text, tmp_path):
+    settings = {"log_every": 100, "eval_every": 0, "checkpoint_every": 0}
+    config = VARIANTS["paper"](micro_config(text, **settings))
+    train(config, tmp_path)
+    events = [(r["event"], r["step"]) for r in read_records(tmp_path)]
+    assert ("recluster", 5) in events and ("recluster", 7) in events
+    assert [e for e in events if e[0] == "step"] == [
+        ("step", 3),
+        ("step", 9),
+        ("step", 12),
+    ]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_phase_compiles_one_step_and_both_dense_phases_share_it(
+    variant, uninterrupted
+):
+    config, _, _ = uninterrupted(variant)
+    run = loop.Run(config)
+    warmup, sparse, tail = (run.step(phase.sparsity) for phase in run.phases)
+    assert warmup is tail and warmup is not sparse
+    # All runs of this module that train alike, the resumed ones included.
+    assert warmup._cache_size() == 1
+    assert sparse._cache_size() == 1
+
+
+def test_a_switch_records_both_sides_with_and_without_masks(uninterrupted):
+    _, folder, _ = uninterrupted("default")
+    entering, leaving = (r for r in read_records(folder) if r["event"] == "switch")
+    assert (entering["to"], leaving["to"]) == ("sparse", "dense")
+    # Dense on one side of each: there is nothing to mask.
+    assert entering["before"] == entering["before_unmasked"]
+    assert leaving["after"] == leaving["after_unmasked"]
+    # Masks change the loss, the parameters were not touched.
+    assert entering["after"] != entering["before"]
+    assert entering["after_unmasked"] == entering["before"]
+    for record in (entering, leaving):
+        assert record["jump"] == record["after"] - record["before"]
+        assert record["large"] == (record["jump"] > 0.1)
+
+
+def test_folding_makes_the_switch_out_of_two_four_weights_lossless(text, tmp_path):
+    config = micro_config(text, recipe="weights", steps=6, eval_every=0)
+    config = with_phases(config, warmup_share=0, sparse_share=0.5)
+    train(config, tmp_path)
+    (record,) = (r for r in read_records(tmp_path) if r["event"] == "switch")
+    # float32 rounding of beta S(W1), read once packed and once as a dense weight
+    assert record["after"] == pytest.approx(record["before"], rel=1e-5)
+    assert not record["large"]
+    assert abs(record["before_unmasked"] - record["before"]) > 1e-3
+
+
+def test_without_the_fold_the_dense_tail_begins_with_the_masters(uninterrupted):
+    config, folder, _ = uninterrupted("mvue")
+    assert not config.phases.fold
+    _, leaving = (r for r in read_records(folder) if r["event"] == "switch")
+    assert leaving["after"] == leaving["before_unmasked"] != leaving["before"]
+
+
+def test_a_jump_above_a_tenth_is_flagged(text, tmp_path, monkeypatch):
+    def validate(run, state, sparsity, held, *, masks=True):
+        return 3.0 if sparsity.is_dense or not masks else 3.11
+
+    monkeypatch.setattr(Run, "validate", validate)
+    train(micro_config(text), tmp_path)
+    entering, leaving = (r for r in read_records(tmp_path) if r["event"] == "switch")
+    assert entering["jump"] == pytest.approx(0.11)
+    assert entering["large"] is True
+    assert leaving["jump"] == pytest.approx(-0.11)
+    assert leaving["large"] is False
+
+
+# What stops a run.
+
+
+def poison(monkeypatch, *, step: int, name: str, value: float) -> None:
+    """Makes one entry of the report of one step non-finite, and the masters NaN."""
+    original = Run._step
+
+    def poisoned(self, sparsity, *held):
+        honest = original(self, sparsity, *held)
+
+        def run(state, tokens):
+            state, report = honest(state, tokens)
+            if int(state.step) == step:
+                report = {**report, name: jnp.float32(value)}
+                params = jax.tree.map(lambda x: x * jnp.nan, state.params)
+                state = replace(state, params=params)
+            return state, report
+
+        return run
+
+    monkeypatch.setattr(Run, "_step", poisoned)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("loss", math.nan), ("gradient_norm", math.inf)]
+)
+def test_what_is_not_finite_stops_the_run_before_it_is_saved(
+    name, value, text, tmp_path, monkeypatch, uninterrupted
+):
+    config, folder, expected = uninterrupted("default")
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "Run", Run)
+        # Step 8 ends in a validation and a checkpoint.
+        poison(patch, step=8, name=name, value=value)
+        with pytest.raises(NonFiniteLoss) as caught:
+            train(config, tmp_path)
+    message = str(caught.value)
+    assert f"{name}={value}" in message
+    assert "at step 8, phase 1 (sparse)" in message
+    good = tmp_path / "checkpoints" / "step_00000006"
+    assert str(good) in message and good.is_dir()
+    assert Checkpoints(tmp_path / "checkpoints").latest_step() == 6
+    last = read_records(tmp_path)[-1]
+    assert (last["event"], last["at"]) == ("non_finite_loss", 8)
+    # The cause gone, the run goes on from there as if nothing had happened.
+    resumed = train(config, tmp_path)
+    assert_same_bits(resumed.state, expected.state)
+    ours, theirs = read_records(tmp_path), read_records(folder)
+    assert without_speed(ours) == without_speed(theirs)
+
+
+def test_it_is_noticed_between_records_as_well(text, tmp_path, monkeypatch):
+    settings = {"log_every": 100, "eval_every": 0, "checkpoint_every": 0}
+    monkeypatch.setattr(loop, "Run", Run)
+    poison(monkeypatch, step=2, name="loss", value=math.nan)
+    with pytest.raises(NonFiniteLoss, match="at step 2, .* There is no checkpoint yet"):
+        train(micro_config(text, **settings), tmp_path)
+
+
+def test_a_non_finite_validation_stops_the_run_before_the_switch(
+    text, tmp_path, monkeypatch, uninterrupted
+):
+    config, _, _ = uninterrupted("default")
+    monkeypatch.setattr(Run, "validate", lambda *_, **__: math.nan)
+    with pytest.raises(NonFiniteLoss, match="validation_loss=nan at step 3, phase 0"):
+        train(config, tmp_path)
+    assert Checkpoints(tmp_path / "checkpoints").latest_step() == 2
+
+
+def test_a_huge_learning_rate_never_leaves_a_non_finite_checkpoint(text, tmp_path):
+    config = micro_config(text, checkpoint_every=1, eval_every=0)
+    optimizer = replace(config.optimizer, peak_learning_rate=1e30)
+    config = replace(config, optimizer=optimizer)
+    with pytest.raises(NonFiniteLoss):
+        train(config, tmp_path)
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        template = Run(config).template(Run(config).phases[0].sparsity)
+        for step in checkpoints.steps():
+            state = checkpoints.restore(step, template=template).state
+            finite = jax.tree.map(lambda x: bool(jnp.isfinite(x).all()), state.params)
+            assert all(jax.tree.leaves(finite)), step
+
+
+def test_sigterm_finishes_the_step_and_saves_it(uninterrupted, tmp_path):
+    config, _, expected = uninterrupted("default")
+
+    def observe(record: dict) -> None:
+        if (record["event"], record["step"]) == ("step", 5):
+            signal.raise_signal(signal.SIGTERM)
+
+    outcome = train(config, tmp_path, observe=observe)
+    assert not outcome.completed
+    # Step 5 was being written down when the signal came: step 6 is the last.
+    assert int(outcome.state.step) == 6
+    assert Checkpoints(tmp_path / "checkpoints").latest_step() == 6
+    assert_same_bits(train(config, tmp_path).state, expected.state)
+
+
+@pytest.fixture
+def sparse_kernels(monkeypatch):
+    """What the decisions would be with them."""
+    found = with_sparse_kernels(metrics.ffn_decisions)
+    monkeypatch.setattr(metrics, "ffn_decisions", found)
+
+
+def test_a_caller_may_resume_in_a_new_process_after_sparse_kernels(
+    uninterrupted, sparse_kernels, tmp_path
+):
+    config, _, expected = uninterrupted("default")
+    config = replace(config, new_process_minutes=0)
+    stopped = train(config, tmp_path, stop_after_sparse=True)
+    assert (stopped.resume_in_new_process, stopped.completed) == (True, False)
+    assert (stopped.folder, int(stopped.state.step)) == (tmp_path, 9)
+    ended = train(config, tmp_path, stop_after_sparse=True)
+    assert (ended.resume_in_new_process, ended.completed) == (False, True)
+    assert_same_bits(ended.state, expected.state)
+
+
+@pytest.mark.parametrize(
+    ("asked", "minutes", "kernels"),
+    [(False, 0, True), (True, 1, True), (True, 0, False)],
+)
+def test_where_nobody_asks_or_nothing_is_gained_it_goes_on(
+    asked, minutes, kernels, request, uninterrupted, tmp_path
+):
+    """A short dense phase, or no sparse kernels before it."""
+    if kernels:
+        request.getfixturevalue("sparse_kernels")
+    config, _, _ = uninterrupted("default")
+    config = replace(config, new_process_minutes=minutes)
+    outcome = train(config, tmp_path, stop_after_sparse=asked)
+    assert outcome.completed and not outcome.resume_in_new_process
+
+
+@pytest.mark.parametrize(("minutes", "stops"), [(4.9, True), (5.1, False)])
+def test_what_is_left_is_estimated_from_the_pace(
+    minutes, stops, uninterrupted, sparse_kernels, monkeypatch, tmp_path
+):
+    config, _, _ = uninterrupted("default")
+    config = replace(config, new_process_minutes=minutes)
+    # The three dense steps would take five minutes.
+    rate = 3 * config.tokens_per_step / 300
+    monkeypatch.setattr(throughput.Clock, "tokens_per_second", lambda *_: rate)
+    outcome = train(config, tmp_path, stop_after_sparse=True)
+    assert outcome.resume_in_new_process is stops
+
+
+def test_a_run_that_is_told_to_stop_is_not_resumed_in_a_new_process(
+    uninterrupted, sparse_kernels, tmp_path
+):
+    config, _, _ = uninterrupted("default")
+    config = replace(config, new_process_minutes=0)
+
+    def observe(record: dict) -> None:
+        if (record["event"], record["step"]) == ("step", 8):
+            signal.raise_signal(signal.SIGTERM)
+
+    outcome = train(config, tmp_path, observe=observe, stop_after_sparse=True)
+    assert int(outcome.state.step) == 9
+    assert not outcome.completed and not outcome.resume_in_new_process
+
+
+class SignalledBatches:
+    """Batches of which the fifth comes together with SIGTERM."""
+
+    def __init__(self, batches) -> None:
+        self.batches = batches
+        self.taken = 0
+
+    def __next__(self):
+        self.taken += 1
+        if self.taken == 5:
+            signal.raise_signal(signal.SIGTERM)
+        return next(self.batches)
+
+    def get_state(self):
+        return self.batches.get_state()
+
+
+def test_sigterm_between_records_is_saved_too(
+    text, tmp_path, monkeypatch, uninterrupted
+):
+    _, _, expected = uninterrupted("default")
+    settings = {"log_every": 100, "eval_every": 0, "checkpoint_every": 0}
+    config = micro_config(text, **settings)
+    batches = Run.batches
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "batches", lambda run: SignalledBatches(batches(run)))
+        outcome = train(config, tmp_path)
+    assert not outcome.completed
+    assert Checkpoints(tmp_path / "checkpoints").latest_step() == 5
+    assert_same_bits(train(config, tmp_path).state, expected.state)
+
+
+def test_the_handler_of_sigterm_is_given_back(uninterrupted, tmp_path):
+    config, _, _ = uninterrupted("default")
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Killed):
+        train(config, tmp_path, observe=kill_at("step", 1))
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+# Speed.
+
+
+def test_the_clock_counts_steps_and_nothing_else(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    clock = throughput.Clock(step=3)
+    now += 50.0  # the first step compiles
+    with clock.stopped():
+        assert math.isnan(clock.tokens_per_second(5, 10))
+        now += 7.0  # a validation
+    now += 2.0
+    with clock.stopped():
+        now += 1000.0
+    now += 0.5
+    with clock.stopped():
+        assert clock.tokens_per_second(10, 10) == pytest.approx(5 * 10 / 2.5)
+        now += 30.0
+    now += 4.0
+    assert clock.tokens_per_second(12, 10) == pytest.approx(2 * 10 / 4.0)
+
+
+def test_speed_is_recorded_but_for_the_first_interval_of_a_phase(uninterrupted):
+    _, folder, _ = uninterrupted("default")
+    steps = [r for r in read_records(folder) if r["event"] == "step"]
+    silent = [r["step"] for r in steps if "tokens_per_second" not in r]
+    assert silent == [1, 4, 10]
+    timed = next(r for r in steps if r["step"] == 6)
+    assert timed["tokens_per_second"] > 0
+    assert timed["mfu_executed"] <= timed["mfu_dense_equivalent"]
+
+
+def test_the_routers_share_is_recorded_where_there_is_a_router(uninterrupted):
+    _, folder, _ = uninterrupted("paper")
+    steps = [r for r in read_records(folder) if r["event"] == "step"]
+    routed = {r["step"]: r["router_share"] for r in steps if "router_share" in r}
+    assert list(routed) == [5, 6, 7, 8, 9]
+    # Timed once in a phase: it is in proportion to the speed of the step.
+    rates = {r["step"]: r["tokens_per_second"] for r in steps if r["step"] in routed}
+    per_token = [routed[step] / rates[step] for step in routed]
+    assert per_token[0] > 0
+    np.testing.assert_allclose(per_token, per_token[0], rtol=1e-6)
+
+
+def test_gradient_norms_and_rates_are_those_of_the_step(uninterrupted):
+    _, folder, _ = uninterrupted("default")
+    steps = [r for r in read_records(folder) if r["event"] == "step"]
+    # warm-up of round(0.1 * 12) = 1 step, then one cosine, blind to the phases
+    expected = [0.01]
+    for step in range(1, 12):
+        cosine = 0.5 * (1 + math.cos(math.pi * (step - 1) / 11))
+        expected.append(0.01 * (0.05 + 0.95 * cosine))
+    np.testing.assert_allclose([r["learning_rate"] for r in steps], expected, rtol=1e-5)
+    assert all(r["gradient_norm"] > 0 for r in steps)
+
+
+def test_the_run_says_where_the_last_good_checkpoint_is(text, tmp_path):
+    config = micro_config(text)
+    seen: list[dict] = []
+    train(config, tmp_path, observe=seen.append)
+    saved = [r["checkpoint"] for r in seen if r["event"] == "saved"]
+    written = [r["step"] for r in seen if r["event"] == "checkpoint"]
+    folder = tmp_path / "checkpoints"
+    assert saved == [str(folder / f"step_{step:08d}") for step in written]
+    # Said of what is complete, and before the next save begins.
+    events = [r["event"] for r in seen if r["event"] in ("saved", "checkpoint")]
+    assert events == ["checkpoint", "saved"] * len(written)
+    assert not any(r["event"] == "saved" for r in read_records(tmp_path))
