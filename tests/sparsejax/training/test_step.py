@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from sparsejax.config import OptimizerConfig
-from sparsejax.feed_forward import ffn as ffn_module
+from sparsejax.feed_forward import call as call_module
 from sparsejax.feed_forward.spec import DENSE
 from sparsejax.models import sparse_ffn
 from sparsejax.models.transformer import cross_entropy
@@ -249,7 +249,7 @@ def test_weights_are_packed_once_per_step(run_of, monkeypatch):
         return packed
 
     # The layers' packing before the step, and that of a call without packed weights.
-    for module in (sparse_ffn, ffn_module):
+    for module in (sparse_ffn, call_module):
         monkeypatch.setattr(module, "pack_ffn", counting(module.pack_ffn))
     run = Run(run_of("weights", micro_batches=4).config)
     state, sparsity = state_in(run, sparse=True)
