@@ -28,7 +28,7 @@ import tyro
 from experiments.provenance import commit
 from experiments.running.own_process import in_own_process
 from pallas_kernels import tuning
-from pallas_kernels.sm90.sparse_matmul_configs import Shape
+from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.config import PresetName, RecipeName
 from sparsejax.ops.backend import GemmSpec, current_device
 from sparsejax.presets import PRESETS
@@ -43,7 +43,7 @@ class Config:
     """Which GEMMs are measured, and where the times are kept."""
 
     like: tuple[str, ...] = ("NVIDIA H200",)
-    """The GPUs whose tables name the shapes."""
+    """The GPUs whose tables name the GEMMs."""
     presets: tuple[PresetName, ...] = ("wide-200m", "gpt-124m")
     """The GEMMs of every recipe for these, on one GPU, too."""
     d_model: tuple[int, ...] = ()
@@ -71,38 +71,38 @@ def main(config: Config) -> list[tuning.Entry]:
         save(kind, [entry])
         found.append(entry)
         print(
-            f"{len(found)} of {len(todo)}: {entry.shape.m} x {entry.shape.k} x "
-            f"{entry.shape.n}, {entry.shape.experts} experts: 2:4 "
-            f"{entry.sparse_us:,.1f} us, dense {entry.dense_us:,.1f} us, packing "
+            f"{len(found)} of {len(todo)}: {entry.gemm.tokens} tokens x "
+            f"{entry.gemm.d_in} x {entry.gemm.d_out}, {entry.gemm.experts} experts: "
+            f"2:4 {entry.sparse_us:,.1f} us, dense {entry.dense_us:,.1f} us, packing "
             f"{entry.pack_us:,.1f} us",
             flush=True,
         )
     return found
 
 
-def _todo(config: Config) -> tuple[str, list[Shape | GemmSpec]]:
+def _todo(config: Config) -> tuple[str, list[TunedGemm | GemmSpec]]:
     """Returns the kind of GPU here, and what is not known of it."""
     device = current_device()
     if (reason := device.why_not_hopper()) is not None:
         raise ValueError(f"there is nothing to tune: {reason}")
     known = (tuning.shipped if config.shipped else tuning.entries)(device.kind)
-    todo: dict[Shape, Shape | GemmSpec] = {}
+    todo: dict[TunedGemm, TunedGemm | GemmSpec] = {}
     for preset in config.presets:
         for recipe in RECIPES:
             of_recipe = PRESETS[preset]().with_recipe(recipe)
             todo |= tune.runnable(tune.gemms_of_run(of_recipe))
     for other in config.like:
-        shapes = tuning.shipped(other)
-        todo |= {shape: shape for shape in shapes if _is_chosen(config, shape)}
-    return device.kind, [todo[shape] for shape in todo if shape not in known]
+        gemms = tuning.shipped(other)
+        todo |= {gemm: gemm for gemm in gemms if _is_chosen(config, gemm)}
+    return device.kind, [todo[gemm] for gemm in todo if gemm not in known]
 
 
-def _is_chosen(config: Config, shape: Shape) -> bool:
-    return not config.d_model or tune.gemm_of(shape)[2] in config.d_model
+def _is_chosen(config: Config, gemm: TunedGemm) -> bool:
+    return not config.d_model or tune.sizes_of(gemm)[2] in config.d_model
 
 
 def _side_by_side(
-    jobs: Sequence[Shape | GemmSpec], processes: int
+    jobs: Sequence[TunedGemm | GemmSpec], processes: int
 ) -> Iterator[tuning.Entry]:
     """The entries, as they are found."""
     if not jobs:
@@ -140,7 +140,7 @@ def _next(found: Queue, workers: Sequence[BaseProcess]) -> tuning.Entry:
 
 
 def _work(
-    jobs: Sequence[Shape | GemmSpec],
+    jobs: Sequence[TunedGemm | GemmSpec],
     rounds: int,
     compiled: Barrier,
     alone: Lock,
@@ -159,11 +159,11 @@ def _work(
         timed.wait()
 
 
-def _trial(job: Shape | GemmSpec) -> Trial:
+def _trial(job: TunedGemm | GemmSpec) -> Trial:
     """Returns the GEMM on random operands, compiled, with the configs that are
     correct."""
-    if isinstance(job, Shape):
-        trial = tune.trial_of_shape(job)
+    if isinstance(job, TunedGemm):
+        trial = tune.trial_of_entry(job)
     else:
         trial = tune.trial_of(job)
     correct = {

@@ -1,23 +1,21 @@
 """Which config runs a GEMM fastest, and by how much: searched once, then looked up.
 
-`tuned/<gpu>.json` holds one entry per shape, with the dense time of the same run; the
-user's cache holds those of his own GPU (`tuning_cache`). A GEMM of another shape is
-estimated from the largest one that is nowhere larger: what sparsity gains, packing
-included, grows with every size. On a Hopper GPU that has an entry for neither it is
-estimated from what was measured on another one.
+`tuned/<gpu>.json` holds one entry per GEMM (`TunedGemm`), with the dense time of the
+same run; the user's cache holds those of his own GPU (`tuning_cache`). A GEMM of
+another size is estimated from the largest one that is nowhere larger: what sparsity
+gains, packing included, grows with every size. On a Hopper GPU that has an entry for
+neither it is estimated from what was measured on another one.
 """
 
 import dataclasses
 import hashlib
 import json
 import math
-import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
 
 from pallas_kernels import tuning_cache
 from pallas_kernels.device import KNOWN, Device
@@ -27,6 +25,7 @@ from pallas_kernels.sm90.sparse_matmul_configs import (
     default_config,
     why_invalid,
 )
+from pallas_kernels.tuned_gemm import TunedGemm
 
 FOLDER = Path(__file__).parent / "tuned"
 
@@ -50,15 +49,15 @@ is no longer small beside what sparsity saves."""
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """The fastest config of one shape, and where the times come from."""
+    """The fastest config of one GEMM, and where the times come from."""
 
-    shape: Shape
+    gemm: TunedGemm
     config: Config
     sparse_us: float
     """The median time of the kernel alone, us."""
     dense_us: float
-    """The median time of the dense library's GEMM of the same shape, us, interleaved in
-    the same run."""
+    """The median time of the dense library's GEMM of the same product, us, interleaved
+    in the same run."""
     pack_us: float
     """The median time of packing A, us: a weight is packed once per optimiser step, an
     activation at every call."""
@@ -99,15 +98,18 @@ def file_of(kind: str) -> Path:
     return FOLDER / f"{kind.lower().replace(' ', '_')}.json"
 
 
-_given: dict[str, Mapping[Shape, Entry]] = {}
+_SIZES = ("tokens", "d_in", "d_out", "experts")
+"""The fields of a `TunedGemm` in which an estimate may differ from its entry."""
+
+_given: dict[str, Mapping[TunedGemm, Entry]] = {}
 """The user's entries by kind of GPU, where they are not those of the cache: another
 process has given them, or this one has found them and could not write them."""
 
 
 @lru_cache
-def entries(kind: str) -> Mapping[Shape, Entry]:
+def entries(kind: str) -> Mapping[TunedGemm, Entry]:
     """Returns all entries of a GPU, none where it was never tuned: those that this
-    package ships, and the user's own, which win where both have a shape."""
+    package ships, and the user's own, which win where both have a GEMM."""
     return {**shipped(kind), **own(kind)}
 
 
@@ -119,13 +121,13 @@ def forget() -> None:
 
 
 @lru_cache
-def shipped(kind: str) -> Mapping[Shape, Entry]:
+def shipped(kind: str) -> Mapping[TunedGemm, Entry]:
     """Returns the entries of a GPU that came with this package."""
     file = file_of(kind)
-    return _by_shape(_read(file.read_text())) if file.exists() else {}
+    return _by_gemm(_read(file.read_text())) if file.exists() else {}
 
 
-def own(kind: str) -> Mapping[Shape, Entry]:
+def own(kind: str) -> Mapping[TunedGemm, Entry]:
     """Returns the entries of a GPU that its user has measured, with what is installed
     here. A file that cannot be read is left out, with a warning that names it."""
     if kind in _given:
@@ -141,18 +143,18 @@ def own(kind: str) -> Mapping[Shape, Entry]:
                 f"it was about is measured again",
                 stacklevel=2,
             )
-    return _by_shape(found)
+    return _by_gemm(found)
 
 
 def save(kind: str, found: Iterable[Entry]) -> None:
     """Keeps what the user of a GPU has measured, beside what is kept already; instead
-    of it where both have a shape. Where the cache folder cannot be written a warning
+    of it where both have a GEMM. Where the cache folder cannot be written a warning
     says so, and the entries are known to this process alone."""
     found = list(found)
-    known = {**own(kind), **_by_shape(found)}
+    known = {**own(kind), **_by_gemm(found)}
     try:
         for entry in found:
-            tuning_cache.write(kind, _name_of(entry.shape), _text([entry]))
+            tuning_cache.write(kind, _name_of(entry.gemm), _text([entry]))
     except (OSError, RuntimeError) as error:
         warnings.warn(
             f"what was measured cannot be kept ({error}), and the next run measures it "
@@ -168,11 +170,11 @@ def save(kind: str, found: Iterable[Entry]) -> None:
 
 def save_shipped(kind: str, found: Iterable[Entry]) -> None:
     """Adds entries to the table that this package ships of a GPU, one JSON object per
-    line; those of the same shape are replaced. For its developers."""
-    known = {**shipped(kind), **_by_shape(found)}
+    line; those of the same GEMM are replaced. For its developers."""
+    known = {**shipped(kind), **_by_gemm(found)}
     FOLDER.mkdir(exist_ok=True)
     in_order = sorted(known, key=dataclasses.astuple)
-    file_of(kind).write_text(_text(known[shape] for shape in in_order))
+    file_of(kind).write_text(_text(known[gemm] for gemm in in_order))
     forget()
 
 
@@ -184,7 +186,7 @@ def own_as_text(kind: str) -> str:
 def take_own(kind: str, text: str) -> None:
     """Takes the user's entries of another process, as `own_as_text` gave them, in place
     of what the cache of this process has."""
-    _given[kind] = _by_shape(_read(text))
+    _given[kind] = _by_gemm(_read(text))
     forget()
 
 
@@ -198,8 +200,8 @@ def _read(text: str) -> list[Entry]:
     found = []
     for line in text.splitlines():
         row = json.loads(line)
-        shape, config = Shape(**row["shape"]), Config(**row["config"])
-        entry = Entry(**row | {"shape": shape, "config": config})
+        gemm, config = TunedGemm(**row["gemm"]), Config(**row["config"])
+        entry = Entry(**row | {"gemm": gemm, "config": config})
         for time_us in (entry.sparse_us, entry.dense_us, entry.pack_us):
             if not 0 < time_us < math.inf:
                 raise ValueError(f"a time of {time_us} us")
@@ -207,57 +209,29 @@ def _read(text: str) -> list[Entry]:
     return found
 
 
-def _by_shape(found: Iterable[Entry]) -> dict[Shape, Entry]:
-    return {entry.shape: entry for entry in found}
+def _by_gemm(found: Iterable[Entry]) -> dict[TunedGemm, Entry]:
+    return {entry.gemm: entry for entry in found}
 
 
-def _name_of(shape: Shape) -> str:
-    """Returns a name for a shape's file: its sizes, and a hash that tells apart shapes
+def _name_of(gemm: TunedGemm) -> str:
+    """Returns a name for a GEMM's file: its sizes, and a hash that tells apart GEMMs
     with the same sizes."""
-    text = json.dumps(dataclasses.asdict(shape), sort_keys=True)
+    text = json.dumps(dataclasses.asdict(gemm), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return f"{shape.m}x{shape.n}x{shape.k}_{digest}"
+    return f"{gemm.tokens}x{gemm.d_in}x{gemm.d_out}_{digest}"
 
 
-def tokens_axis(shape: Shape) -> Literal["m", "n", "k"]:
-    """Returns which size of an FFN's GEMM counts tokens: it alone changes from run to
-    run."""
-    match shape.mode:
-        case "weight_gradient":
-            return "k"
-        case "sparse_weight":
-            return "n"
-        case "sparse_activation":
-            return "m"
-
-
-def tokens(shape: Shape) -> int:
-    """Returns how many tokens an FFN's GEMM has."""
-    return {"m": shape.m, "n": shape.n, "k": shape.k}[tokens_axis(shape)]
-
-
-def with_tokens(shape: Shape, count: int) -> Shape:
-    """Returns the shape of the same GEMM with another number of tokens."""
-    match tokens_axis(shape):
-        case "m":
-            return replace(shape, m=count)
-        case "n":
-            return replace(shape, n=count)
-        case "k":
-            return replace(shape, k=count)
-
-
-def nearest(device: Device, shape: Shape) -> Entry | None:
-    """Returns the entry for `shape`, or for the closest number of tokens within
+def nearest(device: Device, gemm: TunedGemm) -> Entry | None:
+    """Returns the entry for `gemm`, or for the closest number of tokens within
     `NEIGHBOUR`, everything else being equal; None where there is none."""
 
     def distance(entry: Entry) -> float:
-        return abs(math.log(tokens(entry.shape) / tokens(shape)))
+        return abs(math.log(entry.gemm.tokens / gemm.tokens))
 
     alike = [
         entry
         for entry in entries(device.kind).values()
-        if with_tokens(entry.shape, tokens(shape)) == shape
+        if replace(entry.gemm, tokens=gemm.tokens) == gemm
     ]
     best = min(alike, key=distance, default=None)
     if best is None or distance(best) > math.log(NEIGHBOUR):
@@ -265,29 +239,24 @@ def nearest(device: Device, shape: Shape) -> Entry | None:
     return best
 
 
-def largest_inside(device: Device, shape: Shape) -> Entry | None:
-    """Returns the entry with most work of those that `shape` is nowhere smaller than:
+def largest_inside(device: Device, gemm: TunedGemm) -> Entry | None:
+    """Returns the entry with most work of those that `gemm` is nowhere smaller than:
     in its widths, its experts, and, within `NEIGHBOUR`, the tokens of each of them;
     None where there is none."""
 
     def is_inside(entry: Entry) -> bool:
-        small, count = entry.shape, tokens(entry.shape)
+        small = entry.gemm
+        sizes = {name: getattr(gemm, name) for name in _SIZES}
         return (
-            replace(small, m=shape.m, n=shape.n, k=shape.k, experts=shape.experts)
-            == shape
-            and all(map(operator.le, widths(small), widths(shape)))
-            and small.experts <= shape.experts
-            and count * shape.experts <= NEIGHBOUR * tokens(shape) * small.experts
+            replace(small, **sizes) == gemm
+            and small.d_in <= gemm.d_in
+            and small.d_out <= gemm.d_out
+            and small.experts <= gemm.experts
+            and small.tokens * gemm.experts <= NEIGHBOUR * gemm.tokens * small.experts
         )
 
     inside = filter(is_inside, entries(device.kind).values())
-    return max(inside, key=lambda entry: _work(entry.shape), default=None)
-
-
-def widths(shape: Shape) -> tuple[int, int]:
-    """Returns the two sizes of an FFN's GEMM that do not count tokens."""
-    first, second = (axis for axis in "mnk" if axis != tokens_axis(shape))
-    return getattr(shape, first), getattr(shape, second)
+    return max(inside, key=lambda entry: entry.gemm.multiplications, default=None)
 
 
 def nearest_tuned(device: Device) -> Device | None:
@@ -308,18 +277,18 @@ def nearest_tuned(device: Device) -> Device | None:
     )
 
 
-def times(device: Device, shape: Shape, rows_of_token: int = 1) -> Times | None:
+def times(device: Device, gemm: TunedGemm, rows_of_token: int = 1) -> Times | None:
     """Returns the times of the nearest entry, or of the largest inside; else those of
     the nearest tuned GPU, longer by as much as this one has fewer multiprocessors; None
     where there is no entry.
 
     Args:
-      rows_of_token: how many of the shape's rows stand for one of the dense GEMM: a
+      rows_of_token: how many of the GEMM's rows stand for one of the dense GEMM: a
         token may have several experts. Entries are of one.
     """
     for source in filter(None, (device, nearest_tuned(device))):
-        near = nearest(source, shape)
-        entry = near or largest_inside(source, shape)
+        near = nearest(source, gemm)
+        entry = near or largest_inside(source, gemm)
         if entry is not None:
             break
     else:
@@ -328,54 +297,40 @@ def times(device: Device, shape: Shape, rows_of_token: int = 1) -> Times | None:
     if source.kind != device.kind:
         measured_on = source.kind
         slower = source.count_multiprocessors() / device.count_multiprocessors()
-    dense = _dense_work(shape) / _dense_work(entry.shape) / rows_of_token
+    known = entry.gemm
+    sparse = gemm.multiplications / known.multiplications
+    dense = gemm.dense_multiplications / known.dense_multiplications / rows_of_token
+    packed = gemm.numbers_to_pack / known.numbers_to_pack
     return Times(
-        sparse_us=slower * entry.sparse_us * _work(shape) / _work(entry.shape),
+        sparse_us=slower * entry.sparse_us * sparse,
         dense_us=slower * entry.dense_us * dense,
-        pack_us=slower * entry.pack_us * _packed(shape) / _packed(entry.shape),
+        pack_us=slower * entry.pack_us * packed,
         entry=entry,
         smaller=near is None,
         measured_on=measured_on,
     )
 
 
-def _work(shape: Shape) -> int:
-    """Returns how many multiplications a GEMM has, those with zeros included: a row
-    meets one expert."""
-    return shape.m * shape.n * shape.k
-
-
-def _dense_work(shape: Shape) -> int:
-    """Returns how many multiplications the dense GEMM has, where a row meets all
-    experts and no row fills up a tile."""
-    rows = tokens(shape) - (shape.experts - 1) * shape.group_tile
-    first, second = widths(shape)
-    return max(rows, shape.group_tile) * first * second * shape.experts
-
-
-def _packed(shape: Shape) -> int:
-    """Returns how many numbers the sparse operand has before it is packed: those of all
-    experts, if it is a weight."""
-    return shape.m * shape.k * (shape.experts if tokens_axis(shape) == "n" else 1)
-
-
 def config_for(device: Device, shape: Shape) -> Config:
     """Returns the config of the entry that `times` takes, or the heuristic's. A GEMM
     whose result is packed takes that of the same GEMM without."""
-    known = times(device, replace(shape, packed_out=False))
+    gemm = TunedGemm.of(shape)
+    known = None if gemm is None else times(device, gemm)
     if known is not None and why_invalid(known.entry.config, shape) is None:
         return known.entry.config
     return default_config(shape, device.count_multiprocessors())
 
 
-def why_slower(device: Device, shape: Shape) -> str | None:
+def why_slower(device: Device, gemm: TunedGemm) -> str | None:
     """Returns why not to choose the sparse GEMM unasked, or None."""
-    known = times(device, shape)
+    known = times(device, gemm)
     if known is None:
-        if 2 * _work(shape) >= LEAST_FLOPS:
+        if 2 * gemm.multiplications >= LEAST_FLOPS:
             return None
-        sizes = (shape.m, shape.n, shape.k)
-        return f"too small to gain without a measurement (m, n, k) = {sizes}"
+        return (
+            f"too small to gain without a measurement: {gemm.tokens} tokens x "
+            f"{gemm.d_in} x {gemm.d_out}"
+        )
     if known.sparse_us * known.least_gain < known.dense_us:
         return None
     if known.estimated:
@@ -387,7 +342,7 @@ def why_slower(device: Device, shape: Shape) -> str | None:
     entry = known.entry
     return (
         f"measured slower: {entry.sparse_us:.1f} us, dense {entry.dense_us:.1f} us, at "
-        f"{tokens(entry.shape)} tokens"
+        f"{entry.gemm.tokens} tokens"
     )
 
 

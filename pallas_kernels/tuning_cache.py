@@ -22,7 +22,13 @@ from jax.extend.backend import get_backend
 VARIABLE = "SPARSEJAX_CACHE"
 """The environment variable that names the folder."""
 
-NO_KERNELS = ("__init__.py", "device.py", "tuning.py", "tuning_cache.py")
+NO_KERNELS = (
+    "__init__.py",
+    "device.py",
+    "tuned_gemm.py",
+    "tuning.py",
+    "tuning_cache.py",
+)
 """The names of this package's files that no measured time depends on."""
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.sm90.sparse_matmul_configs import Shape
+from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.feed_forward.operands.packed_rows import PackedRows, counted, row_groups
 from sparsejax.feed_forward.spec import FFNSparsity, dense_feature_count
 from sparsejax.ops.expert_rows import looked_up, used_tiles
@@ -23,14 +24,15 @@ from sparsejax.sparsity.masks import magnitude_mask
 from sparsejax.sparsity.packed import Packed, in_blocks, pack, unpack
 from sparsejax.tuning.ffn_gemms import Gemm, hopper_kernels
 
-WHOLE_SHARE = FFNSparsity().dense_features
-"""The share of an expert's features that stay whole by default."""
+DENSE_SHARE = FFNSparsity().dense_features
+"""The share of an expert's features that stay dense by default."""
 
 
 class Problem(NamedTuple):
     """One GEMM of E experts and its operands."""
 
-    shape: Shape
+    tuned: TunedGemm
+    """What its times are looked up by."""
     sparse: Callable[..., Any]
     """The kernel's GEMM, as a function of its config and the operands."""
     operands: tuple
@@ -42,6 +44,11 @@ class Problem(NamedTuple):
     expected: Callable[[], tuple[Callable[[Any], jax.Array], np.ndarray]]
     """Takes some of the result, and what that is in float32."""
 
+    @property
+    def shape(self) -> Shape:
+        """The kernel's view of the GEMM."""
+        return self.tuned.shape()
+
 
 def make_problem(
     gemm: Gemm,
@@ -50,13 +57,13 @@ def make_problem(
     d_hidden: int,
     routed: Dispatch,
     *,
-    whole_share: float = WHOLE_SHARE,
+    dense_share: float = DENSE_SHARE,
 ) -> Problem:
     """Returns random operands of a size, the tokens in the experts of `routed`, one
     each.
 
     Args:
-      whole_share: of an expert's features, those that stay whole in GEMMs 5 and 6.
+      dense_share: of an expert's features, those that stay dense in GEMMs 5 and 6.
     """
     experts, v = routed.experts, routed.v
     used = int(used_tiles(routed))
@@ -67,7 +74,7 @@ def make_problem(
     tokens_by_d = normal(keys[0], (tokens, d))
     tokens_by_f = normal(keys[1], (tokens, d_hidden))
     looked = jax.jit(looked_up)(routed)
-    grouped_shape = partial(Shape, experts=experts, group_tile=v)
+    grouped = partial(TunedGemm, tokens=rows, experts=experts, group_tile=v)
     # The last expert's first tile.
     last, tile = int(expert[-1]), int(np.flatnonzero(expert == expert[-1])[0])
     some = slice(tile * v, tile * v + 64)
@@ -81,7 +88,7 @@ def make_problem(
 
         scale = jnp.full((1, 1), 1.483)
         return Problem(
-            grouped_shape(m=own, n=rows, k=d, mode="sparse_weight"),
+            grouped(d_in=d, d_out=own),
             lambda config, w, x, rows: hopper_kernels(config).rows_by_expert_weight(
                 x, w, rows
             ),
@@ -106,13 +113,8 @@ def make_problem(
 
         weight = b.reshape(d, -1) if k_major else b.reshape(-1, d)
         return Problem(
-            grouped_shape(
-                m=rows,
-                n=d,
-                k=own,
-                mode="sparse_activation",
-                b_k_major=k_major,
-                transpose_out=False,
+            grouped(
+                sparse_operand="input", d_in=own, d_out=d, weight_transposed=k_major
             ),
             lambda config, a, b, rows: hopper_kernels(config).expert_rows_matmul(
                 a, b, rows, b_k_major=k_major
@@ -124,8 +126,8 @@ def make_problem(
             (tokens_by_f, kept if k_major else routed),
             expected,
         )
-    twice = in_blocks(dense_feature_count(own, whole_share))
-    packed = _sparse(keys[2], (own + twice, rows))
+    residual = in_blocks(dense_feature_count(own, dense_share))
+    packed = _sparse(keys[2], (own + residual, rows))
     b, up = normal(keys[3], (rows, d)), gemm == "5"
     range_of_last = slice(tile * v, used * v)
 
@@ -139,21 +141,18 @@ def make_problem(
         product = a[:, range_of_last] @ np.asarray(b[range_of_last], np.float32)
         return of_last, product
 
-    shape = grouped_shape(
-        m=own + twice,
-        n=d,
-        k=rows,
-        mode="weight_gradient",
-        b_k_major=False,
-        transpose_out=up,
-        float32_out=True,
+    tuned = grouped(
+        is_weight_gradient=True,
+        sparse_operand="gradient" if up else "input",
+        d_in=d if up else own + residual,
+        d_out=own + residual if up else d,
     )
 
     def dense(lhs, rhs):
         return jnp.matmul(lhs.T, rhs, preferred_element_type=jnp.float32)
 
     def pack_over_rows(da, kept):
-        groups = row_groups(FFNSparsity(dense_features=whole_share), tokens, kept)
+        groups = row_groups(FFNSparsity(dense_features=dense_share), tokens, kept)
         return hopper_kernels().activation_gradient_over_tokens(
             da,
             kept.a,
@@ -164,9 +163,9 @@ def make_problem(
         )
 
     return Problem(
-        shape,
+        tuned,
         lambda config, a, b, rows: hopper_kernels(config).expert_weight_gradient(
-            a, b, rows, transpose_out=up, residual_rows=twice
+            a, b, rows, transpose_out=up, residual_rows=residual
         ),
         (packed, b, looked),
         dense,

@@ -8,7 +8,7 @@
     5      dW1^T = dY1^T X        dY1 2:4 along T, written as dW1 (d, F), float32
     6      dW2 = A^T dY           A 2:4 along T, float32
 
-In 5 and 6 the features that stay whole have a second row below all others, and so a
+In 5 and 6 the features that stay dense have a second row below all others, and so a
 result apart; the dense GEMM has each row once.
 """
 
@@ -24,6 +24,7 @@ import numpy as np
 from pallas_kernels.sm90 import sparse_matmul_configs
 from pallas_kernels.sm90.sparse_matmul_configs import Config, Shape
 from pallas_kernels.sm90.threads import activation_tiles
+from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.feed_forward.operands import packed_activations
 from sparsejax.feed_forward.operands.packed_activations import Activations, TokenGroups
 from sparsejax.feed_forward.spec import FFNSparsity, dense_feature_count
@@ -48,7 +49,8 @@ class Problem:
     tokens: int
     d_model: int
     d_hidden: int
-    shape: Shape
+    tuned: TunedGemm
+    """What its times are looked up by."""
     source: Any
     """What is packed: W, Y1, dA, or A by token."""
     copied: jax.Array
@@ -66,6 +68,11 @@ class Problem:
     pack_and_multiply: Callable[[Any, jax.Array], jax.Array]
     """Of `source` and `b`, everything that a training step does; for GEMMs 5 and 6 with
     the features that stay dense."""
+
+    @property
+    def shape(self) -> Shape:
+        """The kernel's view of the GEMM."""
+        return self.tuned.shape()
 
     def sparse(self, config: Config, packed: Packed, b: jax.Array) -> Any:
         """Returns the kernel alone; of GEMMs 5 and 6 the product of A's residual rows
@@ -119,22 +126,23 @@ def make_problem(
     d_model: int,
     d_hidden: int,
     *,
-    whole_share: float | None = None,
+    dense_share: float | None = None,
     float32_out: bool = False,
 ) -> Problem:
     """Returns random operands of a size.
 
     Args:
-      whole_share: of the features, those that stay whole in GEMMs 5 and 6; None for
+      dense_share: of the features, those that stay dense in GEMMs 5 and 6; None for
         `DENSE_FEATURES`.
       float32_out: whether GEMM 4 writes float32, to be added to another one.
     Raises:
       ValueError: no kernel runs this size; says why.
     """
-    whole_share = DENSE_FEATURES if whole_share is None else whole_share
-    shape = _shape(gemm, tokens, d_model, d_hidden, whole_share)
+    dense_share = DENSE_FEATURES if dense_share is None else dense_share
+    tuned = _tuned_gemm(gemm, tokens, d_model, d_hidden, dense_share)
     if gemm == "4":
-        shape = replace(shape, float32_out=float32_out)
+        tuned = replace(tuned, float32_out=float32_out)
+    shape = tuned.shape()
     reason = sparse_matmul_configs.why_unsupported(shape)
     if gemm != "1":
         reason = reason or activation_tiles.why_unsupported(d_hidden, shape.dtype)
@@ -157,7 +165,7 @@ def make_problem(
         if gemm == "4":
             pack = partial(_gradient, kept.a)
         elif gemm in ("5", "6"):
-            pack = partial(_over_tokens, whole_share=whole_share)
+            pack = partial(_over_tokens, dense_share=dense_share)
             source, copied = kept, kept.a.values
     packed = jax.jit(pack)(source)
     masked = decompress(unpack(packed))
@@ -169,7 +177,7 @@ def make_problem(
         tokens=tokens,
         d_model=d_model,
         d_hidden=d_hidden,
-        shape=shape,
+        tuned=tuned,
         source=source,
         copied=copied,
         packed=packed,
@@ -178,33 +186,31 @@ def make_problem(
         masked_once=masked[:, :d_hidden] if residual_rows else masked,
         b=b,
         pack=pack,
-        pack_and_multiply=partial(_pack_and_multiply, gemm, shape, whole_share, pack),
+        pack_and_multiply=partial(_pack_and_multiply, gemm, shape, dense_share, pack),
     )
 
 
-def _shape(
-    gemm: Gemm, tokens: int, d_model: int, d_hidden: int, whole_share: float
-) -> Shape:
+def _tuned_gemm(
+    gemm: Gemm, tokens: int, d_model: int, d_hidden: int, dense_share: float
+) -> TunedGemm:
     if gemm == "1":
-        return Shape(m=d_hidden, n=tokens, k=d_model)
+        return TunedGemm(tokens=tokens, d_in=d_model, d_out=d_hidden)
     if gemm in ("2", "4"):
-        return Shape(
-            m=tokens,
-            n=d_model,
-            k=d_hidden,
-            mode="sparse_activation",
-            b_k_major=gemm == "4",
-            transpose_out=False,
+        return TunedGemm(
+            sparse_operand="input",
+            tokens=tokens,
+            d_in=d_hidden,
+            d_out=d_model,
+            weight_transposed=gemm == "4",
         )
-    twice = in_blocks(dense_feature_count(d_hidden, whole_share))
-    return Shape(
-        m=d_hidden + twice,
-        n=d_model,
-        k=in_blocks(tokens),
-        mode="weight_gradient",
-        b_k_major=False,
-        transpose_out=gemm == "5",
-        float32_out=True,
+    rows = d_hidden + in_blocks(dense_feature_count(d_hidden, dense_share))
+    of_output = gemm == "5"
+    return TunedGemm(
+        is_weight_gradient=True,
+        sparse_operand="gradient" if of_output else "input",
+        tokens=in_blocks(tokens),
+        d_in=d_model if of_output else rows,
+        d_out=rows if of_output else d_model,
     )
 
 
@@ -249,24 +255,24 @@ def _gradient(a: Packed, da: jax.Array) -> Packed:
     return hopper_kernels().activation_gradient(da, a, None, by_token=False)
 
 
-def _over_tokens(kept: Activations, *, whole_share: float) -> Packed:
-    groups = _groups(kept, whole_share)
+def _over_tokens(kept: Activations, *, dense_share: float) -> Packed:
+    groups = _groups(kept, dense_share)
     return hopper_kernels().keep_tokens(
         kept.a, groups.residual, by_segments=groups.by_segments
     )
 
 
-def _groups(kept: Activations, whole_share: float) -> TokenGroups:
-    sparsity = FFNSparsity(dense_features=whole_share)
+def _groups(kept: Activations, dense_share: float) -> TokenGroups:
+    sparsity = FFNSparsity(dense_features=dense_share)
     return packed_activations.token_groups(sparsity, len(kept.a.values), kept.nonzeros)
 
 
 def _pack_and_multiply(
-    gemm: Gemm, shape: Shape, whole_share: float, pack, source, b
+    gemm: Gemm, shape: Shape, dense_share: float, pack, source, b
 ) -> jax.Array:
     kernels = hopper_kernels()
     if gemm in ("5", "6"):
-        groups, packed = _groups(source, whole_share), pack(source)
+        groups, packed = _groups(source, dense_share), pack(source)
         if gemm == "5":
             return packed_activations.weight_gradient_up(kernels, groups, b, packed)
         return packed_activations.weight_gradient_down(kernels, groups, packed, b)

@@ -25,12 +25,13 @@ import numpy as np
 from pallas_kernels import tuning, tuning_cache
 from pallas_kernels.device import Device
 from pallas_kernels.sm90.sparse_matmul_configs import Config, Shape
+from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.config import TrainConfig
 from sparsejax.distributed.processes import Exchange
 from sparsejax.feed_forward.spec import FEATURE_TILE, dense_feature_count
 from sparsejax.ops.backend import GemmSpec, current_device
 from sparsejax.ops.kernels.hopper import HopperKernels
-from sparsejax.ops.kernels.hopper_shapes import shape_of
+from sparsejax.ops.kernels.hopper_shapes import tuned_gemm
 from sparsejax.ops.kernels.registry import HOPPER
 from sparsejax.reports.metrics import ffn_spec
 from sparsejax.routing.dispatch import dispatch
@@ -54,7 +55,7 @@ EXPERTS_ERROR = 3e-3
 class Trial:
     """One GEMM on random operands, compiled: functions without arguments."""
 
-    shape: Shape
+    gemm: TunedGemm
     sparse: Mapping[Config, Callable[[], Any]]
     """The kernel alone, by config."""
     dense: Callable[[], Any]
@@ -87,25 +88,25 @@ def gemms_of_run(config: TrainConfig) -> list[GemmSpec]:
     ]
 
 
-def runnable(specs: Iterable[GemmSpec]) -> dict[Shape, GemmSpec]:
+def runnable(specs: Iterable[GemmSpec]) -> dict[TunedGemm, GemmSpec]:
     """Finds the GEMMs that the kernels of their device could run with a 2:4 operand,
-    one of each shape."""
-    found: dict[Shape, GemmSpec] = {}
+    one of each key of the tables."""
+    found: dict[TunedGemm, GemmSpec] = {}
     for spec in specs:
         if HOPPER.why_unavailable(spec.device) is not None or spec.dtype != "bfloat16":
             continue
         if HopperKernels(spec.device).why_unsupported(spec) is None:
-            found.setdefault(shape_of(spec), spec)
+            found.setdefault(tuned_gemm(spec), spec)
     return found
 
 
-def missing(specs: Iterable[GemmSpec], device: Device) -> dict[Shape, GemmSpec]:
+def missing(specs: Iterable[GemmSpec], device: Device) -> dict[TunedGemm, GemmSpec]:
     """Finds the `runnable` GEMMs that nobody has measured on `device` near their number
     of tokens."""
     return {
-        shape: spec
-        for shape, spec in runnable(specs).items()
-        if tuning.nearest(device, shape) is None
+        gemm: spec
+        for gemm, spec in runnable(specs).items()
+        if tuning.nearest(device, gemm) is None
     }
 
 
@@ -133,7 +134,7 @@ def tune_missing(
     report(f"tuning {len(todo)} GEMMs that nobody has timed on this {device.kind}")
     found: list[tuning.Entry] = []
     start = time.perf_counter()
-    for number, (shape, spec) in enumerate(todo.items(), 1):
+    for number, (gemm, spec) in enumerate(todo.items(), 1):
         before = time.perf_counter()
         sizes = f"{spec.tokens} x {spec.d_in} x {spec.d_out}"
         name = f"  {number} of {len(todo)}: {spec.name}, {sizes}"
@@ -144,7 +145,7 @@ def tune_missing(
             reason = next(iter(str(error).splitlines()), "")
             report(f"{name}: could not be timed ({reason})")
             continue
-        assert entry.shape == shape, f"{spec} was timed as {entry.shape}"
+        assert entry.gemm == gemm, f"{spec} was timed as {entry.gemm}"
         tuning.save(device.kind, [entry])
         found.append(entry)
         report(
@@ -209,14 +210,14 @@ def measured(trial: Trial) -> tuning.Entry:
         return sorted(correct, key=lambda config: short[str(config)])[:FINALISTS]
 
     best, sparse_us = tuning.search(
-        trial.shape,
+        trial.gemm.shape(),
         list(trial.sparse),
         lambda config: trial.is_correct(trial.sparse[config]),
         time_us,
     )
     (pack,), _ = time_queued({"pack": trial.pack}, baseline="pack", rounds=3)
     return tuning.Entry(
-        shape=trial.shape,
+        gemm=trial.gemm,
         config=best,
         sparse_us=round(sparse_us, 2),
         dense_us=round(times["dense"], 2),
@@ -244,7 +245,7 @@ def trial_of(spec: GemmSpec) -> Trial:
     if spec.experts is None:
         share = _share(spec.whole_features, sizes[2])
         problem = ffn_gemms.make_problem(
-            gemm, *sizes, whole_share=share, float32_out=spec.float32_out
+            gemm, *sizes, dense_share=share, float32_out=spec.float32_out
         )
         return trial_of_problem(problem)
     tokens, d_model, neurons = sizes
@@ -257,51 +258,55 @@ def trial_of(spec: GemmSpec) -> Trial:
         # A device has as many of the experts as it has neurons for.
         experts=neurons // spec.expert_features,
         group_tile=spec.group_tile,
-        whole_share=_share(spec.whole_features, spec.expert_features),
+        dense_share=_share(spec.whole_features, spec.expert_features),
     )
 
 
-def trial_of_shape(shape: Shape) -> Trial:
-    """Returns the operands and programs of a GEMM of which only the kernel's shape is
-    known, as in the table of another GPU. As many features stay whole as by default."""
-    gemm, tokens, d_model, neurons = gemm_of(shape)
-    share = expert_gemms.WHOLE_SHARE
-    if not shape.group_tile:
+def trial_of_entry(gemm: TunedGemm) -> Trial:
+    """Returns the operands and programs of a GEMM that the table of another GPU has. As
+    many features stay dense as by default."""
+    number, tokens, d_model, neurons = sizes_of(gemm)
+    share = expert_gemms.DENSE_SHARE
+    if not gemm.group_tile:
         problem = ffn_gemms.make_problem(
-            gemm,
+            number,
             tokens,
             d_model,
             neurons,
-            whole_share=share,
-            float32_out=shape.float32_out,
+            dense_share=share,
+            float32_out=gemm.float32_out,
         )
         return trial_of_problem(problem)
     return _trial_of_experts(
-        gemm,
+        number,
         tokens,
         d_model,
-        neurons * shape.experts,
-        experts=shape.experts,
-        group_tile=shape.group_tile,
-        whole_share=share,
+        neurons * gemm.experts,
+        experts=gemm.experts,
+        group_tile=gemm.group_tile,
+        dense_share=share,
     )
 
 
-def gemm_of(shape: Shape) -> tuple[Gemm, int, int, int]:
-    """Returns the number of the FFN's GEMM that a kernel's shape is of, its tokens,
-    d_model, and its neurons: of one expert, where it has experts."""
-    tokens = tuning.tokens(shape) - (shape.experts - 1) * shape.group_tile
-    if shape.mode == "weight_gradient":
-        share = expert_gemms.WHOLE_SHARE
+def sizes_of(gemm: TunedGemm) -> tuple[Gemm, int, int, int]:
+    """Returns the number of an FFN's GEMM, its tokens, d_model, and its neurons: of one
+    expert, where it has experts, and without residual rows."""
+    tokens = gemm.tokens - (gemm.experts - 1) * gemm.group_tile
+    neurons_in = gemm.sparse_operand == "input"
+    d_model, neurons = (
+        (gemm.d_out, gemm.d_in) if neurons_in else (gemm.d_in, gemm.d_out)
+    )
+    if gemm.is_weight_gradient:
+        share, rows = expert_gemms.DENSE_SHARE, neurons
         neurons = next(
             neurons
-            for neurons in range(shape.m, 0, -FEATURE_TILE)
-            if neurons + in_blocks(dense_feature_count(neurons, share)) == shape.m
+            for neurons in range(rows, 0, -FEATURE_TILE)
+            if neurons + in_blocks(dense_feature_count(neurons, share)) == rows
         )
-        return ("5" if shape.transpose_out else "6"), tokens, shape.n, neurons
-    if shape.mode == "sparse_weight":
-        return "1", tokens, shape.k, shape.m
-    return ("4" if shape.b_k_major else "2"), tokens, shape.n, shape.k
+        return ("6" if neurons_in else "5"), tokens, d_model, neurons
+    if gemm.sparse_operand == "weight":
+        return "1", tokens, d_model, neurons
+    return ("4" if gemm.weight_transposed else "2"), tokens, d_model, neurons
 
 
 def _trial_of_experts(
@@ -312,13 +317,13 @@ def _trial_of_experts(
     *,
     experts: int,
     group_tile: int,
-    whole_share: float,
+    dense_share: float,
 ) -> Trial:
     expert = np.random.default_rng(0).permutation(np.arange(tokens) % experts)
     expert = jnp.asarray(expert[:, None], jnp.int32)
     routed = jax.jit(dispatch, static_argnums=(1, 2))(expert, experts, group_tile)
     problem = expert_gemms.make_problem(
-        gemm, tokens, d_model, neurons, routed, whole_share=whole_share
+        gemm, tokens, d_model, neurons, routed, dense_share=dense_share
     )
     return trial_of_experts(problem)
 
@@ -353,7 +358,7 @@ def trial_of_problem(problem: ffn_gemms.Problem) -> Trial:
         return bool(jnp.array_equal(product, first[0]))
 
     return Trial(
-        shape=problem.shape,
+        gemm=problem.tuned,
         sparse={config: calls[config] for config in configs},
         dense=calls["dense"],
         pack=calls["pack"],
@@ -373,12 +378,12 @@ def trial_of_experts(problem: expert_gemms.Problem) -> Trial:
         }
     )
     return Trial(
-        shape=problem.shape,
+        gemm=problem.tuned,
         sparse={config: calls[config] for config in configs},
         dense=calls["dense"],
         pack=calls["pack"],
         # One pass makes the operands of both weight gradients.
-        gemms_packed=1 + (problem.shape.mode == "weight_gradient"),
+        gemms_packed=1 + problem.tuned.is_weight_gradient,
         is_correct=lambda call: expert_gemms.error(problem, call) < EXPERTS_ERROR,
     )
 

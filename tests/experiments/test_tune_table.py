@@ -8,12 +8,14 @@ import pytest
 
 from experiments import tune_table
 from pallas_kernels import tuning, tuning_cache
-from pallas_kernels.sm90.sparse_matmul_configs import Shape
-from sparsejax.ops.kernels.hopper_shapes import shape_of
+from pallas_kernels.tuned_gemm import TunedGemm
+from sparsejax.ops.kernels.hopper_shapes import tuned_gemm
 from sparsejax.tuning import tune
 from tests.support import hopper
 
-SHAPES = [Shape(m=64, n=tokens, k=64) for tokens in (32, 64, 128, 256, 512)]
+GEMMS = [
+    TunedGemm(tokens=tokens, d_in=64, d_out=64) for tokens in (32, 64, 128, 256, 512)
+]
 
 
 @pytest.fixture
@@ -24,7 +26,7 @@ def tables(monkeypatch, tmp_path):
     monkeypatch.setattr(tuning, "FOLDER", tmp_path / "tuned")
     monkeypatch.setenv(tuning_cache.VARIABLE, str(tmp_path / "cache"))
     tuning.forget()
-    entries = [hopper.timed(shape, 1.0, 2.0) for shape in SHAPES]
+    entries = [hopper.timed(gemm, 1.0, 2.0) for gemm in GEMMS]
     tuning.save_shipped(hopper.H200.kind, entries)
     yield
     tuning.forget()
@@ -34,16 +36,16 @@ def test_what_other_tables_and_the_presets_have_is_to_do_and_what_is_known_is_no
     tables,
 ):
     config = tune_table.Config(presets=(), shipped=True)
-    assert tune_table._todo(config) == (hopper.H100.kind, SHAPES)
-    tuning.save_shipped(hopper.H100.kind, [hopper.timed(SHAPES[0], 1.0, 2.0)])
-    tuning.save(hopper.H100.kind, [hopper.timed(SHAPES[1], 1.0, 2.0)])
-    assert tune_table._todo(config)[1] == SHAPES[1:]
+    assert tune_table._todo(config) == (hopper.H100.kind, GEMMS)
+    tuning.save_shipped(hopper.H100.kind, [hopper.timed(GEMMS[0], 1.0, 2.0)])
+    tuning.save(hopper.H100.kind, [hopper.timed(GEMMS[1], 1.0, 2.0)])
+    assert tune_table._todo(config)[1] == GEMMS[1:]
     own = tune_table.Config(presets=(), shipped=False)
-    assert tune_table._todo(own)[1] == SHAPES[2:]
+    assert tune_table._todo(own)[1] == GEMMS[2:]
     narrow = tune_table.Config(presets=(), d_model=(32,))
     assert tune_table._todo(narrow)[1] == []
     of_preset = tune_table._todo(tune_table.Config(like=(), presets=("gpt-124m",)))[1]
-    widths = {tune.gemm_of(shape_of(spec))[2] for spec in of_preset}
+    widths = {tune.sizes_of(tuned_gemm(spec))[2] for spec in of_preset}
     assert len(of_preset) > 5 and widths == {768}
 
 
@@ -62,7 +64,7 @@ def test_what_is_compiled_side_by_side_is_timed_alone(monkeypatch):
         compiling.append(job)
         wrong, right = SimpleNamespace(), SimpleNamespace()
         return tune.Trial(
-            shape=job,
+            gemm=job,
             sparse={"wrong": wrong, "right": right},
             dense=None,
             pack=None,
@@ -71,21 +73,21 @@ def test_what_is_compiled_side_by_side_is_timed_alone(monkeypatch):
         )
 
     def measured(trial):
-        assert not timing and set(done) | {trial.shape} <= set(compiling)
-        assert len(compiling) == min(len(SHAPES), workers * (1 + len(done) // workers))
-        timing.append(trial.shape)
+        assert not timing and set(done) | {trial.gemm} <= set(compiling)
+        assert len(compiling) == min(len(GEMMS), workers * (1 + len(done) // workers))
+        timing.append(trial.gemm)
         assert list(trial.sparse) == ["right"]
         done.append(timing.pop())
-        return hopper.timed(trial.shape, 1.0, 2.0)
+        return hopper.timed(trial.gemm, 1.0, 2.0)
 
-    monkeypatch.setattr(tune, "trial_of_shape", trial)
+    monkeypatch.setattr(tune, "trial_of_entry", trial)
     monkeypatch.setattr(tune, "measured", measured)
     compiled, timed = threading.Barrier(workers), threading.Barrier(workers)
     alone, found = threading.Lock(), queue.Queue()
     threads = [
         threading.Thread(
             target=tune_table._work,
-            args=(SHAPES[number::workers], rounds, compiled, alone, timed, found),
+            args=(GEMMS[number::workers], rounds, compiled, alone, timed, found),
         )
         for number in range(workers)
     ]
@@ -93,8 +95,8 @@ def test_what_is_compiled_side_by_side_is_timed_alone(monkeypatch):
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
-    entries = [found.get_nowait() for _ in SHAPES]
-    assert {entry.shape for entry in entries} == set(SHAPES) == set(done)
+    entries = [found.get_nowait() for _ in GEMMS]
+    assert {entry.gemm for entry in entries} == set(GEMMS) == set(done)
 
 
 def test_the_death_of_a_process_that_tunes_is_told():

@@ -22,17 +22,22 @@ from pallas_kernels.sm90.sparse_matmul_configs import (
     default_config,
     why_invalid,
 )
+from pallas_kernels.tuned_gemm import TunedGemm
 from pallas_kernels.tuning import Entry
 from tests.support import hopper
 
 GPU = hopper.H200
-SHAPE = Shape(m=256, n=1000, k=128)
-GRADIENT = {"mode": "weight_gradient", "b_k_major": False, "float32_out": True}
+GEMM = TunedGemm(tokens=1000, d_in=128, d_out=256)
+SHAPE = GEMM.shape()
 
 
-def entry(shape: Shape, sparse_us: float = 1.0, **config) -> Entry:
-    known = hopper.timed(shape, sparse_us, 2.0)
+def entry(gemm: TunedGemm, sparse_us: float = 1.0, **config) -> Entry:
+    known = hopper.timed(gemm, sparse_us, 2.0)
     return replace(known, config=replace(known.config, **config))
+
+
+def config_of(gemm: TunedGemm, device: Device = GPU) -> Config:
+    return tuning.config_for(device, gemm.shape())
 
 
 SHIPPED = tuple(tuning.FOLDER.glob("*.json"))
@@ -43,8 +48,8 @@ def test_every_shipped_entry_is_valid(file):
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert rows
     for row in rows:
-        shape, config = Shape(**row["shape"]), Config(**row["config"])
-        assert why_invalid(config, shape) is None
+        gemm, config = TunedGemm(**row["gemm"]), Config(**row["config"])
+        assert why_invalid(config, gemm.shape()) is None
         assert row["sparse_us"] > 0 < row["dense_us"] and row["date"] and row["jax"]
         assert row["pack_us"] > 0
 
@@ -64,8 +69,9 @@ def test_every_shipped_config_lowers(part):
     size = lambda shape: (shape.m, shape.n, shape.k)
     for file in SHIPPED:
         for entry in tuning._read(file.read_text()):
-            key = entry.config, alike(entry.shape)
-            largest[key] = max(largest.get(key, entry.shape), entry.shape, key=size)
+            shape = entry.gemm.shape()
+            key = entry.config, alike(shape)
+            largest[key] = max(largest.get(key, shape), shape, key=size)
     chosen = list(largest.items())[part::4]
     assert chosen
     for (config, _), shape in chosen:
@@ -88,7 +94,8 @@ def lowered_text(shape: Shape, config: Config) -> str:
             multiprocessors=GPU.multiprocessors,
         )
     else:
-        lookups = [(tuning.tokens(shape) // shape.group_tile,), ()]
+        rows = shape.n if shape.mode == "sparse_weight" else shape.m
+        lookups = [(rows // shape.group_tile,), ()]
         if shape.mode == "weight_gradient":
             lookups = [(shape.experts,)]
             run = partial(
@@ -129,11 +136,11 @@ def folder(tmp_path, monkeypatch):
 
 def test_entries_come_back_and_replace_those_of_their_shape():
     assert tuning.entries(GPU.kind) == {}
-    other = replace(SHAPE, n=64)
-    tuning.save(GPU.kind, [entry(SHAPE), entry(other, grid_tile_width=3)])
-    tuning.save(GPU.kind, [entry(SHAPE, 5.0)])
+    other = replace(GEMM, tokens=64)
+    tuning.save(GPU.kind, [entry(GEMM), entry(other, grid_tile_width=3)])
+    tuning.save(GPU.kind, [entry(GEMM, 5.0)])
     assert tuning.entries(GPU.kind) == {
-        SHAPE: entry(SHAPE, 5.0),
+        GEMM: entry(GEMM, 5.0),
         other: entry(other, grid_tile_width=3),
     }
     assert len(tuning_cache.files(GPU.kind)) == 2
@@ -141,27 +148,27 @@ def test_entries_come_back_and_replace_those_of_their_shape():
 
 
 def test_what_a_developer_ships_is_one_file_of_lines():
-    other = replace(SHAPE, n=64)
-    tuning.save_shipped(GPU.kind, [entry(SHAPE), entry(other, grid_tile_width=3)])
-    tuning.save_shipped(GPU.kind, [entry(SHAPE, 5.0)])
+    other = replace(GEMM, tokens=64)
+    tuning.save_shipped(GPU.kind, [entry(GEMM), entry(other, grid_tile_width=3)])
+    tuning.save_shipped(GPU.kind, [entry(GEMM, 5.0)])
     assert len(tuning.file_of(GPU.kind).read_text().splitlines()) == 2
-    assert tuning.entries(GPU.kind)[SHAPE].sparse_us == 5.0
+    assert tuning.entries(GPU.kind)[GEMM].sparse_us == 5.0
     assert tuning_cache.files(GPU.kind) == []
 
 
 def test_the_users_entries_win_over_those_of_the_package():
-    other = replace(SHAPE, n=8000)
-    tuning.save_shipped(GPU.kind, [entry(SHAPE, 1.0), entry(other, 1.5)])
+    other = replace(GEMM, tokens=8000)
+    tuning.save_shipped(GPU.kind, [entry(GEMM, 1.0), entry(other, 1.5)])
     table = tuning.file_of(GPU.kind).read_bytes()
-    tuning.save(GPU.kind, [entry(SHAPE, 5.0)])
-    assert tuning.entries(GPU.kind)[SHAPE].sparse_us == 5.0
+    tuning.save(GPU.kind, [entry(GEMM, 5.0)])
+    assert tuning.entries(GPU.kind)[GEMM].sparse_us == 5.0
     assert tuning.entries(GPU.kind)[other].sparse_us == 1.5
     assert tuning.file_of(GPU.kind).read_bytes() == table
 
 
 @pytest.mark.parametrize("stale", ["driver", "jax", "kernels"])
 def test_what_was_measured_with_anything_else_is_not_read(stale, monkeypatch):
-    tuning.save(GPU.kind, [entry(SHAPE)])
+    tuning.save(GPU.kind, [entry(GEMM)])
     match stale:
         case "driver":
             monkeypatch.setattr(tuning_cache, "driver_version", lambda: "999.1")
@@ -221,10 +228,10 @@ def test_the_driver_is_nvmls_or_the_backends(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "{}", "[]", '{"shape": {"m": 1}}', "\udcff", "negative"]
+    "text", ["", "{", "{}", "[]", '{"gemm": {"tokens": 1}}', "\udcff", "negative"]
 )
 def test_a_damaged_file_is_left_out_and_named(text):
-    tuning.save(GPU.kind, [entry(SHAPE), entry(replace(SHAPE, n=64))])
+    tuning.save(GPU.kind, [entry(GEMM), entry(replace(GEMM, tokens=64))])
     damaged, whole = tuning_cache.files(GPU.kind)
     if text == "negative":
         text = damaged.read_text().replace('"sparse_us": 1.0', '"sparse_us": -1.0')
@@ -234,24 +241,24 @@ def test_a_damaged_file_is_left_out_and_named(text):
         warnings.simplefilter("always")
         known = tuning.entries(GPU.kind)
         assert tuning.entries(GPU.kind) == known
-    assert len(known) == 1 and whole.stem.startswith("256x")
+    assert len(known) == 1 and whole.stem.startswith(("64x", "1000x"))
     assert [str(damaged) in str(warning.message) for warning in told] == [True]
 
 
 def test_processes_that_tune_at_once_lose_nothing(tmp_path):
-    shapes = [replace(SHAPE, n=64 * count) for count in range(1, 25)]
+    gemms = [replace(GEMM, tokens=64 * count) for count in range(1, 25)]
 
-    def one(shape):
-        tuning.save(GPU.kind, [entry(shape), entry(SHAPE, shape.n)])
+    def one(gemm):
+        tuning.save(GPU.kind, [entry(gemm), entry(GEMM, gemm.tokens)])
 
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(one, shapes))
-    assert set(tuning.own(GPU.kind)) == {SHAPE, *shapes}
+        list(pool.map(one, gemms))
+    assert set(tuning.own(GPU.kind)) == {GEMM, *gemms}
     assert not list(tmp_path.rglob("*.part"))
 
 
 def test_a_write_that_fails_leaves_what_was_there(monkeypatch, tmp_path):
-    tuning.save(GPU.kind, [entry(SHAPE)])
+    tuning.save(GPU.kind, [entry(GEMM)])
     (file,) = tuning_cache.files(GPU.kind)
     before = file.read_bytes()
 
@@ -260,10 +267,10 @@ def test_a_write_that_fails_leaves_what_was_there(monkeypatch, tmp_path):
 
     monkeypatch.setattr(tuning_cache.os, "replace", full)
     with pytest.warns(UserWarning, match="cannot be kept .no space left.* SPARSEJAX_C"):
-        tuning.save(GPU.kind, [entry(SHAPE, 5.0)])
+        tuning.save(GPU.kind, [entry(GEMM, 5.0)])
     assert file.read_bytes() == before and not list(tmp_path.rglob("*.part"))
     # This process knows it nevertheless.
-    assert tuning.entries(GPU.kind)[SHAPE].sparse_us == 5.0
+    assert tuning.entries(GPU.kind)[GEMM].sparse_us == 5.0
 
 
 def test_a_cache_that_is_no_folder_is_a_warning(monkeypatch, tmp_path):
@@ -271,170 +278,222 @@ def test_a_cache_that_is_no_folder_is_a_warning(monkeypatch, tmp_path):
     monkeypatch.setenv(tuning_cache.VARIABLE, str(tmp_path / "file"))
     assert tuning.entries(GPU.kind) == {}
     with pytest.warns(UserWarning, match="cannot be kept"):
-        tuning.save(GPU.kind, [entry(SHAPE)])
+        tuning.save(GPU.kind, [entry(GEMM)])
     with pytest.warns(UserWarning, match="cannot be kept"):
-        tuning.save(GPU.kind, [entry(replace(SHAPE, n=64))])
-    assert set(tuning.entries(GPU.kind)) == {SHAPE, replace(SHAPE, n=64)}
+        tuning.save(GPU.kind, [entry(replace(GEMM, tokens=64))])
+    assert set(tuning.entries(GPU.kind)) == {GEMM, replace(GEMM, tokens=64)}
 
 
 def test_another_process_gives_its_entries_instead_of_the_caches():
-    tuning.save(GPU.kind, [entry(SHAPE, 3.0)])
+    tuning.save(GPU.kind, [entry(GEMM, 3.0)])
     given = tuning.own_as_text(GPU.kind)
-    tuning.save(GPU.kind, [entry(SHAPE, 5.0), entry(replace(SHAPE, n=64))])
+    tuning.save(GPU.kind, [entry(GEMM, 5.0), entry(replace(GEMM, tokens=64))])
     tuning.take_own(GPU.kind, given)
-    assert tuning.entries(GPU.kind) == {SHAPE: entry(SHAPE, 3.0)}
-    tuning.save(GPU.kind, [entry(replace(SHAPE, n=8000))])
-    assert set(tuning.entries(GPU.kind)) == {SHAPE, replace(SHAPE, n=8000)}
+    assert tuning.entries(GPU.kind) == {GEMM: entry(GEMM, 3.0)}
+    tuning.save(GPU.kind, [entry(replace(GEMM, tokens=8000))])
+    assert set(tuning.entries(GPU.kind)) == {GEMM, replace(GEMM, tokens=8000)}
 
 
 def test_an_entry_speaks_for_its_neighbours_alone():
     tuning.save(
-        GPU.kind, [entry(SHAPE, grid_tile_width=3), entry(replace(SHAPE, n=8000), 3.0)]
+        GPU.kind,
+        [entry(GEMM, grid_tile_width=3), entry(replace(GEMM, tokens=8000), 3.0)],
     )
     for n in (500, 1000, 2000):
-        assert tuning.nearest(GPU, replace(SHAPE, n=n)).config.grid_tile_width == 3
-    assert tuning.nearest(GPU, replace(SHAPE, n=5000)).sparse_us == 3.0
-    assert tuning.nearest(GPU, replace(SHAPE, n=499)) is None
-    assert tuning.nearest(GPU, replace(SHAPE, k=192)) is None
-    assert tuning.config_for(GPU, replace(SHAPE, n=501)).grid_tile_width == 3
-    assert tuning.config_for(GPU, replace(SHAPE, k=64)) == default_config(
-        SHAPE, GPU.multiprocessors
-    )
+        assert tuning.nearest(GPU, replace(GEMM, tokens=n)).config.grid_tile_width == 3
+    assert tuning.nearest(GPU, replace(GEMM, tokens=5000)).sparse_us == 3.0
+    assert tuning.nearest(GPU, replace(GEMM, tokens=499)) is None
+    assert tuning.nearest(GPU, replace(GEMM, d_in=192)) is None
+    assert config_of(replace(GEMM, tokens=501)).grid_tile_width == 3
+    narrow = replace(GEMM, d_in=64)
+    assert config_of(narrow) == default_config(narrow.shape(), GPU.multiprocessors)
+
+
+ACTIVATION = TunedGemm(sparse_operand="input", tokens=1024, d_in=256, d_out=128)
+GRADIENT = replace(ACTIVATION, is_weight_gradient=True)
+OF_OUTPUT = replace(GRADIENT, sparse_operand="gradient")
+
+
+@pytest.mark.parametrize("gemm", [GEMM, ACTIVATION, GRADIENT, OF_OUTPUT])
+def test_neighbours_differ_in_their_tokens_alone(gemm):
+    tuning.save(GPU.kind, [entry(gemm)])
+    for size in ("tokens", "d_in", "d_out"):
+        doubled = replace(gemm, **{size: 2 * getattr(gemm, size)})
+        found = tuning.nearest(GPU, doubled)
+        assert found == (entry(gemm) if size == "tokens" else None)
 
 
 @pytest.mark.parametrize(
-    ("shape", "axis"),
+    ("gemm", "shape"),
     [
-        (SHAPE, "n"),
-        (replace(SHAPE, n=128, mode="sparse_activation", transpose_out=False), "m"),
-        (replace(SHAPE, n=128, **GRADIENT), "k"),
+        (GEMM, Shape(m=256, n=1000, k=128)),
+        (
+            replace(ACTIVATION, weight_transposed=True, float32_out=True),
+            Shape(
+                m=1024,
+                n=128,
+                k=256,
+                mode="sparse_activation",
+                transpose_out=False,
+                float32_out=True,
+            ),
+        ),
+        (
+            replace(GRADIENT, experts=4, group_tile=128),
+            Shape(
+                m=256,
+                n=128,
+                k=1024,
+                mode="weight_gradient",
+                b_k_major=False,
+                transpose_out=False,
+                float32_out=True,
+                experts=4,
+                group_tile=128,
+            ),
+        ),
+        (
+            replace(OF_OUTPUT, dtype="float16"),
+            Shape(
+                m=128,
+                n=256,
+                k=1024,
+                mode="weight_gradient",
+                b_k_major=False,
+                transpose_out=True,
+                float32_out=True,
+                dtype="float16",
+            ),
+        ),
     ],
-    ids=["weight", "activation", "weight gradient"],
+    ids=["weight", "activation", "weight gradient", "of the output"],
 )
-def test_neighbours_differ_in_their_tokens_alone(shape, axis):
-    tuning.save(GPU.kind, [entry(shape)])
-    assert tuning.tokens_axis(shape) == axis
-    for size in ("m", "n", "k"):
-        doubled = replace(shape, **{size: 2 * getattr(shape, size)})
-        found = tuning.nearest(GPU, doubled)
-        assert found == (entry(shape) if size == axis else None)
-        assert tuning.tokens(doubled) == tuning.tokens(shape) * (1 + (size == axis))
+def test_a_kernels_shape_and_a_layers_widths_are_one_gemm(gemm, shape):
+    assert gemm.shape() == shape and TunedGemm.of(shape) == gemm
+    packed = replace(shape, packed_out=True)
+    assert gemm.shape(packed_out=True) == packed and TunedGemm.of(packed) == gemm
+    # No layer has this one: its result lies the other way round.
+    if shape.mode != "weight_gradient":
+        odd = replace(shape, transpose_out=not shape.transpose_out)
+        assert TunedGemm.of(odd) is None
+        default = default_config(odd, GPU.multiprocessors)
+        assert tuning.config_for(GPU, odd) == default
 
 
 def test_a_config_that_does_not_fit_a_neighbour_is_not_taken_there():
-    as_is = replace(SHAPE, n=1024, mode="sparse_activation", transpose_out=False)
-    found = replace(entry(as_is), config=Config(out_columns=32))
+    found = replace(entry(ACTIVATION), config=Config(out_columns=32))
     tuning.save(GPU.kind, [found])
-    assert tuning.config_for(GPU, as_is) == default_config(as_is, GPU.multiprocessors)
+    default = default_config(ACTIVATION.shape(), GPU.multiprocessors)
+    assert config_of(ACTIVATION) == default != found.config
 
 
 def test_a_gemm_with_a_packed_result_takes_the_config_of_the_one_without():
-    shape = replace(SHAPE, n=1024)
-    tuning.save(GPU.kind, [entry(shape, tile_n=128, out_columns=64, grid_tile_width=3)])
-    packed = replace(shape, packed_out=True)
-    assert tuning.config_for(GPU, packed) == tuning.config_for(GPU, shape)
-    tuning.save(GPU.kind, [entry(shape, tile_n=176, out_columns=88)])
+    gemm = replace(GEMM, tokens=1024)
+    tuning.save(GPU.kind, [entry(gemm, tile_n=128, out_columns=64, grid_tile_width=3)])
+    packed = gemm.shape(packed_out=True)
+    assert tuning.config_for(GPU, packed) == config_of(gemm)
+    assert config_of(gemm).grid_tile_width == 3
+    tuning.save(GPU.kind, [entry(gemm, tile_n=176, out_columns=88)])
     assert tuning.config_for(GPU, packed) == default_config(packed, GPU.multiprocessors)
 
 
 def test_what_lost_or_was_never_measured_and_is_small_is_told():
-    tuning.save(GPU.kind, [entry(SHAPE, 3.0), entry(replace(SHAPE, k=64), 1.0)])
+    tuning.save(GPU.kind, [entry(GEMM, 3.0), entry(replace(GEMM, d_in=64), 1.0)])
     assert "measured slower: 3.0 us, dense 2.0 us, at 1000" in tuning.why_slower(
-        GPU, replace(SHAPE, n=900)
+        GPU, replace(GEMM, tokens=900)
     )
-    assert tuning.why_slower(GPU, replace(SHAPE, k=64)) is None
-    assert "too small" in tuning.why_slower(GPU, replace(SHAPE, m=192))
-    assert tuning.why_slower(GPU, replace(SHAPE, m=192, n=2**20)) is None
+    assert tuning.why_slower(GPU, replace(GEMM, d_in=64)) is None
+    assert "too small" in tuning.why_slower(GPU, replace(GEMM, d_out=192))
+    assert tuning.why_slower(GPU, replace(GEMM, d_out=192, tokens=2**20)) is None
 
 
-ROWS = Shape(m=256 + 3 * 128, n=128, k=64, mode="sparse_activation")
-ROWS = replace(ROWS, transpose_out=False, experts=4, group_tile=128)
+ROWS = replace(ACTIVATION, tokens=256 + 3 * 128, d_in=64, experts=4, group_tile=128)
 """GEMM 2 of four experts, 256 tokens."""
 
 
 def test_a_larger_gemm_is_estimated_from_the_largest_that_is_nowhere_larger():
-    small = replace(SHAPE, n=500)
+    small = replace(GEMM, tokens=500)
     tuning.save(
-        GPU.kind, [entry(small, grid_tile_width=3), entry(SHAPE, grid_tile_width=4)]
+        GPU.kind, [entry(small, grid_tile_width=3), entry(GEMM, grid_tile_width=4)]
     )
-    wide = replace(SHAPE, m=512, n=8000, k=192)
+    wide = replace(GEMM, d_out=512, tokens=8000, d_in=192)
     assert tuning.nearest(GPU, wide) is None
     times = tuning.times(GPU, wide)
-    assert times.entry.shape == SHAPE and times.estimated
+    assert times.entry.gemm == GEMM and times.estimated
     # 2 x 8 x 1.5 times the work; a weight is packed once, whatever the tokens.
     assert (times.sparse_us, times.dense_us, times.pack_us) == (24.0, 48.0, 30.0)
-    assert tuning.config_for(GPU, wide).grid_tile_width == 4
-    for smaller in ({"m": 192}, {"k": 64}, {"n": 249}):
+    assert config_of(wide).grid_tile_width == 4
+    for smaller in ({"d_out": 192}, {"d_in": 64}, {"tokens": 249}):
         assert tuning.times(GPU, replace(wide, **smaller)) is None
-    assert tuning.times(GPU, replace(wide, n=250)).entry.shape == small
+    assert tuning.times(GPU, replace(wide, tokens=250)).entry.gemm == small
     assert tuning.times(GPU, replace(wide, dtype="float16")) is None
-    measured = tuning.times(GPU, replace(SHAPE, n=1500))
+    measured = tuning.times(GPU, replace(GEMM, tokens=1500))
     assert (measured.sparse_us, measured.estimated) == (1.5, False)
 
 
 def test_groups_are_estimated_from_fewer_and_smaller_ones():
     tuning.save(GPU.kind, [entry(ROWS)])
     # Twice the experts, eight times the tokens, each with two rows.
-    more = replace(ROWS, m=2 * 2048 + 7 * 128, experts=8)
+    more = replace(ROWS, tokens=2 * 2048 + 7 * 128, experts=8)
     times = tuning.times(GPU, more, rows_of_token=2)
-    assert times.sparse_us == times.pack_us / 10.0 == more.m / ROWS.m
+    assert times.sparse_us == times.pack_us / 10.0 == more.tokens / ROWS.tokens
     assert times.dense_us == 2.0 * 8 * 2
     assert tuning.times(GPU, replace(more, experts=2)) is None
     # An eighth of the tokens for each expert.
-    assert tuning.times(GPU, replace(more, m=ROWS.m, experts=32)) is None
+    assert tuning.times(GPU, replace(more, tokens=ROWS.tokens, experts=32)) is None
     assert tuning.times(GPU, replace(more, experts=1, group_tile=0)) is None
 
 
 def test_a_hopper_without_an_entry_takes_those_of_another_as_estimates():
-    tuning.save_shipped(GPU.kind, [entry(SHAPE, grid_tile_width=3)])
-    near, wide = replace(SHAPE, n=1500), replace(SHAPE, m=512, n=8000)
-    for shape in (SHAPE, near, wide):
-        known = tuning.times(GPU, shape)
-        guess = tuning.times(hopper.H100, shape)
+    tuning.save_shipped(GPU.kind, [entry(GEMM, grid_tile_width=3)])
+    near, wide = replace(GEMM, tokens=1500), replace(GEMM, d_out=512, tokens=8000)
+    for gemm in (GEMM, near, wide):
+        known = tuning.times(GPU, gemm)
+        guess = tuning.times(hopper.H100, gemm)
         assert guess == replace(known, measured_on=GPU.kind)
         assert guess.estimated and guess.least_gain == tuning.GAIN_ELSEWHERE
-        assert tuning.config_for(hopper.H100, shape).grid_tile_width == 3
+        assert config_of(gemm, hopper.H100).grid_tile_width == 3
     assert not tuning.times(GPU, near).estimated
     # Fewer multiprocessors take longer for everything.
-    slower = tuning.times(Device.named("NVIDIA H20"), SHAPE)
+    slower = tuning.times(Device.named("NVIDIA H20"), GEMM)
     scale = 132 / 78
     assert (slower.sparse_us, slower.dense_us, slower.pack_us) == pytest.approx(
         (1.0 * scale, 2.0 * scale, 10.0 * scale)
     )
     # Their own speak first, even of a smaller GEMM.
-    tuning.save(hopper.H100.kind, [entry(SHAPE, 5.0)])
-    assert tuning.times(hopper.H100, SHAPE).measured_on is None
+    tuning.save(hopper.H100.kind, [entry(GEMM, 5.0)])
+    assert tuning.times(hopper.H100, GEMM).measured_on is None
     assert tuning.times(hopper.H100, wide).measured_on is None
-    assert tuning.times(GPU, SHAPE).sparse_us == 1.0
-    assert tuning.times(hopper.A100, SHAPE) is None
-    assert tuning.times(CPU, SHAPE) is None
+    assert tuning.times(GPU, GEMM).sparse_us == 1.0
+    assert tuning.times(hopper.A100, GEMM) is None
+    assert tuning.times(CPU, GEMM) is None
 
 
 def test_of_several_tuned_gpus_the_one_of_most_alike_size_is_taken():
     small, large = Device.named("NVIDIA H20"), Device.named("NVIDIA H100 PCIe")
     for device, sparse_us in ((small, 3.0), (GPU, 4.0)):
-        tuning.save_shipped(device.kind, [entry(SHAPE, sparse_us)])
+        tuning.save_shipped(device.kind, [entry(GEMM, sparse_us)])
     assert tuning.nearest_tuned(large) == GPU
     assert tuning.nearest_tuned(GPU) == small
     assert tuning.nearest_tuned(replace(GPU, multiprocessors=None)) is None
 
 
 def test_what_another_gpu_gained_must_be_more_than_an_estimates_error():
-    tuning.save_shipped(GPU.kind, [entry(SHAPE, 1.55)])
-    assert tuning.why_slower(hopper.H100, SHAPE) is None
-    tuning.save_shipped(GPU.kind, [entry(SHAPE, 1.65)])
-    assert tuning.why_slower(GPU, SHAPE) is None
-    why = tuning.why_slower(hopper.H100, SHAPE)
+    tuning.save_shipped(GPU.kind, [entry(GEMM, 1.55)])
+    assert tuning.why_slower(hopper.H100, GEMM) is None
+    tuning.save_shipped(GPU.kind, [entry(GEMM, 1.65)])
+    assert tuning.why_slower(GPU, GEMM) is None
+    why = tuning.why_slower(hopper.H100, GEMM)
     assert why.startswith("estimated slower, or faster by less than the estimate's")
     assert why.endswith("dense 2.0 us, measured on NVIDIA H200")
 
 
 def test_an_estimate_must_gain_more_than_its_error():
-    wide = replace(SHAPE, m=512, n=8000)
-    tuning.save(GPU.kind, [entry(SHAPE, 1.7)])
+    wide = replace(GEMM, d_out=512, tokens=8000)
+    tuning.save(GPU.kind, [entry(GEMM, 1.7)])
     assert tuning.why_slower(GPU, wide) is None
-    tuning.save(GPU.kind, [entry(SHAPE, 1.75)])
-    assert tuning.why_slower(GPU, SHAPE) is None
+    tuning.save(GPU.kind, [entry(GEMM, 1.75)])
+    assert tuning.why_slower(GPU, GEMM) is None
     assert tuning.why_slower(GPU, wide).startswith("estimated slower, or faster by les")
 
 
@@ -446,21 +505,21 @@ def test_shipped_entries_are_estimated_by_the_others(file, monkeypatch):
     monkeypatch.setattr(tuning, "FOLDER", file.parent)
     (gpu,) = (gpu for gpu in KNOWN.values() if tuning.file_of(gpu.kind) == file)
     known = dict(tuning.entries(gpu.kind))
-    for shape, own in known.items():
+    for gemm, own in known.items():
         others = {
             other: entry
             for other, entry in known.items()
-            if tuning.with_tokens(other, 1) != tuning.with_tokens(shape, 1)
+            if replace(other, tokens=1) != replace(gemm, tokens=1)
         }
         with monkeypatch.context() as patch:
             patch.setattr(tuning, "entries", lambda kind, others=others: others)
-            times = tuning.times(gpu, shape)
+            times = tuning.times(gpu, gemm)
         if times is None:
             continue
         estimated += 1
         gain = times.dense_us / (times.sparse_us + times.pack_us)
         measured = own.dense_us / (own.sparse_us + own.pack_us)
-        assert gain < tuning.ESTIMATED_GAIN * measured, shape
+        assert gain < tuning.ESTIMATED_GAIN * measured, gemm
     assert estimated > len(known) / 2
 
 

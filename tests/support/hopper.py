@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels import tuning
 from pallas_kernels.device import Device
 from pallas_kernels.sm90 import sparse_matmul_configs
+from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.ops.kernels import registry
 from sparsejax.ops.kernels.base import (
     ExpertRows,
@@ -29,16 +30,16 @@ A100 = Device.named("NVIDIA A100-SXM4-80GB")
 
 
 def timed(
-    shape: sparse_matmul_configs.Shape,
+    gemm: TunedGemm,
     sparse_us: float,
     dense_us: float,
     pack_us: float = 10.0,
 ) -> tuning.Entry:
-    """What a search would have kept of `shape`."""
+    """What a search would have kept of `gemm`."""
     return tuning.Entry(
-        shape=shape,
+        gemm=gemm,
         config=sparse_matmul_configs.default_config(
-            shape, H200.count_multiprocessors()
+            gemm.shape(), H200.count_multiprocessors()
         ),
         sparse_us=sparse_us,
         dense_us=dense_us,

@@ -34,7 +34,12 @@ from sparsejax.ops.backend import GemmSpec, Times
 from sparsejax.ops.kernels.base import ExpertRows, KeptActivations
 from sparsejax.ops.kernels.hopper_lookups import experts_of, one_by_one, tile_rows, used
 from sparsejax.ops.kernels.hopper_packing import HopperPacking
-from sparsejax.ops.kernels.hopper_shapes import all_neurons, residual_rows, shape_of
+from sparsejax.ops.kernels.hopper_shapes import (
+    all_neurons,
+    residual_rows,
+    shape_of,
+    tuned_gemm,
+)
 from sparsejax.sparsity.packed import Packed
 from sparsejax.sparsity.patterns import TWO_FOUR
 
@@ -79,16 +84,16 @@ class HopperKernels(HopperPacking):
                 "2:4 activations of this size have not been measured on this GPU, nor "
                 "any smaller to estimate it from"
             )
-        return tuning.why_slower(self.device, shape_of(gemm))
+        return tuning.why_slower(self.device, tuned_gemm(gemm))
 
     def times(self, gemm: GemmSpec) -> Times | None:
-        known = tuning.times(self.device, shape_of(gemm), gemm.experts_per_token)
+        known = tuning.times(self.device, tuned_gemm(gemm), gemm.experts_per_token)
         if known is None:
             return None
         source = None
         if known.estimated:
-            at = known.entry.shape
-            source = f"{at.m} x {at.n} x {at.k}" + (
+            at = known.entry.gemm
+            source = f"{at.tokens} tokens x {at.d_in} x {at.d_out}" + (
                 f" of {at.experts} experts" if gemm.experts is not None else ""
             )
         if known.measured_on is not None:

@@ -1,71 +1,47 @@
-"""An FFN's GEMM as the kernels for Hopper see it: their sparse operand is the left one.
+"""A GEMM of an FFN as the tables of times and Hopper's kernels see it."""
 
-Where it is our right one, a weight, both are transposed, and so is the product.
-"""
-
-from functools import partial
-
-from pallas_kernels.sm90.sparse_matmul_configs import Mode, Shape
+from pallas_kernels.sm90.sparse_matmul_configs import Shape
+from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.ops.backend import GemmSpec
 from sparsejax.routing.dispatch import row_count
 from sparsejax.sparsity.packed import in_blocks
 
 
 def shape_of(gemm: GemmSpec) -> Shape:
-    """Returns the kernel's view of a GEMM. Features that stay dense have a residual
-    row."""
+    """Returns the kernel's view of a GEMM with a 2:4 operand."""
+    return tuned_gemm(gemm).shape()
+
+
+def tuned_gemm(gemm: GemmSpec) -> TunedGemm:
+    """Returns what the times of a GEMM with a 2:4 operand are looked up by: that of one
+    device, with a residual row for each feature that stays dense along the tokens; of
+    experts with rows instead of tokens, and one expert's neurons instead of all."""
+    assert gemm.sparse_operand is not None
+    d_in, d_out, tokens = gemm.d_in, gemm.d_out, gemm.tokens
+    experts, group_tile = 1, 0
     if gemm.experts is not None:
-        return _grouped_shape_of(gemm)
-    transposed = gemm.sparse_operand in ("weight", "gradient")
-    mode: Mode = "sparse_weight" if gemm.sparse_weight else "sparse_activation"
-    if gemm.is_weight_gradient:
-        mode = "weight_gradient"
+        neurons, group_tile = gemm.expert_features, gemm.group_tile
+        experts = all_neurons(gemm) // neurons
+        tokens = row_count(tokens, gemm.experts_per_token, experts, group_tile)
+        if gemm.sparse_operand == "input":
+            d_in = neurons
+        else:
+            d_out = neurons
+    elif gemm.is_weight_gradient:
         # Tokens are filled up with rows of zeros.
-        left, k, right = gemm.d_in, in_blocks(gemm.tokens), gemm.d_out
-    else:
-        left, k, right = gemm.tokens, gemm.d_in, gemm.d_out
-    m, n = (right, left) if transposed else (left, right)
-    return Shape(
-        m=m + residual_rows(gemm),
-        n=n,
-        k=k,
-        mode=mode,
+        tokens = in_blocks(tokens)
+    residual = residual_rows(gemm)
+    return TunedGemm(
+        is_weight_gradient=gemm.is_weight_gradient,
+        sparse_operand=gemm.sparse_operand,
+        experts=experts,
+        group_tile=group_tile,
+        d_in=d_in + residual * (gemm.sparse_operand == "input"),
+        d_out=d_out + residual * (gemm.sparse_operand == "gradient"),
+        tokens=tokens,
+        weight_transposed=gemm.sparse_operand == "input" and gemm.weight_transposed,
+        float32_out=gemm.float32_out and not gemm.is_weight_gradient,
         dtype=gemm.dtype,
-        b_k_major=gemm.sparse_weight or gemm.weight_transposed,
-        transpose_out=transposed,
-        float32_out=gemm.is_weight_gradient or gemm.float32_out,
-    )
-
-
-def _grouped_shape_of(gemm: GemmSpec) -> Shape:
-    """Returns the kernel's view of a GEMM over the experts of this device: rows instead
-    of tokens, and one expert's neurons instead of all."""
-    neurons = gemm.expert_features
-    experts = all_neurons(gemm) // neurons
-    rows = row_count(gemm.tokens, gemm.experts_per_token, experts, gemm.group_tile)
-    grouped = partial(
-        Shape, dtype=gemm.dtype, experts=experts, group_tile=gemm.group_tile
-    )
-    if gemm.is_weight_gradient:
-        weight_up = gemm.sparse_operand == "gradient"
-        return grouped(
-            m=neurons + residual_rows(gemm),
-            n=gemm.d_in if weight_up else gemm.d_out,
-            k=rows,
-            mode="weight_gradient",
-            b_k_major=False,
-            transpose_out=weight_up,
-            float32_out=True,
-        )
-    if gemm.sparse_weight:
-        return grouped(m=neurons, n=rows, k=gemm.d_in, mode="sparse_weight")
-    return grouped(
-        m=rows,
-        n=gemm.d_out,
-        k=neurons,
-        mode="sparse_activation",
-        b_k_major=gemm.weight_transposed,
-        transpose_out=False,
     )
 
 

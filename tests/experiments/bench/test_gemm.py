@@ -14,7 +14,7 @@ from pallas_kernels.sm90.sparse_matmul_configs import default_config
 from sparsejax.feed_forward.operands.token_sparsity import fixed_token_order
 from sparsejax.feed_forward.spec import FFNSparsity, FFNSpec
 from sparsejax.ops import grouped_matmul
-from sparsejax.ops.kernels.hopper_shapes import shape_of
+from sparsejax.ops.kernels.hopper_shapes import tuned_gemm
 from sparsejax.sparsity.patterns import NM
 from sparsejax.tuning import ffn_gemms
 from tests.support import hopper
@@ -107,7 +107,7 @@ def test_rows_hold_what_was_measured_and_tuning_is_kept(tuned, tmp_path):
     assert 0 < low <= row["speedup"] <= high
     assert row["pack_us"] > 0 and row["copy_us"] > 0 and row["speedup_with_pack"] > 0
     assert row["peer_us"] is None and row["speedup_vs_peer"] is None
-    shapes = {(s.n, s.k, s.m) for s in tuning.entries(row["device"])}
+    shapes = {(g.tokens, g.d_in, g.d_out) for g in tuning.entries(row["device"])}
     assert shapes == {(32, 64, 128), (1, 64, 64)}
 
 
@@ -135,7 +135,7 @@ def test_every_gemm_is_timed_and_tuned(tuned, monkeypatch):
     spec = FFNSpec(
         tokens=128, d_model=64, d_hidden=192, dtype="bfloat16", sparsity=sparsity
     )
-    asked = {shape_of(of_ffn) for of_ffn in spec.gemms()}
+    asked = {tuned_gemm(of_ffn) for of_ffn in spec.gemms()}
     assert set(known) == asked
 
 
@@ -202,7 +202,7 @@ def test_what_an_ffn_with_experts_will_ask_for_is_kept(tuned):
         device=hopper.H200,
     )
     for of_ffn in spec.gemms():
-        assert shape_of(of_ffn) in known
+        assert tuned_gemm(of_ffn) in known
     assert [row["pack_us"] > 0 for row in rows] == [True] * 5
     with pytest.raises(ValueError, match=r"share_of_first=0\.9 is not usual"):
         gemm.main(replace(EXPERTS, tune=True, share_of_first=0.9))

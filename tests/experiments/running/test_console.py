@@ -13,7 +13,7 @@ from experiments import pretrain
 from experiments.running import console, printed_plan
 from pallas_kernels import tuning
 from pallas_kernels.device import CPU, Device
-from pallas_kernels.sm90.sparse_matmul_configs import Shape
+from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax import cost_model
 from sparsejax.config import MeshConfig, PhaseConfig, RecipeName, TrainConfig
 from sparsejax.feed_forward.spec import FFNSparsity
@@ -127,14 +127,14 @@ MASKED = "xla: dense GEMM over the masked weight; skips nothing (100%)"
 def test_a_sparse_phase_that_is_no_faster_than_dense_is_told(capsys, monkeypatch):
     def shown(micro_batches: int, *, pack_us: float = 60.0) -> str:
         packed = replace(known, pack_us=pack_us)
-        monkeypatch.setattr(tuning, "entries", lambda kind: {shape: packed})
+        monkeypatch.setattr(tuning, "entries", lambda kind: {gemm: packed})
         batch = f"--batch-size {micro_batches} --micro-batches {micro_batches}"
         one_device = "--preset llama-1b --recipe weights --mesh.data 1 --dry-run"
         assert pretrain.run(f"{batch} {one_device}".split()) == 0
         return capsys.readouterr().out
 
-    shape = Shape(m=8192, n=4096, k=2048)
-    known = hopper.timed(shape, 50.0, 100.0, 60.0)
+    gemm = TunedGemm(tokens=4096, d_in=2048, d_out=8192)
+    known = hopper.timed(gemm, 50.0, 100.0, 60.0)
     hopper.pretend(monkeypatch)
     once = shown(1)
     assert "packing: 220 us a layer and micro-batch, dense 200 us (0.91" in once
@@ -159,10 +159,10 @@ def test_a_sparse_phase_that_is_no_faster_than_dense_is_told(capsys, monkeypatch
     ids=["faster", "slower", "not measured"],
 )
 def test_the_times_behind_a_choice_are_said(sparse_us, path, capsys, monkeypatch):
-    shape = Shape(m=8192, n=2048, k=2048)
+    gemm = TunedGemm(tokens=2048, d_in=2048, d_out=8192)
     known = {}
     if sparse_us is not None:
-        known[shape] = hopper.timed(shape, sparse_us, 82.1, 10.0)
+        known[gemm] = hopper.timed(gemm, sparse_us, 82.1, 10.0)
     monkeypatch.setattr(tuning, "entries", lambda kind: known)
     hopper.pretend(monkeypatch)
     # Twice the tokens that were timed, in one micro-batch.
@@ -189,16 +189,18 @@ def test_the_times_behind_a_choice_are_said(sparse_us, path, capsys, monkeypatch
 
 
 def test_an_estimate_is_said_with_what_it_comes_from(capsys, monkeypatch):
-    shape = Shape(m=4096, n=2048, k=2048)
-    known = hopper.timed(shape, 20.0, 30.0, 10.0)
-    monkeypatch.setattr(tuning, "entries", lambda kind: {shape: known})
+    gemm = TunedGemm(tokens=2048, d_in=2048, d_out=4096)
+    known = hopper.timed(gemm, 20.0, 30.0, 10.0)
+    monkeypatch.setattr(tuning, "entries", lambda kind: {gemm: known})
     hopper.pretend(monkeypatch)
     one_sequence = "--batch-size 1 --micro-batches 1 --mesh.data 1 --dry-run"
     assert (
         pretrain.run(f"--preset llama-1b --recipe weights {one_sequence}".split()) == 0
     )
     shown = capsys.readouterr().out
-    times = "estimated 80 us, dense 120 us, packing 20 us from 4096 x 2048 x 2048"
+    times = (
+        "estimated 80 us, dense 120 us, packing 20 us from 2048 tokens x 2048 x 4096"
+    )
     assert f"{ON_TENSOR_CORES}; {times}\n" in shown
     assert "estimated: in proportion to a GEMM that is nowhere larger" in shown
     assert "measured: each GEMM alone" not in shown

@@ -11,7 +11,7 @@ from flax import nnx
 
 from pallas_kernels import tuning
 from pallas_kernels.device import CPU
-from pallas_kernels.sm90.sparse_matmul_configs import Shape
+from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.gated_ffn import gated_ffn
 from sparsejax.feed_forward.operands.weights import pack_ffn
@@ -80,7 +80,7 @@ def test_gemms_one_and_three_take_the_kernel(untuned):
         ({"d_model": 2080}, "k=2080 is not a multiple of 64"),
         ({"d_hidden": 8200}, "m=8200, .* is not a multiple of 64"),
         ({"dtype": "float32"}, "multiplies bfloat16 and float16, not float32"),
-        ({"tokens": 4}, r"too small to gain .* \(8192, 4, 2048\)"),
+        ({"tokens": 4}, r"too small to gain .* 4 tokens x 2048 x 8192"),
     ],
 )
 def test_what_the_kernel_leaves_to_xla_is_told(untuned, changes, reason):
@@ -97,13 +97,11 @@ def test_a_named_kernel_runs_the_sparse_gemms_alone(untuned):
 
 @pytest.mark.parametrize("faster", [True, False])
 def test_it_is_never_chosen_where_it_lost(monkeypatch, faster):
-    shape = Shape(m=8192, n=2048, k=2048)
+    gemm = TunedGemm(tokens=2048, d_in=2048, d_out=8192)
     known = (
-        hopper.timed(shape, 80.0, 100.0)
-        if faster
-        else hopper.timed(shape, 120.0, 100.0)
+        hopper.timed(gemm, 80.0, 100.0) if faster else hopper.timed(gemm, 120.0, 100.0)
     )
-    monkeypatch.setattr(tuning, "entries", lambda kind: {shape: known})
+    monkeypatch.setattr(tuning, "entries", lambda kind: {gemm: known})
     decision = spec().explain()[0]
     assert decision.backend == ("mosaic_sm90" if faster else "xla")
     # Both times are shown whatever was chosen, for the 4096 tokens asked about.
@@ -117,7 +115,7 @@ def test_it_is_never_chosen_where_it_lost(monkeypatch, faster):
     # Four times the tokens are too far from what was measured, and then an estimate;
     # nothing is estimated from a larger one.
     decision = spec(tokens=4 * 2048 + 1).explain()[0]
-    assert decision.times.estimated_from == "8192 x 2048 x 2048"
+    assert decision.times.estimated_from == "2048 tokens x 2048 x 8192"
     assert (decision.backend == "mosaic_sm90") == faster
     if not faster:
         assert "estimated slower, or faster by less than" in decision.reason

@@ -8,10 +8,11 @@ import pytest
 
 from pallas_kernels import tuning, tuning_cache
 from pallas_kernels.device import CPU
+from pallas_kernels.sm90.sparse_matmul_configs import default_config
 from sparsejax.config import TrainConfig
 from sparsejax.feed_forward.gated_ffn import GatedFFNSpec
 from sparsejax.feed_forward.spec import FFNSparsity, FFNSpec
-from sparsejax.ops.kernels.hopper_shapes import shape_of
+from sparsejax.ops.kernels.hopper_shapes import tuned_gemm
 from sparsejax.presets import PRESETS
 from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import NM, VNM
@@ -51,15 +52,15 @@ def gemms(sparsity: FFNSparsity, **changes):
     ).gemms()
 
 
-def shapes_of(specs):
-    return {shape_of(spec) for spec in specs}
+def tuned_gemms(specs):
+    return {tuned_gemm(spec) for spec in specs}
 
 
 def test_what_nobody_has_measured_on_this_gpu_is_missing():
     specs = gemms(ALL_SIX)
     # GEMMs 1 and 3 are one.
     found = tune.missing(specs, hopper.H200)
-    assert set(found) == shapes_of(specs) and len(found) == 5
+    assert set(found) == tuned_gemms(specs) and len(found) == 5
     first, second, *others = found
     tuning.save(hopper.H200.kind, [hopper.timed(first, 1.0, 2.0)])
     tuning.save_shipped(hopper.H200.kind, [hopper.timed(second, 1.0, 2.0)])
@@ -91,7 +92,7 @@ def as_timed(trial: tune.Trial) -> tuning.Entry:
     config, call = next(iter(trial.sparse.items()))
     assert trial.is_correct(call)
     assert jax.block_until_ready((trial.dense(), trial.pack()))
-    return replace(hopper.timed(trial.shape, 3.0, 7.0), config=config)
+    return replace(hopper.timed(trial.gemm, 3.0, 7.0), config=config)
 
 
 @pytest.mark.parametrize(
@@ -118,14 +119,14 @@ def as_timed(trial: tune.Trial) -> tuning.Entry:
 def test_every_gemm_that_an_ffn_asks_for_is_timed_as_it_is(specs, monkeypatch):
     hopper.pretend(monkeypatch)
     monkeypatch.setattr(
-        tuning, "candidates", lambda shape, count: [hopper.timed(shape, 1, 1).config]
+        tuning, "candidates", lambda shape, count: [default_config(shape, count)]
     )
     asked = set(tune.missing(specs, hopper.H200))
     assert asked
     said: list[str] = []
     found = tune.tune_missing(specs, report=said.append, measure=as_timed)
-    assert {entry.shape for entry in found} == asked
-    assert tuning.own(hopper.H200.kind) == {entry.shape: entry for entry in found}
+    assert {entry.gemm for entry in found} == asked
+    assert tuning.own(hopper.H200.kind) == {entry.gemm: entry for entry in found}
     # A line of each, with seconds, and one before and after all.
     assert len(said) == len(asked) + 2
     assert (
@@ -141,8 +142,8 @@ def test_every_gemm_that_an_ffn_asks_for_is_timed_as_it_is(specs, monkeypatch):
 
 
 def test_the_fastest_correct_config_is_kept_with_the_times_of_the_same_run(monkeypatch):
-    shape = shape_of(gemms(ALL_SIX)[0])
-    configs = tuning.candidates(shape, 132)[:3]
+    gemm = tuned_gemm(gemms(ALL_SIX)[0])
+    configs = tuning.candidates(gemm.shape(), 132)[:3]
     wrong, slow, fast = (lambda: 0), (lambda: 1), (lambda: 2)
     ms = {wrong: 0.1, slow: 3.0, fast: 2.0, "dense": 5.0, "pack": 1.0}
     asked = []
@@ -156,7 +157,7 @@ def test_the_fastest_correct_config_is_kept_with_the_times_of_the_same_run(monke
 
     monkeypatch.setattr(tune, "time_queued", time_queued)
     trial = tune.Trial(
-        shape=shape,
+        gemm=gemm,
         sparse=dict(zip(configs, (wrong, slow, fast), strict=True)),
         dense="dense",
         pack="pack",
@@ -164,7 +165,7 @@ def test_the_fastest_correct_config_is_kept_with_the_times_of_the_same_run(monke
         is_correct=lambda call: call is not wrong,
     )
     entry = tune.measured(trial)
-    assert (entry.shape, entry.config) == (shape, configs[2])
+    assert (entry.gemm, entry.config) == (gemm, configs[2])
     assert (entry.sparse_us, entry.dense_us, entry.pack_us) == (2000.0, 5000.0, 500.0)
     # What is wrong is not timed; the dense GEMM in turn with what is not.
     assert asked == [["dense", str(configs[1]), str(configs[2])], ["pack"]]
@@ -176,7 +177,7 @@ def test_the_fastest_correct_config_is_kept_with_the_times_of_the_same_run(monke
 def test_a_kernel_that_computes_something_else_ends_the_run(sparsity, monkeypatch):
     hopper.pretend(monkeypatch)
     monkeypatch.setattr(
-        tuning, "candidates", lambda shape, count: [hopper.timed(shape, 1, 1).config]
+        tuning, "candidates", lambda shape, count: [default_config(shape, count)]
     )
     of = tune.trial_of(gemms(sparsity)[1])
     (call,) = of.sparse.values()
@@ -193,7 +194,7 @@ def test_a_gemm_that_does_not_fit_the_memory_stays_an_estimate(monkeypatch):
     def measure(spec):
         if spec is first:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
-        return hopper.timed(shape_of(spec), 1.0, 2.0)
+        return hopper.timed(tuned_gemm(spec), 1.0, 2.0)
 
     said: list[str] = []
     assert len(tune.tune_missing(specs, report=said.append, measure=measure)) == 4
@@ -224,7 +225,7 @@ def test_a_run_asks_for_its_sparse_phases_on_one_device():
 def test_other_processes_take_the_entries_of_the_first(monkeypatch):
     hopper.see_device(monkeypatch)
     specs, given = gemms(ALL_SIX), []
-    tuned = hopper.timed(shape_of(specs[0]), 1.0, 2.0)
+    tuned = hopper.timed(tuned_gemm(specs[0]), 1.0, 2.0)
 
     class Pair:
         def __init__(self, name):
@@ -252,30 +253,29 @@ def test_other_processes_take_the_entries_of_the_first(monkeypatch):
     tuning.save(hopper.H200.kind, [replace(tuned, sparse_us=9.0)])
     tune.tune_for_all(specs, tune=True, report=said.append)
     assert given[1] == "" and said == ["tuned"]
-    assert tuning.entries(hopper.H200.kind) == {tuned.shape: tuned}
+    assert tuning.entries(hopper.H200.kind) == {tuned.gemm: tuned}
 
 
-def test_a_shape_of_a_table_names_its_gemm():
+def test_an_entry_of_a_table_names_its_gemm():
     specs = {
-        shape_of(spec): spec
+        tuned_gemm(spec): spec
         for sparsity in (ALL_SIX, EXPERTS)
         for spec in gemms(sparsity, d_hidden=1024)
         if tune.runnable([spec])
     }
     assert len(specs) == 10
-    for shape, spec in specs.items():
-        number, tokens, d_model, neurons = tune.gemm_of(shape)
+    for gemm, spec in specs.items():
+        number, tokens, d_model, neurons = tune.sizes_of(gemm)
         assert spec.name[0] in ("13" if number == "1" else number)
         assert (tokens, d_model) == (256, 64)
         assert neurons == (1024 if spec.experts is None else 512)
 
 
-def test_every_shape_that_is_shipped_names_a_gemm_of_that_shape(monkeypatch):
+def test_every_gemm_that_is_shipped_has_sizes_that_make_it(monkeypatch):
     monkeypatch.undo()
     tuning.forget()
-    shapes = [s for s in tuning.shipped(hopper.H200.kind) if not s.group_tile]
-    assert shapes
-    for shape in shapes:
-        sizes = tune.gemm_of(shape)
-        made = ffn_gemms._shape(*sizes, ffn_gemms.DENSE_FEATURES)
-        assert replace(made, float32_out=shape.float32_out) == shape
+    gemms = [g for g in tuning.shipped(hopper.H200.kind) if not g.group_tile]
+    assert gemms
+    for gemm in gemms:
+        made = ffn_gemms._tuned_gemm(*tune.sizes_of(gemm), ffn_gemms.DENSE_FEATURES)
+        assert replace(made, float32_out=gemm.float32_out) == gemm

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import tuning
-from pallas_kernels.sm90.sparse_matmul_configs import Shape
+from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.frame import Static
 from sparsejax.feed_forward.gated_ffn import GatedFFNSpec, gated_ffn
@@ -105,55 +105,39 @@ def test_what_was_not_measured_is_not_chosen_unasked(untuned):
     assert "have not been measured on this GPU" in decisions[1].reason
 
 
-def entry(shape: Shape, *, faster: bool) -> tuning.Entry:
-    return hopper.timed(shape, 100.0, 150.0 if faster else 90.0)
+def entry(gemm: TunedGemm, *, faster: bool) -> tuning.Entry:
+    return hopper.timed(gemm, 100.0, 150.0 if faster else 90.0)
 
 
-TOKENWISE = Shape(m=4096, n=2048, k=8192, mode="sparse_activation", transpose_out=False)
-"""GEMM 4; GEMM 2 reads B the other way round."""
-OVER_TOKENS = Shape(
-    m=8192 + 448,
-    n=2048,
-    k=4096,
-    mode="weight_gradient",
-    b_k_major=False,
-    transpose_out=False,
-    float32_out=True,
-)
-"""GEMM 6, with the whole features twice; GEMM 5 writes the transpose."""
+DOWN = TunedGemm(sparse_operand="input", tokens=4096, d_in=8192, d_out=2048)
+D_INPUT = replace(DOWN, weight_transposed=True)
+"""GEMMs 2 and 4."""
+D_DOWN = replace(DOWN, is_weight_gradient=True, d_in=8192 + 448)
+D_UP = replace(D_DOWN, sparse_operand="gradient", d_in=2048, d_out=8192 + 448)
+"""GEMMs 6 and 5, with residual rows for the features that stay dense."""
 
 
 @pytest.mark.parametrize(
     ("slower", "chosen"),
     [
         ((), [True] * 6),
-        ((TOKENWISE,), [True, False, True, False, False, False]),
-        ((OVER_TOKENS,), [True, True, True, True, False, False]),
+        ((D_INPUT,), [True, False, True, False, False, False]),
+        ((D_DOWN,), [True, True, True, True, False, False]),
     ],
 )
 def test_what_was_measured_is_chosen_in_pairs(monkeypatch, slower, chosen):
-    shapes = [
-        TOKENWISE,
-        replace(TOKENWISE, b_k_major=False),
-        OVER_TOKENS,
-        replace(OVER_TOKENS, transpose_out=True),
-    ]
-    known = {shape: entry(shape, faster=shape not in slower) for shape in shapes}
+    gemms = [D_INPUT, DOWN, D_DOWN, D_UP]
+    known = {gemm: entry(gemm, faster=gemm not in slower) for gemm in gemms}
     monkeypatch.setattr(tuning, "entries", lambda kind: known)
     assert backends(spec(ALL_SIX).explain()) == chosen
 
 
 def test_packing_counts_where_gemms_share_it(monkeypatch):
     """Each kernel alone is faster than dense; with their packing they are not."""
-    shapes = [
-        TOKENWISE,
-        replace(TOKENWISE, b_k_major=False),
-        OVER_TOKENS,
-        replace(OVER_TOKENS, transpose_out=True),
-    ]
-    known = {shape: entry(shape, faster=True) for shape in shapes}
-    for shape in shapes[2:]:
-        known[shape] = replace(known[shape], pack_us=50.0)
+    gemms = [D_INPUT, DOWN, D_DOWN, D_UP]
+    known = {gemm: entry(gemm, faster=True) for gemm in gemms}
+    for gemm in gemms[2:]:
+        known[gemm] = replace(known[gemm], pack_us=50.0)
     monkeypatch.setattr(tuning, "entries", lambda kind: known)
     decisions = spec(ALL_SIX).explain()
     assert backends(decisions) == [True, True, True, True, False, False]
@@ -169,11 +153,8 @@ def test_gemms_that_share_it_gain_more_than_an_estimates_error(
 ):
     """Both are a little faster than dense; from a GEMM of half the width."""
     known = {
-        shape: replace(entry(shape, faster=True), pack_us=pack_us)
-        for shape in (
-            replace(TOKENWISE, n=1024),
-            replace(TOKENWISE, n=1024, b_k_major=False),
-        )
+        gemm: replace(entry(gemm, faster=True), pack_us=pack_us)
+        for gemm in (replace(D_INPUT, d_out=1024), replace(DOWN, d_out=1024))
     }
     monkeypatch.setattr(tuning, "entries", lambda kind: known)
     decisions = spec(ALL_SIX).explain()

@@ -13,7 +13,7 @@ from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.operands.weights import pack_ffn
 from sparsejax.feed_forward.spec import FFNSparsity, FFNSpec
 from sparsejax.ops.kernels.hopper import HopperKernels
-from sparsejax.ops.kernels.hopper_shapes import shape_of
+from sparsejax.ops.kernels.hopper_shapes import tuned_gemm
 from sparsejax.routing.routers import ActivationEnergy, TokenHash
 from sparsejax.sparsity.patterns import NM, VNM
 from tests.sparsejax.feed_forward.operands.test_packed_activations import (
@@ -145,12 +145,12 @@ def test_experts_take_the_kernel_unasked_whatever_a_dense_gemm_takes(
     """For without it no dense GEMM runs, but a loop over several. GEMM 1 of all neurons
     is one GEMM, and left to dense where that is faster."""
     sparsities = SPARSITIES["all six"], SPARSITIES["all six, skipped"]
-    shapes = {
-        shape_of(gemm) for sparsity in sparsities for gemm in spec(sparsity).gemms()
+    asked = {
+        tuned_gemm(gemm) for sparsity in sparsities for gemm in spec(sparsity).gemms()
     }
     known = {
-        shape: hopper.timed(shape, measured, 100.0, pack_us=50.0)
-        for shape in shapes
+        gemm: hopper.timed(gemm, measured, 100.0, pack_us=50.0)
+        for gemm in asked
         if measured is not None
     }
     monkeypatch.setattr(tuning, "entries", lambda kind: known)
@@ -170,8 +170,8 @@ def test_a_dense_gemm_has_a_token_once_whatever_its_experts(monkeypatch):
     """Timed with one expert for a token, and as many rows."""
     sparsity = SPARSITIES["two of four experts"]
     (gemm,) = (g for g in spec(sparsity).gemms() if g.name.startswith("2"))
-    shape = shape_of(gemm)
-    known = {shape: hopper.timed(shape, 49.0, 100.0, pack_us=1.0)}
+    tuned = tuned_gemm(gemm)
+    known = {tuned: hopper.timed(tuned, 49.0, 100.0, pack_us=1.0)}
     monkeypatch.setattr(tuning, "entries", lambda kind: known)
     times = HopperKernels(gemm.device).times(gemm)
     assert (times.kernel_us, times.dense_us, times.packing_us) == (49.0, 50.0, 1.0)
