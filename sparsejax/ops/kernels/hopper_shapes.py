@@ -12,8 +12,8 @@ from sparsejax.sparsity.packed import in_blocks
 
 
 def shape_of(gemm: GemmSpec) -> Shape:
-    """Returns the kernel's view of a GEMM. Features that stay dense have a residual
-    row."""
+    """Returns the shape of a GEMM as the kernel sees it. Each dense feature has a
+    residual row."""
     if gemm.experts is not None:
         return _grouped_shape_of(gemm)
     transposed = gemm.sparse_operand in ("weight", "gradient")
@@ -38,8 +38,8 @@ def shape_of(gemm: GemmSpec) -> Shape:
 
 
 def _grouped_shape_of(gemm: GemmSpec) -> Shape:
-    """Returns the kernel's view of a GEMM over the experts of this device: rows instead
-    of tokens, and one expert's neurons instead of all."""
+    """Returns the shape, as the kernel sees it, of a GEMM over this device's experts:
+    it has rows instead of tokens, and one expert's neurons instead of all."""
     neurons = gemm.expert_features
     experts = all_neurons(gemm) // neurons
     rows = row_count(gemm.tokens, gemm.experts_per_token, experts, gemm.group_tile)
@@ -71,12 +71,11 @@ def _grouped_shape_of(gemm: GemmSpec) -> Shape:
 
 def all_neurons(gemm: GemmSpec) -> int:
     """Returns d_hidden of an FFN's GEMM with a sparse operand: a sparse input has the
-    neurons along d_in; a sparse weight, and a sparse gradient of the output, has them
-    along d_out."""
+    neurons along d_in, a sparse weight or output gradient has them along d_out."""
     return gemm.d_in if gemm.sparse_operand == "input" else gemm.d_out
 
 
 def residual_rows(gemm: GemmSpec) -> int:
-    """Returns how many rows are added below those of all features, for features that
-    stay dense along the tokens."""
+    """Returns the number of residual rows of a GEMM: rows below those of all features,
+    for the features that stay dense along the tokens."""
     return in_blocks(gemm.whole_features) if gemm.is_weight_gradient else 0
