@@ -4,8 +4,8 @@
     fsdp     parameters and moments are split; a layer's weights are gathered to be read
     tensor   heads, neurons and vocabulary are split
 
-The FFN runs under shard_map (`layout`); everything else is compiled by XLA from
-the annotations that `constrain` and `state_shardings` set.
+The FFN runs under shard_map (`feed_forward.layout`); everything else is compiled by XLA
+from the annotations that `constrain` and `state_shardings` set.
 """
 
 import math
