@@ -1,4 +1,5 @@
-"""What the runs of a comparison are worth in dense tokens and in dense seconds.
+"""Computes what the runs of a comparison are worth in dense tokens and in dense
+seconds.
 
     uv run experiments/equal_loss.py runs/ladder-5m
     uv run experiments/equal_loss.py runs/ladder-5m \\

@@ -91,10 +91,9 @@ class Config:
     zeros: float = 0.5
     """Share of zeros in relu(Y1): 0.5 in a new network, 0.9 in a trained one."""
     run: Path | None = None
-    """Folder of a run of a squared-ReLU model, from which the weights of the middle
-    layer are taken and, as inputs, as many tokens of what that layer reads of the
-    training text; d_model, d_hidden and zeros are then the model's. None: random
-    weights and inputs."""
+    """Folder of a run of a squared-ReLU model: weights are those of its middle layer,
+    inputs what that layer reads of the training text; d_model, d_hidden and zeros are
+    then the model's. None: weights and inputs are random."""
     backend: Backend | None = None
     """What runs the sparse modes; None: the fastest for each GEMM."""
     only: tuple[str, ...] = ()

@@ -103,7 +103,8 @@ class Comparison:
     """Returns the error of one call of an implementation. Raises AssertionError where
     it is above the bound."""
     beside: Mapping[str, Call] = field(default_factory=dict)
-    """Other calls that are timed in turn with them, by name."""
+    """Other calls that are timed in turn with the dense GEMM and the kernels, by
+    name."""
     moving: Mapping[str, Call] = field(default_factory=dict)
     """Packing, and the calls that it is compared with, by name. They are timed by
     themselves: in the same rounds, calls that only move bytes would let the chip

@@ -301,8 +301,8 @@ class Checkpoints:
         return self._folder / self._agreement.decide(lambda: self._held.path(step).name)
 
     def check_intact(self, step: int) -> None:
-        """Raises ValueError where a checkpoint does not agree with its manifest to the
-        last bit. Nothing is renamed: a run may ask this of another run's checkpoint.
+        """Compares a checkpoint with its manifest, to the last bit. Nothing is renamed:
+        a run may ask this of another run's checkpoint.
 
         Raises:
           ValueError: no such checkpoint, one of an unknown format, or a damaged one.

@@ -103,8 +103,8 @@ class CheckpointFolder:
         return path.name, record
 
     def check_intact(self, step: int) -> None:
-        """Raises ValueError where a step's newest revision does not agree with its
-        manifest to the last bit. Nothing is renamed, as a reader needs it.
+        """Compares a step's newest revision with its manifest, to the last bit. Nothing
+        is renamed, as a reader needs it.
 
         Raises:
           ValueError: there is none, it has a format that this version does not read, or

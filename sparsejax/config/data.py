@@ -12,8 +12,7 @@ class DataConfig:
     """Where the tokens of a run come from, and how they are split."""
 
     text: str | None = None
-    """A glob of text files ("**" allowed). None: the Python standard library's
-    source."""
+    """Glob of text files ("**" allowed). None: the Python standard library's source."""
     shards: str | None = None
     """Tokens instead of text: a folder, or a glob, of .bin and .npy files of uint16 or
     uint32 (nanoGPT, llm.c). Files named val are held out, files named test left out."""

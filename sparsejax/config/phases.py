@@ -57,14 +57,14 @@ class PhaseConfig:
     name: str
     """Name of the phase in records, tables and figures; unique in a schedule."""
     share: Annotated[float | None, Interval(above=0, most=1)] = None
-    """Phase's share of the run's steps. None, in one phase of a schedule: what the
-    others leave."""
+    """Share of the run's steps that the phase has. None, in one phase of a schedule:
+    what the others leave."""
     sparsity: FFNSparsity = DENSE
     """Sparsity of the phase's steps and validations."""
     every: Interleaved | None = None
     """Steps of the phase that have another sparsity; None: there are none."""
     learning_rate_scale: Positive = 1.0
-    """Factor by which the learning rate of the optimiser's schedule is multiplied."""
+    """Factor that the learning rate of the optimiser's schedule is multiplied by."""
     d_hidden: CountOrNone = None
     """Neurons per FFN in this phase, of a model that grows. None: the model's."""
     layers: CountOrNone = None

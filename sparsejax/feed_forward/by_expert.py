@@ -50,8 +50,8 @@ IN_CLUSTER = NM(2, 4)
 
 
 class Residuals(NamedTuple):
-    """What the backward needs besides the weights and, where `x_rows` is None, besides
-    X."""
+    """The arrays that the backward needs besides the weights and, where `x_rows` is
+    None, besides X."""
 
     hidden_rows: jax.Array
     """The values of relu(Y1) in each row, (rows, d_hidden / E); masked where the

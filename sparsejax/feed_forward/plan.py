@@ -18,9 +18,9 @@ from sparsejax.sparsity.patterns import VNM
 
 @dataclass(frozen=True, kw_only=True)
 class FFNPlan:
-    """What runs each GEMM of an FFN, and what is packed and fused. A plan is hashable:
-    it is a static argument of what runs it. The GEMMs are numbered as in `spec` and
-    `gated_ffn`."""
+    """The decisions for an FFN: what runs each GEMM, what is packed, what is fused. A
+    plan is hashable: it is a static argument of the functions that run it. The GEMMs
+    are numbered as in `spec` and `gated_ffn`."""
 
     sparsity: FFNSparsity
     activation: Activation

@@ -1,4 +1,4 @@
-"""Which implementation runs a GEMM, and why.
+"""The choice of the implementation that runs a GEMM, and the reasons for it.
 
 Every implementation of an operation answers `why_unsupported(spec)`. Without a request
 the first supported one in the order of `preference` is taken; a named backend runs or
@@ -169,7 +169,7 @@ def of_kernels(
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """How long a GEMM takes, and how that is known."""
+    """The times of a GEMM in microseconds, and how they are known."""
 
     kernel_us: float
     """The time of the sparse kernel alone, in microseconds: measured for this GEMM, or

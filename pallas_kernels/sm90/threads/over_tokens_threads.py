@@ -133,7 +133,8 @@ class _Kept(NamedTuple):
     positions: Sequence[ir.Value]
     """The positions in each of the two groups, in the lower four bits of a word."""
     pairs: Sequence[Sequence[ir.Value]]
-    """Indexed by group and matrix: a word that holds the two kept entries."""
+    """The kept entries, indexed by group and matrix: a word that holds the group's two
+    entries."""
 
     def dense(self, matrix: int) -> list[ir.Value]:
         """Returns the token's 8 features of a matrix, two to a word, zeros where

@@ -29,7 +29,7 @@ class Kept:
     indices."""
 
     masks: Sequence[ir.Value]
-    """A mask for each of four entries: in the half of a group all bits are set where
+    """The mask of each of four entries: in the half of a group all bits are set where
     the group keeps the entry, else none."""
 
     def first(self, of: Sequence[ir.Value]) -> ir.Value:

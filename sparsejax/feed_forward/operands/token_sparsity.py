@@ -64,8 +64,8 @@ class Densest(NamedTuple):
 def densest_features(
     nonzeros: Int[Array, "... features"], share: float, tokens: int
 ) -> Bool[Array, "... features"]:
-    """Returns True for the features with most non-zeros, a `share` of them rounded up
-    to whole feature tiles; ties go to the lower index.
+    """Returns booleans that are True for the features with most non-zeros, a `share` of
+    them rounded up to whole feature tiles; ties go to the lower index.
 
     Args:
       nonzeros: how many non-zeros each feature has; leading axes are chosen from

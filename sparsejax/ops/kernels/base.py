@@ -1,4 +1,4 @@
-"""What a kind of GPU with sparse tensor cores offers an FFN.
+"""The interface of a set of kernels: what a kind of GPU offers an FFN.
 
 A `KernelSet` says which GEMMs it can run and how long they take, packs 2:4 operands in
 its own order, and multiplies them. Operands that it has packed carry its layout, and it
