@@ -72,10 +72,11 @@ class GemmSpec:
     expert's weights; None where it is not grouped."""
     experts_per_token: int = 1
     expert_features: int = 0
-    """The number of neurons of one expert; 0 where the GEMM is not grouped."""
+    """The number of neurons of one expert; 0 where the GEMM is not one of an FFN by
+    expert."""
     group_tile: int = 0
-    """The number of consecutive rows that share one expert; 0 where the GEMM is not
-    grouped."""
+    """The number of consecutive rows that share one expert; 0 where it is not
+    stated."""
     is_weight_gradient: bool = False
     """Whether the GEMM sums over the tokens; its result is then float32."""
     float32_out: bool = False

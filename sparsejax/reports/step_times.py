@@ -99,7 +99,7 @@ def phases_run_dense(
     before the next phase that stays sparse, m dense steps, takes m (dense after -
     dense) longer; a new process for them spares that and costs `NEW_PROCESS_SECONDS`. A
     phase that saves no more than it costs is trained dense. A phase without a step left
-    is not returned.
+    is never returned.
 
     Args:
       times: the times of the run's steps.

@@ -55,8 +55,8 @@ class Phase:
     @property
     def held(self) -> FFNSparsity:
         """The sparsity that the phase's state belongs to, which fits all of its steps:
-        the state has what a router keeps where the router of some steps keeps any, and
-        scales where some steps have 2:4 weights."""
+        the state has the arrays of a router if the router of some steps keeps any, and
+        scales if some steps have 2:4 weights."""
         with_experts = [of for of in self.sparsities if of.experts]
         with_state = [of for of in with_experts if of.router.has_state]
         first = (with_state or with_experts or self.sparsities)[0]
