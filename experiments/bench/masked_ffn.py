@@ -75,7 +75,7 @@ def masked_dense(
             for matrix in (a, dy_up)
         )
     elif sparsity.token_sparsity:
-        # Over the tokens, in their fixed order; a share of the features stays whole.
+        # Over the tokens, in their fixed order; a share of the features stays dense.
         count = dense_feature_count(a.shape[1], sparsity.dense_features)
         ranked = jnp.argsort(-(a != 0).sum(axis=0), stable=True)
         whole = jnp.zeros(a.shape[1], bool).at[ranked[:count]].set(True)
