@@ -1,1 +1,1 @@
-"""Experiments that people run; each script says how in its first lines."""
+"""Experiments that people run; each script says how to run it in its first lines."""

@@ -65,22 +65,22 @@ PROVENANCE = ("device", "jax", "commit", "date")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Which comparison, and where it goes."""
+    """Settings of the comparison: which file, runs and seeds, and where results are
+    written."""
 
     comparison: tyro.conf.Positional[Path]
     """A comparison file."""
     folder: Path | None = None
-    """Where the runs are written. Default: runs/ and the name of the comparison."""
+    """Folder of the runs. Default: runs/ and the name of the comparison."""
     only: tuple[str, ...] = ()
-    """Runs, beside the baseline; none named: all."""
+    """Names of the runs that are trained beside the baseline; none named: all."""
     seeds: tuple[int, ...] = ()
-    """The seeds that are trained; none given: all."""
+    """Seeds that are trained; none given: all."""
     results: Path | None = None
-    """A file to which the lines of rows.jsonl, one per run, are added as well, unless
-    they are there."""
+    """File that gets the lines of rows.jsonl, one per run, unless it has them."""
     at_once: Annotated[int, tyro.conf.arg(metavar="N")] = 1
-    """Runs that are trained at a time, each with its share of the GPU's memory; what
-    they print goes into FOLDER/NAME/seed-SEED/console.txt."""
+    """Number of runs that are trained at a time, each with its share of the GPU's
+    memory; what they print goes into FOLDER/NAME/seed-SEED/console.txt."""
     dry_run: bool = False
     """Print the plan of every run and stop: nothing is allocated or written."""
 
@@ -89,7 +89,7 @@ class Options:
 
 
 def main(comparison: Comparison, folder: Path, results: Path | None) -> list[dict]:
-    """Trains what has not ended; returns a row per run, fewer where SIGTERM came.
+    """Trains the runs that have not ended; returns the rows, fewer where SIGTERM came.
 
     Raises:
       ValueError: before anything is trained, where a run's folder holds a run of other
@@ -112,8 +112,8 @@ def main(comparison: Comparison, folder: Path, results: Path | None) -> list[dic
 def main_side_by_side(
     comparison: Comparison, folder: Path, results: Path | None, at_once: int
 ) -> list[dict]:
-    """As `main`, with so many runs at a time on one device, each in a process of its
-    own and a branch after its trunk.
+    """Does what `main` does with `at_once` runs at a time on one device, each in a
+    process of its own and a branch after its trunk.
 
     Raises:
       ValueError: as `main`.
@@ -148,7 +148,7 @@ def main_side_by_side(
 
 
 def _prepare(comparison: Comparison, folder: Path) -> None:
-    """Refuses what `folder` holds of other runs, and says there which are compared."""
+    """Refuses a `folder` of other runs, and lists there which runs are compared."""
     check_writable(folder)
     for trial in comparison.trials:
         _refuse_other_settings(trial, folder / trial.place)
@@ -158,7 +158,7 @@ def _prepare(comparison: Comparison, folder: Path) -> None:
 
 
 def _keep(rows: Sequence[dict], folder: Path, results: Path | None) -> None:
-    """Adds the rows to the files that lack them."""
+    """Adds the rows to the files that do not have them yet."""
     for row in rows:
         _append_if_new(row, folder / "rows.jsonl")
         if results is not None:
@@ -166,14 +166,15 @@ def _keep(rows: Sequence[dict], folder: Path, results: Path | None) -> None:
 
 
 def _show(rows: Sequence[dict], folder: Path) -> None:
-    """The tables and the figure of a whole comparison."""
+    """Prints the tables of a whole comparison, and draws its figure."""
     console.STDOUT.print(losses_table(rows))
     console.STDOUT.print(means_table(rows))
     console.say(plot_comparison(folder))
 
 
 def _listing(comparison: Comparison) -> dict:
-    """Returns what `plot_comparison` and `finished_runs` read."""
+    """Returns the content of comparison.json, which `plot_comparison` and
+    `finished_runs` read."""
     folders: dict[str, list[str]] = {}
     for trial in comparison.trials:
         folders.setdefault(trial.name, []).append(trial.place)
@@ -194,7 +195,8 @@ def _refuse_other_settings(trial: Trial, folder: Path) -> None:
 
 
 def _refuse_other_beginning(trial: Trial, folder: Path) -> None:
-    """`_refuse_other_settings` of a branch, and of what was one or is one now."""
+    """Raises ValueError where the run began with another checkpoint than `trial`
+    says."""
     own = folder / trial.place
     starts = [r for r in read_records(own, trial.config) if r["event"] == "start"]
     if not starts:
@@ -211,8 +213,8 @@ def _refuse_other_beginning(trial: Trial, folder: Path) -> None:
 
 
 def has_ended(trial: Trial, folder: Path) -> bool:
-    """Returns whether the run is complete, its last checkpoint included, or has
-    diverged."""
+    """Returns whether the run has diverged, or is complete, its last checkpoint
+    included."""
     records = read_records(folder, trial.config)
     if records and records[-1]["event"] == "non_finite_loss":
         return True
@@ -221,7 +223,7 @@ def has_ended(trial: Trial, folder: Path) -> bool:
 
 
 def _train(trial: Trial, folder: Path) -> bool:
-    """Trains the run of a comparison in `folder` to its end or until it diverges; False
+    """Trains a run of the comparison; returns True where it ended or diverged, False
     where SIGTERM came."""
     console.say(f"{trial.name}, seed {trial.seed}", style="bold")
     ended = None
@@ -238,8 +240,8 @@ def _train(trial: Trial, folder: Path) -> bool:
 def train_here(
     config: TrainConfig, folder: Path, branch: Branch | None, at_once: int = 1
 ) -> bool | None:
-    """Does `_train` of one run in its own folder, in this process; returns None where a
-    new one is to resume the run."""
+    """Trains one run in its own folder, in this process; returns as `_train`, or None
+    where a new process is to resume it."""
     console.quiet_orbax()
     folder.mkdir(parents=True, exist_ok=True)
     _note_provenance(folder, at_once)
@@ -254,8 +256,8 @@ def train_here(
 def train_beside(
     at_once: int, config: TrainConfig, folder: Path, branch: Branch | None
 ) -> bool | None:
-    """Returns `train_here` in a process that shares its device with others: it takes
-    its share of the memory, and prints into a file of the run's folder."""
+    """Trains one run as `train_here` does, in a process that shares its device with
+    others: with a share of the memory, and printing into a file of the run's folder."""
     folder.mkdir(parents=True, exist_ok=True)
     share_memory(at_once)
     with (folder / "console.txt").open("ab") as file:
@@ -265,7 +267,7 @@ def train_beside(
 
 
 def _note_provenance(folder: Path, at_once: int) -> None:
-    """Adds where the run goes on, before it does."""
+    """Adds a line with the device and the code on which the run goes on."""
     here = (
         jax.devices()[0].device_kind,
         jax.__version__,
@@ -283,8 +285,8 @@ def _note_provenance(folder: Path, at_once: int) -> None:
 
 
 def _rows(comparison: Comparison, ended: Sequence[Trial], folder: Path) -> list[dict]:
-    """Returns what is recorded of the runs that have ended, as far as the baseline of
-    their seed has, which may be a branch of another: the same whenever it is asked."""
+    """Returns the rows of the runs that have ended, as far as the baseline of their
+    seed has, which may be a branch of another: the same whenever it is asked."""
     losses = {trial: _losses(trial.config, folder / trial.place) for trial in ended}
     references = {
         trial.seed: own["loss"]
@@ -305,11 +307,11 @@ def _row(
     own: dict,
     reference: float | None,
 ) -> dict:
-    """Returns what is recorded of one run.
+    """Returns the row of one run.
 
     Args:
       own: its `_losses`.
-      reference: the last loss of the baseline.
+      reference: the last loss of the baseline; None where that has diverged.
     """
     config = trial.config
     settings = changed_settings(PRESETS[config.preset](), config)
@@ -375,7 +377,7 @@ def _losses(config: TrainConfig, folder: Path) -> dict:
 
 
 def _provenance(folder: Path) -> dict[str, str | None]:
-    """Where the run was trained; of one that was resumed elsewhere, all of it."""
+    """Returns the devices and versions that all sessions of the run had."""
     sessions = read_sessions(folder)
     values = {
         name: dict.fromkeys(session[name] for session in sessions)

@@ -1,4 +1,5 @@
-"""What the runs of a comparison are worth in dense tokens and in dense seconds.
+"""Computes what the runs of a comparison are worth in dense tokens and in dense
+seconds.
 
     uv run experiments/equal_loss.py runs/ladder-5m
     uv run experiments/equal_loss.py runs/ladder-5m \\
@@ -51,29 +52,30 @@ from sparsejax.cost_model import parameter_count, relative_flops
 
 REPLICATES = 2000
 INTERVAL = (5.0, 95.0)
-"""Percentiles of the replicates: 90 % lie between them."""
+"""The percentiles of the replicates between which 90 % of them lie."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which runs, and how fast their sparse steps are."""
+    """Settings of the analysis: which comparison, and how fast its sparse steps are."""
 
     folder: tyro.conf.Positional[Path]
-    """A folder of experiments/compare_recipes.py."""
+    """Folder of a comparison that experiments/compare_recipes.py has written."""
     reference: str | None = None
-    """The arm of the dense model. Default: that of the comparison's baseline."""
+    """Arm of the dense model. Default: that of the comparison's baseline."""
     speed: tuple[str, ...] = ()
-    """ARM=S: a sparse step of that arm is S times as fast as its dense step."""
+    """Speeds as ARM=S: a sparse step of that arm is S times as fast as its dense
+    step."""
     speed_from: str | None = None
-    """Where these come from, such as a row of bench_step."""
+    """Source of these speeds, such as a row of bench_step."""
     seed: int = 0
-    """The seed of the bootstrap."""
+    """Seed of the bootstrap."""
     results: Path = Path("runs/equal_loss.jsonl")
-    """A file to which the rows are added."""
+    """File to which the rows are added."""
 
     def speeds(self) -> dict[str, float]:
-        """Returns the speeds by arm. Raises ValueError where they are none, or
-        unnamed."""
+        """Returns the speeds by arm. Raises ValueError where a speed is none, or has no
+        source."""
         speeds = {}
         for text in self.speed:
             arm, _, number = text.rpartition("=")
@@ -101,48 +103,51 @@ class Row:
     comparison: str
     arm: str
     parameters: int
-    """The parameters of its model at the end, without embedding and head."""
+    """The number of parameters of the arm's model at the end, without embedding and
+    head."""
     tokens: int
     tokens_per_parameter: float
-    """Its tokens over the parameters of the dense model."""
+    """The arm's tokens over the parameters of the dense model."""
     loss: float
-    """Mean over the seeds, nats per token."""
+    """The mean loss over the seeds, in nats per token."""
     dense_tokens: float | None
-    """D_eq; None where the dense curve never has this loss."""
+    """The tokens D_eq; None where the dense curve never has this loss."""
     delta: float | None
     extrapolated: bool
     """Whether D_eq is below the shortest or above the longest dense run."""
     sparse_share: float
-    """q, the share of the steps that are sparse."""
+    """The share q of the steps that are sparse."""
     seconds: float | None
-    """Seconds of its steps, measured, mean over the seeds."""
+    """The measured seconds of the arm's steps, a mean over the seeds; None where not
+    known."""
     speed: float | None
-    """How many times as fast as a dense step a sparse one is, where it was given."""
+    """How many times as fast as a dense step a sparse one is; None where it was not
+    given."""
     speed_from: str | None
-    """What R's seconds come from."""
+    """The source of R's seconds: "measured", that of `speed`, or "FLOPs"."""
     break_even_speed: float | None
-    """The speed of a sparse step at which R is 1; None where none is."""
+    """The speed of a sparse step at which R is 1; None where there is none."""
     R: float | None
     R_low: float | None
     R_high: float | None
     measured: bool
     side_by_side: int
-    """How many runs shared a device while these were trained."""
+    """The number of runs that shared a device while these were trained."""
     seeds: int
     device: str | None
     commit: str | None
-    """What the runs were trained with."""
+    """The commit that the runs were trained with."""
     command: str
     analysed_with: str | None
     """The commit of this script."""
 
 
 type Key = tuple[str, int]
-"""Arm and tokens."""
+"""The arm of a run, and its number of tokens."""
 
 
 def main(config: Config, command: str) -> list[Row]:
-    """Prints the table, draws the figure, adds the rows.
+    """Prints the table, draws the figure, adds the rows to the file, and returns them.
 
     Raises:
       ValueError: no comparison; no dense curve; a speed of an arm that is not there.
@@ -203,7 +208,7 @@ def rows_of(
     analysed_with: str | None = None,
     seed: int = 0,
 ) -> list[Row]:
-    """Returns a row per group, those of the reference first.
+    """Returns a row per group, the rows of the reference first.
 
     Raises:
       ValueError: no dense curve, or a speed of an arm that is not there.
@@ -288,9 +293,10 @@ def replicates(
     replicate.
 
     A replicate draws the batches of the validation anew, the same for all runs, where
-    all runs say the loss of each; and for each of a group's seeds a deviation from the
-    mean, from those of all groups with two seeds or more, as many times sqrt(n / (n -
-    1)) larger as a mean over n seeds has made them smaller.
+    all runs record the loss of each. For each of a group's seeds it also draws a
+    deviation from the mean, from those of all groups with two seeds or more; they are
+    made sqrt(n / (n - 1)) times larger, as many times as a mean over n seeds has made
+    them smaller.
     """
     runs = [run for of in groups.values() for run in of]
     counts = {len(run.batch_losses) for run in runs}
@@ -318,7 +324,8 @@ def replicates(
 
 
 def seconds_per_token(runs: Sequence[FinishedRun]) -> float | None:
-    """Seconds of the dense model's steps, measured; None where a run does not say."""
+    """Returns the measured seconds of the dense model's steps per token; None where a
+    run has none."""
     seconds = [run.seconds for run in runs]
     if None in seconds:
         return None
@@ -331,11 +338,11 @@ def cost(
     speed: float | None,
     pace: float | None,
 ) -> tuple[float | None, bool]:
-    """Returns what a token of these runs costs, in tokens of the dense `model`, and
+    """Returns the cost of a token of these runs, in tokens of the dense `model`, and
     whether that was measured: not where a speed is given, nor where runs shared a
     device.
 
-    None: the runs have sparse steps whose speed nobody says.
+    The cost is None where the runs have sparse steps whose speed is not known.
     """
     seconds = [run.seconds for run in runs if run.seconds is not None]
     if speed is None and pace is not None and len(seconds) == len(runs):
@@ -360,7 +367,7 @@ def flop_shares(run: FinishedRun, model: ModelConfig) -> tuple[float, float]:
 
 def break_even(run: FinishedRun, model: ModelConfig, excess: float) -> float | None:
     """Returns the speed of a sparse step at which R is 1, by FLOPs; None where the run
-    has no sparse steps, or at no speed.
+    has no sparse steps, or where no speed suffices.
 
     Args:
       excess: D / D_eq.
@@ -381,7 +388,7 @@ def _all_of(values) -> str | None:
 
 
 def table_of(rows: Sequence[Row], reference: str) -> Table:
-    """Returns a line per row."""
+    """Returns the table that is printed, a line per row."""
     table = Table(
         title=f"to the loss of each arm: tokens and seconds, over those of {reference}"
     )

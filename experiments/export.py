@@ -1,4 +1,4 @@
-"""Plain dense weights out of a trained model: a safetensors file, one entry a matrix.
+"""The dense weights of a trained model as a safetensors file, one entry a matrix.
 
 Written at the end of every run that ends dense (`model.safetensors` in the run folder,
 extra "hf"). Names and shapes, float32, activations times matrix:
@@ -20,13 +20,13 @@ from sparsejax.models.transformer import Transformer
 
 
 def dense_weights(model: Transformer) -> dict[str, np.ndarray]:
-    """Returns every trained parameter by name, the stacked layers one by one.
+    """Returns every trained parameter by name, float32, the stacked layers one by one.
 
     All processes of a run call it together, and get the same.
 
     Raises:
       ValueError: the model's FFNs are sparse: a dense network with these weights would
-        compute something else. `recipe.switch` it to a dense one before.
+        compute something else. `switching.switch` it to a dense one before.
     """
     if not model.sparsity.is_dense:
         raise ValueError(

@@ -21,17 +21,17 @@ from sparsejax.reports.records import first_step, training_seconds
 SHADES = {"warm-up": "#dddddd", "sparse": "#cfe8cf", "dense": "#eeeeee"}
 """The colour of each phase that a recipe has."""
 OTHER_SHADES = ("#d6e4f5", "#f7e3c8", "#e6d9f0", "#d3ede9", "#f6d9dc", "#eceabf")
-"""The colours of phases with other names, in the order in which they come."""
+"""The colours of phases with other names, in the order in which the phases come."""
 LINES = ("-", "--", ":", "-.")
 MOST_LINES = 6
-"""In the figure of R: more cannot be told apart."""
+"""The most lines in the figure of R: more cannot be told apart."""
 
 
 def plot_run(folder: Path) -> str:
     """Draws loss.png in the run folder; returns a line that says what happened.
 
-    Training loss as a line, validation loss as points, phases shaded, the unigram
-    model's loss dashed.
+    It has the training loss as a line, the validation loss as points, the phases
+    shaded, and the unigram model's loss dashed.
     """
     plt = _pyplot()
     if plt is None:
@@ -75,11 +75,12 @@ def plot_run(folder: Path) -> str:
 
 
 def plot_comparison(folder: Path) -> str:
-    """Draws comparison.png in the folder of a comparison; returns what happened.
+    """Draws comparison.png in the folder of a comparison; returns a line that says what
+    happened.
 
-    Validation loss as the phase computes, on both sides of a switch, against tokens and
-    against seconds of training; a colour for each run, a line for each seed. Below, the
-    phases of each run's first seed.
+    It has the validation loss as the phase computes, on both sides of a switch, against
+    tokens and against seconds of training; a colour for each run, a line for each seed.
+    Below are the phases of each run's first seed.
     """
     plt = _pyplot()
     if plt is None:
@@ -135,20 +136,22 @@ def plot_comparison(folder: Path) -> str:
 
 
 def _seconds_label(runs: Iterable[Path]) -> str:
-    """Returns what the axis of seconds says of them."""
+    """Returns the label of the axis of seconds."""
     shared = any(side_by_side(run) > 1 for run in runs)
     return "seconds of training steps" + (", on a shared device" if shared else "")
 
 
 def plot_equal_loss(folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Draws equal_loss.png in the folder of a comparison; returns what happened.
+    """Draws equal_loss.png in the folder of a comparison; returns a line that says what
+    happened.
 
-    R, the seconds to a loss over those of the dense model, against tokens per
-    parameter, with its interval: a line for each arm, at most six, labelled at its
-    end. Arms with sparse steps come first, then those with the lowest R.
+    It has R, the seconds to a loss over those of the dense model, against tokens per
+    parameter, with its interval: a line for each arm, at most six, labelled at its end.
+    Arms with sparse steps come first, then those with the lowest R.
 
     Args:
-      rows: of experiments/equal_loss.py.
+      folder: the folder of the comparison.
+      rows: the rows of experiments/equal_loss.py, without those of the dense model.
     """
     plt = _pyplot()
     if plt is None:
@@ -197,7 +200,8 @@ def shades_of(kinds: Iterable[str]) -> dict[str, str]:
 
 
 def _validation_curve(records: list[dict]) -> list[tuple[int, float]]:
-    """Steps and losses; at a switch twice, before it and after."""
+    """Returns the steps and losses of the validations; at a switch the step comes
+    twice, with the loss before it and after."""
     points = [(r["step"], r["loss"]) for r in _of_event(records, "validation")]
     points += [(r["step"], r["after"]) for r in _of_event(records, "switch")]
     return sorted(points, key=lambda point: point[0])
@@ -206,7 +210,8 @@ def _validation_curve(records: list[dict]) -> list[tuple[int, float]]:
 def _scales(
     records: list[dict], tokens_per_step: int
 ) -> tuple[Callable[[int], float], Callable[[int], float]]:
-    """Where a step lies on the axis of tokens, and on that of seconds."""
+    """Returns two functions of a step: its place on the axis of tokens, and on that of
+    seconds."""
     seconds = training_seconds(records, tokens_per_step)
     known, values = list(seconds), list(seconds.values())
     return (
@@ -237,8 +242,8 @@ def _of_event(records: list[dict], event: str) -> list[dict]:
 
 
 def _pyplot() -> Any:
-    """Returns matplotlib.pyplot that needs no screen, or None where it is not
-    installed."""
+    """Returns matplotlib.pyplot with a backend that needs no screen, or None where it
+    is not installed."""
     try:
         import matplotlib
     except ImportError:

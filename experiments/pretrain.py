@@ -72,16 +72,16 @@ from sparsejax.training.progress import NonFiniteLoss
 from sparsejax.training.train import Outcome, train
 
 RUNS = Path("runs")
-"""Where the folders of runs are that are given none."""
+"""The folder in which a run is written that is given no folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to do with a configuration."""
+    """Settings of the command: what to do with a configuration, and where."""
 
     config: Annotated[TrainConfig, tyro.conf.arg(name="")]
     run_folder: Path | None = None
-    """Where the run is written. Default: runs/PRESET-RECIPE-DATE-TIME."""
+    """Folder in which the run is written. Default: runs/PRESET-RECIPE-DATE-TIME."""
     resume: Path | None = None
     """Run folder of a stopped run: continue it, with its own settings."""
     branch: str | None = None
@@ -95,18 +95,18 @@ class Options:
     """Print the plan and stop: the data is read and checked, nothing is allocated or
     written."""
     device: str | None = None
-    """With --dry-run: plan for a GPU of this name, as "NVIDIA H100 80GB HBM3", from
+    """With --dry-run: name of the GPU to plan for, as "NVIDIA H100 80GB HBM3", from
     tables; none needs to be here."""
     devices: int | None = None
-    """With --device: for so many of them. Default: as many as the mesh says."""
+    """With --device: number of these GPUs. Default: as many as the mesh says."""
     tune: bool = True
-    """On a Hopper GPU: first time the 2:4 GEMMs of the run that nobody has timed on it,
-    some seconds each, and keep that in $SPARSEJAX_CACHE or ~/.cache/sparsejax. With
-    --no-tune what is not known is estimated."""
+    """Whether, on a Hopper GPU, the 2:4 GEMMs of the run that nobody has timed on it
+    are timed first, some seconds each, and kept in $SPARSEJAX_CACHE or
+    ~/.cache/sparsejax. With --no-tune unknown times are estimated."""
     distributed: bool = False
-    """One of several processes, on one host or on many: found through SLURM, Open MPI
-    or Kubernetes, or through JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID. All need the same command and the same run folder."""
+    """Whether this is one of several processes, on one host or on many: found through
+    SLURM, Open MPI or Kubernetes, or through JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES
+    and JAX_PROCESS_ID. All need the same command and the same run folder."""
     heartbeat_seconds: int = 100
     """With --distributed: a process that is silent for this long counts as dead."""
 
@@ -120,8 +120,8 @@ def main(
     branch: Branch | None = None,
 ) -> Outcome:
     """Trains `config` in `run_folder`, or continues the run that is in it, to its end
-    or to where a new process is to resume it. `corpus`, `step_times` and `branch` as in
-    `sparsejax.training.train.train`."""
+    or to where a new process is to resume it, and returns how it ended. `corpus`,
+    `step_times` and `branch` are as in `sparsejax.training.train.train`."""
     if run_folder is None:
         now = datetime.now().strftime("%Y%m%d-%H%M%S")
         what = "schedule" if config.phases.schedule else config.recipe
@@ -160,7 +160,7 @@ def main(
 
 
 def report(outcome: Outcome, config: TrainConfig, run_folder: Path) -> None:
-    """What becomes of a run that has ended: weights, a sample, a figure."""
+    """Writes what a run leaves when it has ended: weights, a sample, a figure."""
     if outcome.completed:
         console.summarise(read_metrics(run_folder))
         console.say(export(outcome.model, run_folder / "model.safetensors"))
@@ -173,9 +173,9 @@ def report(outcome: Outcome, config: TrainConfig, run_folder: Path) -> None:
 
 
 def what_data(config: TrainConfig) -> str:
-    """Reads the tokens that `config` would train on, and says what they are, or, where
-    no data is named, why its model cannot train on the standard library's source: that
-    does not keep a model from being planned.
+    """Returns a line that describes the tokens that `config` would train on, which are
+    read; or, where no data is named, why its model cannot train on the standard
+    library's source: that does not keep a model from being planned.
 
     Raises:
       ValueError, ImportError: those of the run, for data that is named.
@@ -194,8 +194,8 @@ def what_data(config: TrainConfig) -> str:
 
 
 def show_sample(outcome: Outcome, config: TrainConfig) -> None:
-    """Continues the first held-out tokens; as ids where no tokenizer turns them into
-    text."""
+    """Prints how the model continues the first held-out tokens; as ids where no
+    tokenizer turns them into text."""
     window = config.data.sequence_length
     prompt = outcome.corpus.validation[0][: min(64, window)]
     ids = greedy_sample(outcome.model, prompt, config.sample_length, window=window)
@@ -212,8 +212,8 @@ def read_metrics(run_folder: Path) -> list[dict]:
 
 
 def parse(arguments: list[str]) -> Options:
-    """Returns the command line: a preset, a stopped run or the trunk of a branch, then
-    whatever overrides it.
+    """Returns the options of a command line: a preset, a stopped run or the trunk of a
+    branch, then whatever overrides it.
 
     Raises:
       ValueError: --resume with another folder or with --branch, a damaged config.json,
@@ -273,8 +273,8 @@ def parse(arguments: list[str]) -> Options:
 
 
 def settings_in(folder: Path, flag: str, what: str) -> TrainConfig:
-    """Reads the settings of the run in `folder`. Raises ValueError where there is none,
-    and says which folder the flag that named it wants."""
+    """Returns the settings of the run in `folder`. Raises ValueError where there is
+    none, and says which folder the flag that named it wants."""
     saved = folder / "config.json"
     if not saved.is_file():
         raise ValueError(
@@ -284,7 +284,8 @@ def settings_in(folder: Path, flag: str, what: str) -> TrainConfig:
 
 
 def absent_gpus(options: Options) -> printed_plan.Absent | None:
-    """Returns the GPUs of --device and --devices; None for those that are here.
+    """Returns the GPUs of --device and --devices; None where the plan is for those
+    here.
 
     Raises:
       ValueError: they are asked for without --dry-run, --devices without --device or
@@ -367,9 +368,9 @@ def run(arguments: list[str]) -> int:
 def timed_first(
     options: Options, run_folder: Path | None
 ) -> tuple[Corpus | None, StepTimes | None]:
-    """Returns the run's tokens, and how long its steps take on the GPUs of this
-    machine; None and None where that is not timed (`before_training.why_untimed`). JAX
-    is not yet asked for its devices in this process."""
+    """Returns the run's tokens, and the times of its steps on the GPUs of this machine;
+    None and None where they are not timed (`before_training.why_untimed`). JAX is not
+    yet asked for its devices in this process."""
     config = options.config
     if before_training.why_untimed(config, run_folder) is not None:
         return None, None
@@ -401,8 +402,9 @@ def resume_in_new_process(options: Options, run_folder: Path) -> NoReturn:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends this process. After an error at once, and not when all have agreed to end:
-    the others must notice, and one of them may be waiting for this one."""
+    """Ends this process with an exit status. After an error it ends at once, without
+    the wait for all to end together: the others must notice, and one of them may be
+    waiting for this one."""
     if status != 0 and jax.distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Which code a figure comes from."""
+"""The provenance of a figure: the commit that it comes from."""
 
 import subprocess
 

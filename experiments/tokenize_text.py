@@ -24,23 +24,24 @@ from sparsejax.data.tokenizers import Tokens, load_tokenizer
 
 TEXTS_AT_A_TIME = 256
 BYTES = 256
-"""Tokens that every byte-level vocabulary has."""
+"""The number of tokens that every byte-level vocabulary has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which text, and what is made of it."""
+    """Settings of the tokenizer and its shards: which text, and where they are
+    written."""
 
     folder: Path
-    """Where it goes; must not exist yet."""
+    """Folder that is written; it must not exist yet."""
     text: str | None = None
     """Glob of text files; None: the Python standard library's source."""
     vocab_size: int = 16_384
-    """The most classes of the tokenizer: a short text yields fewer."""
+    """Most classes of the tokenizer: a short text yields fewer."""
     trained_on: int = 2**26
-    """Bytes, of files that are not held out; merges are counted there."""
+    """Bytes of text, of files that are not held out, in which merges are counted."""
     validation_share: float = 0.01
-    """The share of the files that is held out."""
+    """Share of the files that is held out."""
 
 
 def main(config: Config) -> dict[str, int]:
@@ -116,7 +117,7 @@ def _is_utf8(content: bytes) -> bool:
 
 
 def _train(texts: Sequence[bytes], config: Config) -> str:
-    """Returns what tokenizer.json holds."""
+    """Returns the content of tokenizer.json."""
     try:
         import tokenizers
         from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -138,7 +139,7 @@ def _train(texts: Sequence[bytes], config: Config) -> str:
 
 
 def _some(texts: Sequence[bytes], most: int) -> Iterator[str]:
-    """Returns every so many-th text, about `most` bytes together."""
+    """Returns texts taken at equal distances, about `most` bytes together."""
     step = max(1, -(-sum(map(len, texts)) // most))
     return (text.decode() for text in texts[::step])
 

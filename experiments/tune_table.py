@@ -40,26 +40,29 @@ RECIPES: tuple[RecipeName, ...] = ("weights", "activations", "default", "paper")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which GEMMs are measured, and where the times are kept."""
+    """Settings of the tuning: which GEMMs are measured, and where the times are
+    kept."""
 
     like: tuple[str, ...] = ("NVIDIA H200",)
-    """The GPUs whose tables name the GEMMs."""
+    """Names of the GPUs whose tables name the GEMMs."""
     presets: tuple[PresetName, ...] = ("wide-200m", "gpt-124m")
-    """The GEMMs of every recipe for these, on one GPU, too."""
+    """Presets whose GEMMs, of every recipe on one GPU, are measured too."""
     d_model: tuple[int, ...] = ()
-    """The d_model of the tables' shapes that are measured; none given: every width."""
+    """Widths d_model of the tables' GEMMs that are measured; none given: every
+    width."""
     shipped: bool = False
-    """Keep the times in the table of this package, not in your cache folder."""
+    """Whether the times are kept in the table of this package, not in your cache
+    folder."""
     processes: int = 9
-    """How many compile at once. Each holds the operands of one GEMM."""
+    """Number of processes that compile at once. Each holds the operands of one GEMM."""
 
 
 def main(config: Config) -> list[tuning.Entry]:
-    """Measures, prints and keeps what is missing; returns it.
+    """Measures, prints and keeps the entries that are missing, and returns them.
 
     Raises:
       ValueError: the GPU here is no Hopper.
-      ChildProcessError: one of the processes has failed; what it says stands above.
+      ChildProcessError: one of the processes has failed; its error stands above.
     """
     # Else the first process would take most of the memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -81,7 +84,7 @@ def main(config: Config) -> list[tuning.Entry]:
 
 
 def _todo(config: Config) -> tuple[str, list[TunedGemm | GemmSpec]]:
-    """Returns the kind of GPU here, and what is not known of it."""
+    """Returns the kind of GPU here, and the GEMMs whose times on it are not known."""
     device = current_device()
     if (reason := device.why_not_hopper()) is not None:
         raise ValueError(f"there is nothing to tune: {reason}")
@@ -104,7 +107,7 @@ def _is_chosen(config: Config, gemm: TunedGemm) -> bool:
 def _side_by_side(
     jobs: Sequence[TunedGemm | GemmSpec], processes: int
 ) -> Iterator[tuning.Entry]:
-    """The entries, as they are found."""
+    """Yields the entries as they are found by several processes."""
     if not jobs:
         return
     context = get_context("spawn")
@@ -147,8 +150,8 @@ def _work(
     timed: Barrier,
     found: Queue,
 ) -> None:
-    """In each round one of the jobs, compiled while all others compile theirs, and
-    timed while all others wait."""
+    """Tunes one of the jobs in each round, compiled while all others compile theirs,
+    and timed while all others wait."""
     for turn in range(rounds):
         trial = _trial(jobs[turn]) if turn < len(jobs) else None
         compiled.wait()
@@ -160,8 +163,7 @@ def _work(
 
 
 def _trial(job: TunedGemm | GemmSpec) -> Trial:
-    """Returns the GEMM on random operands, compiled, with the configs that are
-    correct."""
+    """Returns the trial of a GEMM, with the configs that are correct."""
     if isinstance(job, TunedGemm):
         trial = tune.trial_of_entry(job)
     else:

@@ -1,1 +1,1 @@
-"""Pallas GPU kernels."""
+"""Pallas kernels for GPUs, and the tuning of their configs."""

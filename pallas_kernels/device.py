@@ -1,5 +1,5 @@
-"""What a GPU is, as a plain value. A GPU that is there is asked; one that is not is
-looked up in a table."""
+"""The facts about a GPU, as a plain value: those of a GPU that is there are asked for,
+those of one that is not are looked up in a table."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,24 +12,25 @@ HOPPER = "9.0"
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One kind of device. Everything that chooses a kernel reads this value."""
+    """One kind of device, as all code that chooses a kernel reads it."""
 
     platform: str
-    """What `jax.Device.platform` says: "gpu" or "cpu"."""
+    """The platform as in `jax.Device.platform`: "gpu" or "cpu"."""
     kind: str
-    """What `jax.Device.device_kind` says, for example "NVIDIA H200"."""
+    """The model as in `jax.Device.device_kind`, for example "NVIDIA H200"."""
     compute_capability: str | None = None
-    """The compute capability, such as "9.0"; None for what is no GPU of NVIDIA."""
+    """The compute capability, such as "9.0"; None for a device that is no GPU of
+    NVIDIA."""
     multiprocessors: int | None = None
-    """How many multiprocessors it has; None where that is not known."""
+    """The number of multiprocessors; None where it is not known."""
     memory_bytes: int | None = None
-    """How much memory programs may allocate; for a GPU that is not there, all that it
-    has; None where that is not known."""
+    """The bytes of memory that programs may allocate; for a GPU that is not there, all
+    that it has; None where that is not known."""
 
     @classmethod
     def of(cls, device: Any) -> "Device":
-        """Returns what a `jax.Device` says of itself. What its backend does not tell is
-        read from the table under its kind, and is None where the table does not have
+        """Returns the facts that a `jax.Device` states. What its backend does not tell
+        is read from the table under its kind, and is None where the table does not have
         it."""
         asked = cls(platform=device.platform, kind=device.device_kind)
         if device.platform != "gpu":  # its attributes of these names mean other things
@@ -46,7 +47,7 @@ class Device:
 
     @classmethod
     def named(cls, kind: str) -> "Device":
-        """Returns a GPU that need not be there, from the table.
+        """Returns a GPU from the table; it need not be there.
 
         Raises:
           ValueError: the table does not have `kind`; lists what it has.
@@ -60,12 +61,12 @@ class Device:
 
     @property
     def is_hopper(self) -> bool:
-        """Whether it has Hopper's sparse tensor cores."""
+        """Whether the device has Hopper's sparse tensor cores."""
         return self.compute_capability == HOPPER
 
     def why_not_hopper(self) -> str | None:
-        """Returns why Hopper's kernels cannot be cut up for it and run on it, or
-        None."""
+        """Returns why the device cannot run Hopper's kernels, which have to be cut up
+        for its number of multiprocessors, or None where it can."""
         if not self.is_hopper:
             return f"needs a Hopper GPU, not {self.kind or self.platform}"
         if self.multiprocessors is None:
@@ -73,11 +74,10 @@ class Device:
         return None
 
     def count_multiprocessors(self) -> int:
-        """Returns how many multiprocessors it has, for a kernel that is cut up for
-        them.
+        """Returns the number of multiprocessors, for a kernel that is cut up for them.
 
         Raises:
-          ValueError: that is not known.
+          ValueError: the number is not known.
         """
         if self.multiprocessors is None:
             raise ValueError(
@@ -92,8 +92,8 @@ CPU = Device(platform="cpu", kind="cpu")
 
 
 def _allocatable(device: Any) -> int | None:
-    """Returns how many bytes the backend may allocate there; None where it does not
-    say."""
+    """Returns how many bytes the backend of a device may allocate; None where it does
+    not say."""
     try:
         statistics = device.memory_stats()
     except (AttributeError, NotImplementedError, RuntimeError):
@@ -164,7 +164,7 @@ DENSE_PEAK_TFLOPS = {
 
 
 def dense_peak_tflops(kind: str, dtype: str) -> float | None:
-    """Returns TFLOP/s of a dense GEMM by the data sheet of exactly this
-    `Device.kind`; None for one that is not in the table, or a dtype that its data
+    """Returns the TFLOP/s of a dense GEMM by the data sheet of exactly this
+    `Device.kind`; None for a kind that is not in the table, or a dtype that its data
     sheet leaves open."""
     return DENSE_PEAK_TFLOPS.get(kind, {}).get(dtype)

@@ -1,10 +1,11 @@
-"""Which config runs a GEMM fastest, and by how much: searched once, then looked up.
+"""The fastest config of each GEMM, and its gain over dense: searched once, then looked
+up.
 
-`tuned/<gpu>.json` holds one entry per GEMM (`TunedGemm`), with the dense time of the
-same run; the user's cache holds those of his own GPU (`tuning_cache`). A GEMM of
-another size is estimated from the largest one that is nowhere larger: what sparsity
-gains, packing included, grows with every size. On a Hopper GPU that has an entry for
-neither it is estimated from what was measured on another one.
+`tuned/<gpu>.json` holds one entry per `TunedGemm`, with the dense time of the same run; the
+user's cache holds those of his own GPU (`tuning_cache`). A GEMM of another size is
+estimated from the largest one that is nowhere larger: what sparsity gains, packing
+included, grows with every size. On a Hopper GPU that has an entry for neither it is
+estimated from what was measured on another one.
 """
 
 import dataclasses
@@ -30,37 +31,38 @@ from pallas_kernels.tuned_gemm import TunedGemm
 FOLDER = Path(__file__).parent / "tuned"
 
 NEIGHBOUR = 2.0
-"""An entry also speaks for numbers of tokens up to this factor away from its own."""
+"""The factor up to which an entry also speaks for smaller or larger numbers of
+tokens."""
 
 ESTIMATED_GAIN = 1.16
-"""How many times as fast as dense a GEMM must be by estimate to be chosen unasked: more
-than any estimate of a shipped entry, made from the others of its GPU, is above its
-measurement."""
+"""How many times as fast as dense an estimated GEMM must be to be chosen unasked: more
+than any estimate of a shipped entry, made from the other entries of its GPU, is above
+its measurement."""
 
 GAIN_ELSEWHERE = 1.25
-"""How many times as fast as dense a GEMM must be to be chosen unasked where the
-estimate is made from another GPU. Of 75 shapes that were measured on an H100 and on an
-H200, the one's gain was at most 1.22 times the other's."""
+"""How many times as fast as dense a GEMM must be to be chosen unasked where it is
+estimated from another GPU. Of 75 shapes that were measured on an H100 and on an H200,
+the gain on one was at most 1.22 times that on the other."""
 
 LEAST_FLOPS = 2**34
-"""Smaller GEMMs that nobody measured are left to the dense library: what a launch costs
-is no longer small beside what sparsity saves."""
+"""The FLOPs below which a GEMM that nobody measured is left to the dense library: the
+cost of a launch is no longer small beside what sparsity saves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """The fastest config of one GEMM, and where the times come from."""
+    """The fastest config of one GEMM, its times, and where they come from."""
 
     gemm: TunedGemm
     config: Config
     sparse_us: float
-    """The median time of the kernel alone, us."""
+    """The median time of the kernel alone, in microseconds."""
     dense_us: float
-    """The median time of the dense library's GEMM of the same product, us, interleaved
-    in the same run."""
+    """The median time of the dense library's GEMM of the same sizes, in microseconds,
+    interleaved in the same run."""
     pack_us: float
-    """The median time of packing A, us: a weight is packed once per optimiser step, an
-    activation at every call."""
+    """The median time of packing A, in microseconds: a weight is packed once per
+    optimiser step, an activation at every call."""
     jax: str
     date: str
     commit: str | None
@@ -68,32 +70,34 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """How long a GEMM takes, in us, in proportion to what an entry took."""
+    """The times of a GEMM in microseconds, in proportion to those of an entry."""
 
     sparse_us: float
     dense_us: float
     pack_us: float
     entry: Entry
     smaller: bool
-    """Whether no entry was near, and this one is of a smaller GEMM."""
+    """Whether no entry was near, so that `entry` is of a smaller GEMM."""
     measured_on: str | None = None
-    """The kind of another GPU that the entry is of; None: it is of this one."""
+    """The kind of GPU that the entry was measured on, where it is not this one; else
+    None."""
 
     @property
     def estimated(self) -> bool:
-        """Whether nobody measured this GEMM on this GPU."""
+        """Whether the times are an estimate, since nobody measured this GEMM on this
+        GPU."""
         return self.smaller or self.measured_on is not None
 
     @property
     def least_gain(self) -> float:
-        """How many times as fast as dense it must be to be chosen unasked."""
+        """How many times as fast as dense the GEMM must be to be chosen unasked."""
         if self.measured_on is not None:
             return GAIN_ELSEWHERE
         return ESTIMATED_GAIN if self.smaller else 1.0
 
 
 def file_of(kind: str) -> Path:
-    """Returns the file of the table that this package ships of a GPU, `kind` as in
+    """Returns the file of the table that this package ships for a GPU; `kind` is as in
     `Device`."""
     return FOLDER / f"{kind.lower().replace(' ', '_')}.json"
 
@@ -102,34 +106,35 @@ _SIZES = ("tokens", "d_in", "d_out", "experts")
 """The fields of a `TunedGemm` in which an estimate may differ from its entry."""
 
 _given: dict[str, Mapping[TunedGemm, Entry]] = {}
-"""The user's entries by kind of GPU, where they are not those of the cache: another
+"""The user's entries by kind of GPU, where the cache does not hold them: another
 process has given them, or this one has found them and could not write them."""
 
 
 @lru_cache
 def entries(kind: str) -> Mapping[TunedGemm, Entry]:
-    """Returns all entries of a GPU, none where it was never tuned: those that this
-    package ships, and the user's own, which win where both have a GEMM."""
+    """Returns all entries of a GPU by GEMM, none where it was never tuned: those that
+    this package ships, and the user's own, which win where both have a GEMM."""
     return {**shipped(kind), **own(kind)}
 
 
 def forget() -> None:
-    """Forgets what was read, so that all files are read anew when they are next asked
-    for."""
+    """Forgets all files that were read, so that they are read anew when they are next
+    asked for."""
     entries.cache_clear()
     shipped.cache_clear()
 
 
 @lru_cache
 def shipped(kind: str) -> Mapping[TunedGemm, Entry]:
-    """Returns the entries of a GPU that came with this package."""
+    """Returns the entries of a GPU that came with this package, by GEMM."""
     file = file_of(kind)
     return _by_gemm(_read(file.read_text())) if file.exists() else {}
 
 
 def own(kind: str) -> Mapping[TunedGemm, Entry]:
-    """Returns the entries of a GPU that its user has measured, with what is installed
-    here. A file that cannot be read is left out, with a warning that names it."""
+    """Returns the entries that the user of a GPU has measured with the installed
+    versions, by GEMM. A file that cannot be read is left out, with a warning that
+    names it."""
     if kind in _given:
         return _given[kind]
     found: list[Entry] = []
@@ -147,9 +152,9 @@ def own(kind: str) -> Mapping[TunedGemm, Entry]:
 
 
 def save(kind: str, found: Iterable[Entry]) -> None:
-    """Keeps what the user of a GPU has measured, beside what is kept already; instead
-    of it where both have a GEMM. Where the cache folder cannot be written a warning
-    says so, and the entries are known to this process alone."""
+    """Keeps entries that the user of a GPU has measured, in place of earlier ones of
+    the same GEMMs. Where the cache folder cannot be written a warning says so, and the
+    entries are known to this process alone."""
     found = list(found)
     known = {**own(kind), **_by_gemm(found)}
     try:
@@ -169,8 +174,9 @@ def save(kind: str, found: Iterable[Entry]) -> None:
 
 
 def save_shipped(kind: str, found: Iterable[Entry]) -> None:
-    """Adds entries to the table that this package ships of a GPU, one JSON object per
-    line; those of the same GEMM are replaced. For its developers."""
+    """Adds entries to the table that this package ships for a GPU, one JSON object per
+    line, in place of earlier ones of the same GEMMs. It is for the developers of the
+    package."""
     known = {**shipped(kind), **_by_gemm(found)}
     FOLDER.mkdir(exist_ok=True)
     in_order = sorted(known, key=dataclasses.astuple)
@@ -184,8 +190,8 @@ def own_as_text(kind: str) -> str:
 
 
 def take_own(kind: str, text: str) -> None:
-    """Takes the user's entries of another process, as `own_as_text` gave them, in place
-    of what the cache of this process has."""
+    """Takes the user's entries of another process, as `own_as_text` returned them
+    there, in place of those in this process's cache."""
     _given[kind] = _by_gemm(_read(text))
     forget()
 
@@ -195,8 +201,8 @@ def _text(found: Iterable[Entry]) -> str:
 
 
 def _read(text: str) -> list[Entry]:
-    """Reads what `_text` wrote. Raises ValueError, TypeError or KeyError for other
-    text."""
+    """Returns the entries that `_text` wrote. Raises ValueError, TypeError or KeyError
+    for other text."""
     found = []
     for line in text.splitlines():
         row = json.loads(line)
@@ -223,7 +229,7 @@ def _name_of(gemm: TunedGemm) -> str:
 
 def nearest(device: Device, gemm: TunedGemm) -> Entry | None:
     """Returns the entry for `gemm`, or for the closest number of tokens within
-    `NEIGHBOUR`, everything else being equal; None where there is none."""
+    `NEIGHBOUR` with everything else equal; None where there is none."""
 
     def distance(entry: Entry) -> float:
         return abs(math.log(entry.gemm.tokens / gemm.tokens))
@@ -261,7 +267,8 @@ def largest_inside(device: Device, gemm: TunedGemm) -> Entry | None:
 
 def nearest_tuned(device: Device) -> Device | None:
     """Returns the other GPU whose shipped entries speak for `device` where it has none:
-    of the Hoppers that have any, the one whose number of multiprocessors is closest."""
+    of the Hoppers that have any, the one whose number of multiprocessors is closest.
+    None where `device` is no Hopper or no other GPU has entries."""
     if device.why_not_hopper() is not None:
         return None
     count = device.count_multiprocessors()
@@ -278,13 +285,15 @@ def nearest_tuned(device: Device) -> Device | None:
 
 
 def times(device: Device, gemm: TunedGemm, rows_of_token: int = 1) -> Times | None:
-    """Returns the times of the nearest entry, or of the largest inside; else those of
-    the nearest tuned GPU, longer by as much as this one has fewer multiprocessors; None
-    where there is no entry.
+    """Returns the times of a GEMM in proportion to the nearest entry, or to the largest
+    inside; else to those of the nearest tuned GPU, longer by as much as this one has
+    fewer multiprocessors. None where there is no entry.
 
     Args:
-      rows_of_token: how many of the GEMM's rows stand for one of the dense GEMM: a
-        token may have several experts. Entries are of one.
+      device: the GPU that will run the GEMM.
+      gemm: the GEMM.
+      rows_of_token: how many of the GEMM's rows stand for one row of the dense GEMM,
+        since a token may have several experts. Entries are of one.
     """
     for source in filter(None, (device, nearest_tuned(device))):
         near = nearest(source, gemm)
@@ -312,8 +321,8 @@ def times(device: Device, gemm: TunedGemm, rows_of_token: int = 1) -> Times | No
 
 
 def config_for(device: Device, shape: Shape) -> Config:
-    """Returns the config of the entry that `times` takes, or the heuristic's. A GEMM
-    whose result is packed takes that of the same GEMM without."""
+    """Returns the config of the entry that `times` takes, or else the heuristic's. A
+    GEMM whose result is packed takes the config of the same GEMM without packing."""
     gemm = TunedGemm.of(shape)
     known = None if gemm is None else times(device, gemm)
     if known is not None and why_invalid(known.entry.config, shape) is None:
@@ -322,7 +331,8 @@ def config_for(device: Device, shape: Shape) -> Config:
 
 
 def why_slower(device: Device, gemm: TunedGemm) -> str | None:
-    """Returns why not to choose the sparse GEMM unasked, or None."""
+    """Returns why not to choose the sparse GEMM unasked, or None where it may be
+    chosen."""
     known = times(device, gemm)
     if known is None:
         if 2 * gemm.multiplications >= LEAST_FLOPS:
@@ -350,7 +360,7 @@ def candidates(shape: Shape, multiprocessors: int) -> list[Config]:
     """Returns the configs that the search tries: the valid ones of a small grid, and
     the heuristic's.
 
-    What lost on every shape is not in it: see `experiments/LOG.md`.
+    Configs that lost on every shape are not in the grid: see `experiments/LOG.md`.
     """
     heuristic = default_config(shape, multiprocessors)
     grid = [
@@ -372,10 +382,11 @@ def search(
     is_correct: Callable[[Config], bool],
     time_us: Callable[[list[Config]], Mapping[Config, float]],
 ) -> tuple[Config, float]:
-    """Returns the fastest correct config and its time, us.
+    """Returns the fastest correct config, and its time in microseconds.
 
     Args:
-      configs: what to try: `candidates`.
+      shape: the GEMM.
+      configs: the configs to try, such as `candidates`.
       is_correct: whether a config computes the GEMM; asked before anything is timed.
       time_us: times configs against each other.
     Raises:

@@ -1,4 +1,4 @@
-"""Where a user's own tuning results are kept: a file per GEMM, in a cache folder.
+"""The cache of a user's own tuning results: a file per GEMM, in a cache folder.
 
     CACHE/tuned/<gpu>/driver-<version>_jax-<version>_kernels-<hash>/<gemm>.json
 
@@ -20,7 +20,7 @@ import jax
 from jax.extend.backend import get_backend
 
 VARIABLE = "SPARSEJAX_CACHE"
-"""The environment variable that names the folder."""
+"""The environment variable that names the cache folder."""
 
 NO_KERNELS = (
     "__init__.py",
@@ -46,8 +46,8 @@ def root() -> Path:
 
 
 def folder(kind: str) -> Path:
-    """Returns the folder of the files of a kind of GPU, measured with what is installed
-    here; it need not exist. Raises as `root`."""
+    """Returns the folder of the files of a kind of GPU, measured with the installed
+    versions; it need not exist. Raises as `root`."""
     versions = f"driver-{driver_version()}_jax-{jax.__version__}"
     key = f"{versions}_kernels-{kernel_hash()}"
     return root() / "tuned" / _as_name(kind.lower()) / _as_name(key)
@@ -55,8 +55,8 @@ def folder(kind: str) -> Path:
 
 @lru_cache
 def driver_version() -> str:
-    """Returns the version of the GPU's driver: by NVML, where Python has it; else what
-    JAX's backend says of itself; else "unknown"."""
+    """Returns the version of the GPU's driver: from NVML, where Python has it, else
+    from JAX's backend, else "unknown"."""
     try:
         # Not one of our dependencies.
         nvml = importlib.import_module("pynvml")
@@ -83,7 +83,7 @@ def kernel_hash(package: Path = Path(__file__).parent) -> str:
 
 
 def files(kind: str) -> list[Path]:
-    """Returns the files that were kept of a kind of GPU, in the order of their names;
+    """Returns the files that were kept for a kind of GPU, in the order of their names;
     none where the folder cannot be read."""
     try:
         return sorted(folder(kind).glob("*.json"))
@@ -92,7 +92,7 @@ def files(kind: str) -> list[Path]:
 
 
 def write(kind: str, name: str, text: str) -> None:
-    """Keeps `text` under `name`, instead of what was there, all of it or nothing.
+    """Writes `text` under `name`, in place of what was there, all of it or nothing.
 
     Raises:
       OSError, RuntimeError: the folder cannot be made or written; says which.
@@ -111,6 +111,6 @@ def write(kind: str, name: str, text: str) -> None:
 
 
 def _as_name(text: str) -> str:
-    """Returns a text as the name of a folder: of letters, digits, dots, underscores,
-    hyphens."""
+    """Returns a text as the name of a folder, made of letters, digits, dots,
+    underscores and hyphens."""
     return re.sub(r"[^\w.-]+", "-", text)[:128]

@@ -1,5 +1,5 @@
-"""What a value may be, as its annotation says: types, `Literal`s, unions of both, and
-tuples of any length whose entries are one of them.
+"""The values that an annotation allows: types, `Literal`s, unions of both, and tuples
+of any length whose entries are one of them.
 
 Python keeps no caller to an annotation, and a choice that nothing knows falls through
 the branches that know the others. Where a choice is given, it is checked here.
@@ -21,13 +21,14 @@ PYTHON_NAMES = {
 
 def check_value(name: str, value: Any, annotation: Any) -> None:
     """Raises ValueError where `value`, an argument `name`, is not what `annotation`
-    allows; the message names everything that is."""
+    allows; the message names everything that it allows."""
     if not fits(value, annotation):
         raise ValueError(f"{name}={value!r} must be {in_words(annotation)}")
 
 
 def check_fields(settings: Any, section: str = "") -> None:
-    """`check_value` of every field of a dataclass.
+    """Raises ValueError where a field of a dataclass is not what its annotation allows;
+    see `check_value`.
 
     Args:
       settings: a dataclass whose annotations are types, `Literal`s or unions of them,
@@ -39,8 +40,8 @@ def check_fields(settings: Any, section: str = "") -> None:
 
 
 def fits(value: Any, annotation: Any) -> bool:
-    """Returns whether `annotation` allows `value`. True and False are no numbers, and
-    an int is a float."""
+    """Returns whether `annotation` allows `value`. True and False do not count as
+    numbers, and an int counts as a float."""
     return any(_fits_one(value, kind) for kind in kinds_of(annotation))
 
 
@@ -72,7 +73,8 @@ def in_words(annotation: Any, names: Mapping[type, str] = PYTHON_NAMES) -> str:
 
 
 def kinds_of(annotation: Any) -> tuple[Any, ...]:
-    """Returns the types and `Literal`s that a value may be any one of."""
+    """Returns the types and `Literal`s that make up `annotation`, any one of which a
+    value may be."""
     is_union = get_origin(annotation) in (Union, UnionType)
     return get_args(annotation) if is_union else (annotation,)
 

@@ -1,4 +1,5 @@
-"""Settings as JSON: config.json of a run folder, and what a resumed run may change."""
+"""Settings as JSON: a run folder's config.json, and the settings that a resume may
+change."""
 
 import json
 import sys
@@ -33,8 +34,8 @@ JSON_NAMES = {
 
 
 def to_json(config: TrainConfig) -> dict[str, Any]:
-    """Returns the resolved settings as nested plain values; patterns as "2:4" or
-    "128:2:32", routers by name."""
+    """Returns the resolved settings as nested plain values, with patterns as "2:4" or
+    "128:2:32" and routers by name."""
     settings = _plain(config)
     if not config.phases.schedule:
         settings["phases"]["sparsity"] = _plain(config.sparsity)
@@ -54,9 +55,10 @@ def _plain(value: Any) -> Any:
 
 
 def from_json(settings: Any) -> TrainConfig:
-    """Returns the inverse of `to_json`, for settings that may have been edited by hand.
+    """Returns the settings that `to_json` has written, and that may have been edited
+    since.
 
-    A setting that is not there has its default, as those have that a newer version of
+    A setting that is not there has its default, as one has that a newer version of
     sparsejax added; the default of a setting in `phases.sparsity` is the recipe's.
     Nothing is converted, except an integer where a float is due.
 
@@ -69,7 +71,8 @@ def from_json(settings: Any) -> TrainConfig:
 
 
 def _on_its_recipe(settings: Any) -> Any:
-    """Fills in by the recipe what the settings leave out of `phases.sparsity`."""
+    """Returns the settings with those that `phases.sparsity` leaves out filled in by
+    the recipe."""
     phases = settings.get("phases") if isinstance(settings, Mapping) else None
     if not isinstance(phases, Mapping):
         return settings
@@ -81,13 +84,13 @@ def _on_its_recipe(settings: Any) -> Any:
 
 
 FORMER_DEFAULTS = {"experts": 4, "block_rows": 128}
-"""Two settings of the phases that are a pattern since: V:2:M with V `block_rows` and M
-four times `experts`."""
+"""The defaults of two former settings of the phases that are one pattern now: V:2:M,
+with V `block_rows` and M four times `experts`."""
 
 
 def _with_sparsity(settings: Any) -> Any:
-    """Brings the settings of an earlier version, which had those of the sparse phase's
-    sparsity in `phases` itself, to the form of this one.
+    """Returns settings of an earlier version in the form of this one: the earlier
+    version kept the sparsity of the sparse phase in `phases` itself.
 
     Raises:
       ValueError: a setting that has become a part of a pattern is no integer, or the
@@ -133,8 +136,8 @@ def from_plain[T](kind: type[T], values: Any) -> T:
     """Returns a dataclass from nested plain values, as JSON has them.
 
     Raises:
-      ValueError: names the dotted field that it does not know, or whose type or value
-        is wrong.
+      ValueError: names the dotted field that the dataclass does not have, or whose type
+        or value is wrong.
     """
     return _typed(kind, values, "")
 
@@ -155,14 +158,14 @@ def read_config(path: Path) -> TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleFile:
-    """What a file of phases holds."""
+    """The content of a file of phases."""
 
     phase: tuple[PhaseConfig, ...]
 
 
 def read_schedule(path: Path) -> tuple[PhaseConfig, ...]:
     """Returns the phases in a file: tables [[phase]] of TOML with the settings of a
-    `PhaseConfig`, or, in a file .json, an object with a list "phase" of the same.
+    `PhaseConfig`, or, in a .json file, an object with a list "phase" of such objects.
 
     Raises:
       ValueError: names the file, and why it cannot be read or which setting is wrong.
@@ -179,7 +182,8 @@ def read_schedule(path: Path) -> tuple[PhaseConfig, ...]:
 
 
 def _typed(hint: Any, value: Any, name: str) -> Any:
-    """Returns `value`, read from JSON, as the type `hint` of the setting `name`."""
+    """Returns `value`, read from JSON, as a value of the type `hint`; `name` is the
+    setting's."""
     nested = [kind for kind in kinds_of(hint) if is_dataclass(kind)]
     if NM in nested or VNM in nested:
         return _typed_pattern(hint, value, name)
@@ -204,7 +208,8 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
 
 
 def _typed_pattern(hint: Any, value: Any, name: str) -> Pattern | None:
-    """Returns `_typed` of a setting that is a pattern, or None."""
+    """Returns the pattern, or None, of a setting whose type is a pattern; see
+    `_typed`."""
     try:
         pattern = patterns.named_pattern(value) if isinstance(value, str) else value
     except ValueError as error:
@@ -218,7 +223,7 @@ def _typed_pattern(hint: Any, value: Any, name: str) -> Pattern | None:
 
 
 def _typed_router(value: Any, name: str) -> Router:
-    """Returns `_typed` of a setting that is a router."""
+    """Returns the router of a setting whose type is a router; see `_typed`."""
     try:
         return routers.named_router(value)
     except ValueError as error:
@@ -274,9 +279,10 @@ MAY_CHANGE = frozenset(
         "data.tokenizer",
     }
 )
-"""Settings that a resumed run may change. The mesh changes how the training is computed
-and the steps how long it is. Data may have moved: a resume compares the tokens, by the
-corpus's fingerprint. None of the others touches the training."""
+"""The dotted names of the settings that a resumed run may change. The mesh changes how
+the training is computed and the steps how long it is. Data may have moved: a resume
+compares the tokens, by the corpus's fingerprint. The other settings do not touch the
+training."""
 
 
 def check_resumable(before: TrainConfig, after: TrainConfig, folder: Path) -> None:
@@ -308,10 +314,10 @@ MAY_DIFFER_IN_BRANCH = (
         "keep_slower",
     }
 )
-"""Settings that a branch may have other than its trunk: how long it trains, how sparse,
-at which learning rate, and how that is computed. All others say what the trunk's
-checkpoint is: sizes of the model and the function it computes, the tokens, their order,
-and the seed, whose random key is in the state."""
+"""The dotted names of the settings that a branch may have other than its trunk: how
+long it trains, how sparse, at which learning rate, and how that is computed. All others
+say what the trunk's checkpoint is: sizes of the model and the function it computes, the
+tokens, their order, and the seed, whose random key is in the state."""
 
 
 def check_branchable(trunk: TrainConfig, branch: TrainConfig, folder: Path) -> None:
@@ -329,7 +335,8 @@ def check_branchable(trunk: TrainConfig, branch: TrainConfig, folder: Path) -> N
 
 
 def changed_settings(before: TrainConfig, after: TrainConfig) -> dict[str, tuple]:
-    """Returns the dotted names of the settings that differ, with both values."""
+    """Returns the dotted names of the settings that differ, each with its value before
+    and after."""
 
     def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         flat = {}

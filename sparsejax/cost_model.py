@@ -1,5 +1,5 @@
-"""What a run will cost, before it runs: parameters, FLOPs, memory, what devices send
-each other, expected speed-up.
+"""The cost of a run before it runs: parameters, FLOPs, memory, what devices send each
+other, expected speed-up.
 
 Pure arithmetic over settings; nothing is allocated or compiled. Counts are per token
 where the name says so, a multiply-add is two FLOPs, and forward plus backward is three
@@ -18,20 +18,20 @@ ONE_DEVICE = MeshConfig(data=1)
 
 _GATED = (1, 1, 2, 3, 4, 4, 5, 5, 6)
 GEMM_NUMBERS = {"relu2": (1, 2, 3, 4, 5, 6), "swiglu": _GATED, "reglu2": _GATED}
-"""The FFN's GEMMs, each 2 tokens d_model d_hidden FLOPs, by the row of the table in
-`feed_forward.spec` that they stand in: the gate doubles rows 1, 4 and 5."""
+"""The numbers of the FFN's GEMMs, each of 2 tokens d_model d_hidden FLOPs: the rows of
+the table in `feed_forward.spec` that they stand in. A gate doubles rows 1, 4 and 5."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCount:
-    """Trained parameters by component, over all layers."""
+    """The number of trained parameters of each component, over all layers."""
 
     embedding: int
     attention: int
     ffn: int
     norms: int
     head: int
-    """0 where the head is the embedding."""
+    """The number of parameters of the head; 0 where the head is the embedding."""
 
     @property
     def total(self) -> int:
@@ -55,7 +55,7 @@ def parameter_count(config: ModelConfig) -> ParameterCount:
 
 @dataclass(frozen=True, kw_only=True)
 class FlopsPerToken:
-    """FLOPs of one token, forward and backward, all GEMMs dense, by component.
+    """The FLOPs of one token, forward and backward, with all GEMMs dense, by component.
 
     The embedding is a look-up and norms and activations are not counted. Attention's
     scores and mixing (SDPA) are stated twice: `sdpa_full` multiplies every query with
@@ -69,18 +69,20 @@ class FlopsPerToken:
     head: int
 
     def total(self, *, causal: bool = True) -> int:
-        """Returns the sum over all components; with `causal` the future's scores are
-        not counted."""
+        """Returns the sum over all components; with `causal` the scores of the future
+        are not counted."""
         sdpa = self.sdpa_causal if causal else self.sdpa_full
         return self.attention_projections + sdpa + self.ffn + self.head
 
     def ffn_share(self, *, causal: bool = True) -> float:
-        """Returns f, the share of a dense step's FLOPs that the FFN can save."""
+        """Returns f, the FFN's share of a dense step's FLOPs, which bounds what it can
+        save."""
         return self.ffn / self.total(causal=causal)
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> FlopsPerToken:
-    """Returns the FLOPs of one token in a sequence of `sequence_length`, dense."""
+    """Returns the FLOPs of one token in a sequence of `sequence_length`, with all GEMMs
+    dense."""
     parameters = parameter_count(config)
     # Forward: Q K^T and P V are each 2 * sequence_length * d_model per token.
     sdpa = 3 * config.layers * 4 * sequence_length * config.d_model
@@ -96,24 +98,26 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> FlopsPerToken:
 def relative_flops(
     config: ModelConfig, whole: ModelConfig, sequence_length: int
 ) -> float:
-    """Returns the FLOPs of a dense step of one model over those of another one."""
+    """Returns the FLOPs of a dense step of `config` over those of a dense step of
+    `whole`."""
     own, other = (flops_per_token(of, sequence_length) for of in (config, whole))
     return own.total() / other.total()
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelFactors:
-    """Assumed speed of a sparse GEMM, as a multiple of the dense one of the same shape.
+    """The assumed speed of a sparse GEMM, as a multiple of the dense one of the same
+    shape.
 
     Measure with the benchmarks of this repository and pass your own.
     """
 
     two_four: float = 1.5
-    """One operand 2:4, of at most 2. Micro-benchmark quoted for arXiv 2602.06183 (H200,
-    cuSPARSELt-class kernels)."""
+    """The speed-up of a GEMM with one 2:4 operand, at most 2. Micro-benchmark quoted
+    for arXiv 2602.06183 (H200, cuSPARSELt-class kernels)."""
     grouped_efficiency: float = 1.0
-    """Of the factor experts / experts_per_token, how much a grouped GEMM realises. With
-    `two_four` the default gives 6 for 4 experts (V:2:16), inside the 4 to 7 that
+    """The share of the factor experts / experts_per_token that a grouped GEMM realises.
+    With `two_four` the default gives 6 for 4 experts (V:2:16), inside the 4 to 7 that
     kernels for this format reach."""
 
 
@@ -122,7 +126,7 @@ def gemm_speedups(
     sparsity: FFNSparsity,
     factors: KernelFactors = KernelFactors(),
 ) -> tuple[float, ...]:
-    """Returns s_i, the assumed speed-up of each FFN GEMM, in the order of
+    """Returns the assumed speed-up s_i of each FFN GEMM, in the order of
     `GEMM_NUMBERS`."""
     routed = max(1.0, _routing_factor(sparsity) * factors.grouped_efficiency)
     return _gemm_factors(config, sparsity, factors.two_four, routed)
@@ -154,8 +158,8 @@ def predicted_speedup(
 
 
 LOWER_CLOCK = 0.04
-"""By how much longer a dense step took on an H200, of 134 M to 7 B parameters, once the
-process had run a kernel that uses sparse tensor cores (experiments/LOG.md,
+"""The share by which a dense step took longer on an H200, of 134 M to 7 B parameters,
+once the process had run a kernel that uses sparse tensor cores (experiments/LOG.md,
 2026-11-22)."""
 
 
@@ -172,28 +176,29 @@ def whole_run_speedup(sparse_step: float, sparse_share: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBytes:
-    """Bytes on one device in a training step, by use; the peak is below `total` where
-    uses do not overlap, above it by the compiler's temporaries, among them copies of
-    weights in the compute dtype and a layer's gradients before they are reduced."""
+    """The bytes on one device in a training step, by use. The peak is below `total`
+    where uses do not overlap, and above it by the compiler's temporaries, among them
+    copies of weights in the compute dtype and a layer's gradients before they are
+    reduced."""
 
     parameters: int
-    """float32 masters."""
+    """The float32 master weights."""
     moments: int
-    """AdamW's two, float32."""
+    """AdamW's two moments, float32."""
     gradients: int
-    """float32, for all parameters at once."""
+    """The gradients of all parameters at once, float32."""
     packed: int
     """S(W) of the sparse weights, as `Compressed` holds them: half the values in the
     compute dtype, and one byte of position for each. `Packed`, on Hopper, takes three
     quarters of that."""
     gathered: int
     """The largest set of weights that is held whole over fsdp at one time, in the
-    compute dtype: a layer's, or the head. With remat "none" attention's of all layers,
-    which the backward reads again. 0 where fsdp is 1."""
+    compute dtype: a layer's, or the head. With remat "none" attention's of all layers
+    are added, which the backward reads again. 0 where fsdp is 1."""
     activations: int
-    """Saved between forward and backward."""
+    """The activations that are saved between forward and backward."""
     logits: int
-    """float32, and their gradient."""
+    """The logits, float32, and their gradient in the compute dtype."""
 
     @property
     def total(self) -> int:
@@ -280,25 +285,25 @@ def _largest_gathered(
 
 @dataclass(frozen=True, kw_only=True)
 class GatheredBytes:
-    """Bytes of weights as the GEMMs read them, all of a matrix: of one layer, and of
-    the head.
+    """The bytes of the weights that the GEMMs of one layer, and the head, read, each
+    matrix whole.
 
-    In the compute dtype. A 2:4 weight travels compressed: half the values, and two bits
-    of position for each, which is 9/16 of the dense weight in bfloat16.
+    Numbers are in the compute dtype. A 2:4 weight travels compressed: half the values,
+    and two bits of position for each, which is 9/16 of the dense weight in bfloat16.
     """
 
     attention: int
     ffn_forward: int
-    """S(W1) for GEMM 1 and W2 for GEMM 2."""
+    """The bytes of S(W1) for GEMM 1 and of W2 for GEMM 2."""
     ffn_backward: int
-    """S(W2^T) for GEMM 3 and W1 for GEMM 4."""
+    """The bytes of S(W2^T) for GEMM 3 and of W1 for GEMM 4."""
     ffn_recomputed: int
-    """What GEMM 1 reads once more in the backward: `ModelConfig.remat`."""
+    """The bytes that GEMM 1 reads once more in the backward: `ModelConfig.remat`."""
     head: int
 
 
 def gathered_bytes(config: ModelConfig, sparsity: FFNSparsity = DENSE) -> GatheredBytes:
-    """Returns what one layer and the head read.
+    """Returns the bytes of the weights that one layer and the head read.
 
     With remat GEMM 1 runs again in the backward. Where its weight is dense that costs
     no gather: GEMM 4 reads the same one, or ("dots") the output was kept.
@@ -322,16 +327,18 @@ def gathered_bytes(config: ModelConfig, sparsity: FFNSparsity = DENSE) -> Gather
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationBytes:
-    """Bytes that one device receives per optimiser step, by purpose."""
+    """The bytes that one device receives per optimiser step, by purpose."""
 
     gathered_weights: int
-    """All-gathers over fsdp."""
+    """The bytes of all-gathers of weights over fsdp."""
     reduced_gradients: int
-    """Reduce-scatters over fsdp and all-reduces over data, float32."""
+    """The bytes of reduce-scatters of gradients over fsdp and of their all-reduces over
+    data, float32."""
     reduced_activations: int
-    """All-reduces over tensor, in the compute dtype."""
+    """The bytes of all-reduces of activations over tensor, in the compute dtype."""
     exchanged_tokens: int
-    """All-to-alls over fsdp: a device has columns of the embedding, not tokens."""
+    """The bytes of all-to-alls over fsdp: a device has columns of the embedding, not
+    tokens."""
 
     @property
     def total(self) -> int:
@@ -346,7 +353,8 @@ def communication_bytes(
     micro_batches: int,
     tokens_per_device: int,
 ) -> CommunicationBytes:
-    """Returns what a device receives in one optimiser step on a mesh with `data` set.
+    """Returns the bytes that a device receives in one optimiser step on a mesh with
+    `data` set.
 
     Of n devices and a whole of S bytes, each receives S (n - 1) / n in an all-gather
     and in a reduce-scatter, and twice that in a ring all-reduce.
@@ -362,14 +370,14 @@ def communication_bytes(
         once more. Also the gradient of what the head reads, and in float32 the
         embedding's rows.
       tokens: the embedding's rows, and their gradients.
-    Read from compiled steps, except where XLA on CPUs does more than it must: it sums
-    what could be scattered, and what query, key and value give back one by one. Not
-    measured on GPUs.
-    Not counted: a few numbers per token, for the softmax over a split vocabulary and
-    for experts chosen by activation energy; scalars.
+    These bytes were read from compiled steps, except where XLA on CPUs does more than
+    it must: it sums what could be scattered, and what query, key and value give back
+    one by one. They were not measured on GPUs. Not counted are scalars, and a few
+    numbers per token for the softmax over a split vocabulary and for experts chosen by
+    activation energy.
 
     Args:
-      tokens_per_device: of one micro-batch, on one of data x fsdp parts.
+      tokens_per_device: tokens of one micro-batch on one of data x fsdp parts.
     """
     element, layers = _element(config), config.layers
     parameters, whole = parameter_count(config), gathered_bytes(config, sparsity)
@@ -401,12 +409,13 @@ def _received(whole: int, devices: int) -> int:
 
 
 def _element(config: ModelConfig) -> int:
-    """Returns bytes of a number in the compute dtype."""
+    """Returns the bytes of a number in the compute dtype."""
     return {"float32": 4, "bfloat16": 2}[config.dtype]
 
 
 def _routing_factor(sparsity: FFNSparsity) -> float:
-    """Returns E / g: how many times fewer neurons a token meets."""
+    """Returns E / g, how many times fewer neurons a token meets than without a
+    router."""
     return (sparsity.experts or 1) / sparsity.experts_per_token
 
 

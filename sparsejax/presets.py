@@ -1,4 +1,4 @@
-"""Named settings to start from."""
+"""Named settings to start a run from."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,16 +17,16 @@ from sparsejax.sparsity.patterns import VNM
 
 
 def tiny() -> TrainConfig:
-    """Returns a model that trains four minutes on two CPU cores: 0.9 M parameters,
-    bytes."""
+    """Returns the settings of a model that trains in four minutes on two CPU cores: 0.9
+    M parameters, tokens are bytes."""
     return TrainConfig()
 
 
 def wide_200m() -> TrainConfig:
-    """Returns a first run for a Hopper GPU, about three minutes on an H100: 0.2 B
-    parameters, bytes, four layers of a width at which sparse tensor cores gain, with
-    two of eight experts by activation energy. The learning rate was the best of four
-    for a dense run of this width and length with 16,384 classes."""
+    """Returns the settings of a first run for a Hopper GPU, about three minutes on an
+    H100: 0.2 B parameters, bytes, four layers of a width at which sparse tensor cores
+    gain, with two of eight experts by activation energy. The learning rate was the best
+    of four for a dense run of this width and length with 16,384 classes."""
     return TrainConfig(
         preset="wide-200m",
         recipe="paper",
@@ -57,9 +57,9 @@ def wide_200m() -> TrainConfig:
 
 
 def gpt_124m() -> TrainConfig:
-    """Returns GPT-2's smallest size with squared ReLU. Steps, batch and warm-up are
-    those of arXiv 2404.01847; the learning rate is ours, four times theirs, and not
-    tuned."""
+    """Returns the settings of GPT-2's smallest size with squared ReLU. Steps, batch and
+    warm-up are those of arXiv 2404.01847; the learning rate is ours, four times theirs,
+    and not tuned."""
     return TrainConfig(
         preset="gpt-124m",
         model=ModelConfig(
@@ -85,8 +85,8 @@ def gpt_124m() -> TrainConfig:
 
 
 def llama_1b() -> TrainConfig:
-    """Returns the probable 1B set-up of arXiv 2602.06183: Meta Lingua's, with squared
-    ReLU.
+    """Returns the settings of the probable 1B set-up of arXiv 2602.06183: Meta
+    Lingua's, with squared ReLU.
 
     F is 4 d_model and not the 8448 that would have exactly SwiGLU's parameters: 2, 4, 8
     or 16 experts are then whole blocks of 64 neurons, as sparse tensor cores need.
@@ -121,8 +121,8 @@ def llama_1b() -> TrainConfig:
 
 
 def llama_7b() -> TrainConfig:
-    """Returns the probable 7B set-up of arXiv 2602.06183: Meta Lingua's, with squared
-    ReLU.
+    """Returns the settings of the probable 7B set-up of arXiv 2602.06183: Meta
+    Lingua's, with squared ReLU.
 
     F is 4 d_model and not 16,512, as in `llama_1b`.
     """

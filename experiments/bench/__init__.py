@@ -1,1 +1,1 @@
-"""Benchmarks that people run, and what only they use."""
+"""Benchmarks that people run, and the modules that only they use."""

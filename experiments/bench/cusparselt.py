@@ -12,9 +12,10 @@ AS_IS, TRANSPOSED = "peer, as is", "peer, transposed"
 
 
 def fastest_calls(shape: Shape) -> dict[str, Callable[[], Any]]:
-    """Returns cuSPARSELt's fastest algorithm for a GEMM of random bfloat16 operands,
-    its output as it comes, (m, n), and transposed, as training needs it. Empty, with a
-    printed reason, where PyTorch or its cuSPARSELt is not there."""
+    """Returns calls of cuSPARSELt's fastest algorithm for a GEMM of random bfloat16
+    operands, by name: with its output as it comes, (m, n), and with it transposed, as
+    training needs it. Empty, with a printed reason, where PyTorch or its cuSPARSELt is
+    not there."""
     try:
         # Not one of our dependencies.
         torch = importlib.import_module("torch")
@@ -25,8 +26,8 @@ def fastest_calls(shape: Shape) -> dict[str, Callable[[], Any]]:
         return {}
 
     class Replay:
-        """A product recorded once and launched as a graph: prepared from Python at
-        every call it would take 0.4 ms, whatever its size."""
+        """A product that is recorded once and launched as a graph: prepared from Python
+        at every call it would take 0.4 ms, whatever its size."""
 
         def __init__(self, transpose: bool, algorithm: int) -> None:
             run = partial(
@@ -44,7 +45,8 @@ def fastest_calls(shape: Shape) -> dict[str, Callable[[], Any]]:
             return self
 
         def block_until_ready(self) -> None:
-            """What `jax.block_until_ready` waits for."""
+            """Waits until the product is computed; `jax.block_until_ready` calls
+            this."""
             torch.cuda.synchronize()
 
     like = {"device": device, "dtype": torch.bfloat16}

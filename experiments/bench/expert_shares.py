@@ -1,4 +1,4 @@
-"""How the tokens of a benchmark lie over its experts."""
+"""The shares of a benchmark's tokens that its experts have."""
 
 from functools import partial
 
@@ -10,8 +10,8 @@ from sparsejax.routing.dispatch import Dispatch, dispatch
 
 
 def expert_shares(experts: int, share_of_first: float) -> np.ndarray:
-    """Returns the share of all tokens that each expert has: what the first one does not
-    have, the others share equally.
+    """Returns the share of all tokens that each expert has, float64 (experts,): the
+    first one has `share_of_first`, and the others share the rest equally.
 
     Raises:
       ValueError: the share is not between 0 and 1, or there is one expert only.
@@ -31,8 +31,8 @@ def drawn_shares(experts: int) -> np.ndarray:
 
 
 def routed(tokens: int, shares: np.ndarray, v: int) -> Dispatch:
-    """Sends every token to one expert, in random order, so that the experts have these
-    shares of them; v rows make a tile."""
+    """Returns the rows of tokens that are sent to one expert each, in random order, so
+    that the experts have these shares of them; a tile has v rows."""
     ends = np.round(np.cumsum(shares) * tokens)
     expert = np.searchsorted(ends, np.arange(tokens), side="right")
     expert = np.random.default_rng(0).permutation(expert)

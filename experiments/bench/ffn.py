@@ -73,44 +73,47 @@ TOLERANCES = {"float32": 2e-3, "bfloat16": 5e-2}
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What is timed, and where the rows go."""
+    """Settings of the benchmark: sizes, modes, inputs, and where the rows are
+    written."""
 
     tokens: int = 4096
-    """T"""
+    """Number of tokens T."""
     d_model: int = 512
     d_hidden: int = 2048
-    """F"""
+    """Number of neurons F."""
     experts: int = 4
-    """E, clusters of neurons; a token uses 1 of E (and 2 of 2 E in one mode)."""
+    """Number of experts E, clusters of neurons; a token uses 1 of E (and 2 of 2 E in
+    one mode)."""
     v: int = 128
     """Rows of a V:N:M block: the row tile of the grouped GEMMs."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of X, dY and the GEMMs; the weights are float32 masters."""
+    """Dtype of X, dY and the GEMMs; the weights are float32 masters."""
     zeros: float = 0.5
     """Share of zeros in relu(Y1): 0.5 in a new network, 0.9 in a trained one."""
     run: Path | None = None
-    """Folder of a run of a squared-ReLU model: the weights of its middle layer and what
-    that layer reads of the training text, of as many tokens; d_model, d_hidden and
-    zeros are then the model's."""
+    """Folder of a run of a squared-ReLU model: weights are those of its middle layer,
+    inputs what that layer reads of the training text; d_model, d_hidden and zeros are
+    then the model's. None: weights and inputs are random."""
     backend: Backend | None = None
-    """What runs the sparse modes; None: the best of each GEMM."""
+    """What runs the sparse modes; None: the fastest for each GEMM."""
     only: tuple[str, ...] = ()
-    """Modes beside the dense one; none named: all."""
+    """Names of the modes that are timed beside the dense one; none named: all."""
     rounds: int = 15
     seed: int = 0
     results: Path | None = Path("runs/bench_ffn.jsonl")
-    """One JSON line per mode is appended; None writes nothing. Rows that are to stay:
-    experiments/results/bench_ffn_cpu.jsonl."""
+    """File to which one JSON line per mode is appended; None writes nothing. Rows that
+    are to stay: experiments/results/bench_ffn_cpu.jsonl."""
 
 
 def modes(config: Config) -> dict[str, FFNSparsity]:
-    """Returns what is compared, by name; the baseline first."""
+    """Returns the FFNs that are compared, by name; the baseline comes first."""
     known = sparse_modes(experts=config.experts, v=config.v)
     return {BASELINE: DENSE, **choose(config.only or known, known)}
 
 
 def of_run(config: Config) -> tuple[Config, Inputs]:
-    """Returns the inputs that `config.run` asks for, and the settings they fix.
+    """Returns the settings with the sizes of the run that `config.run` names, and its
+    inputs.
 
     Raises:
       ValueError: the folder holds no run, or one of a gated model.
@@ -156,7 +159,8 @@ def of_run(config: Config) -> tuple[Config, Inputs]:
 
 
 def _ffn_inputs(model: Transformer, run: Run, layer: int, tokens: int) -> jax.Array:
-    """Returns what a layer's FFN reads of the first training batches."""
+    """Returns the inputs of one layer's FFN, (tokens, d_model), for the first training
+    batches."""
 
     @nnx.jit
     def read(model: Transformer, batch: jax.Array) -> jax.Array:
@@ -180,11 +184,11 @@ def _scales(w_up: jax.Array, w_down: jax.Array) -> jax.Array:
 
 
 def make_inputs(config: Config) -> Inputs:
-    """Returns random everything; unit centres, so that experts are about equally
-    popular.
+    """Returns random weights and inputs, with unit centres, so that experts are about
+    equally popular.
 
-    The first feature of X is 1 and its weight is what leaves a share of `zeros` in
-    relu(Y1), as a learned bias would.
+    The first feature of X is 1, and its weight is chosen so that a share of `zeros` is
+    left in relu(Y1), as a learned bias would leave it.
     """
     if not 0 < config.zeros < 1:
         raise ValueError(f"zeros={config.zeros} is not between 0 and 1")
@@ -209,7 +213,8 @@ def make_inputs(config: Config) -> Inputs:
 
 
 def routes(sparsity: FFNSparsity, inputs: Inputs) -> Array | None:
-    """Returns the experts of the tokens where they are known before GEMM 1."""
+    """Returns the experts of the tokens, int32 (tokens, experts_per_token), where they
+    are known before GEMM 1; else None."""
     experts, router = sparsity.experts, sparsity.router
     if experts is None or not router.before_up:
         return None
@@ -227,7 +232,8 @@ Step = Callable[..., tuple[Array, Array, Array, Array]]
 def step(
     sparsity: FFNSparsity, inputs: Inputs, *, backend: Backend | None = None
 ) -> tuple[Array, Array, Array, Array]:
-    """Returns (y, dx, dw_up, dw_down) by the library: what is timed."""
+    """Returns (y, dx, dw_up, dw_down) as the library computes them, which is what is
+    timed."""
     expert_index = routes(sparsity, inputs)
 
     def run(x, w_up, w_down):
@@ -253,7 +259,8 @@ def check(
 ) -> dict[str, float]:
     """Returns the relative error of each output.
 
-    Raises AssertionError where one is above that of `TOLERANCES`.
+    Raises:
+      AssertionError: an error is above that of `TOLERANCES`.
     """
     errors = {}
     tolerance = TOLERANCES[str(got[0].dtype)]
@@ -318,8 +325,8 @@ def _queued(rounds: int, calls: Mapping[str, Callable[[], object]]) -> list[Timi
 
 
 def _routing(sparsity: FFNSparsity, inputs: Inputs) -> dict:
-    """Returns how many tokens each expert has, and the share of A^2 in the chosen
-    experts and in the best; nothing without a router."""
+    """Returns how many tokens each expert has, and the share of A^2 that lies in the
+    chosen experts and in the best; nothing without a router."""
     if not sparsity.experts:
         return {}
     w_up = inputs.w_up
@@ -335,8 +342,9 @@ def _routing(sparsity: FFNSparsity, inputs: Inputs) -> dict:
 
 
 def _kernel_us(call: Callable[[], object]) -> dict[str, float]:
-    """Of the GPU's kernels in one step, by name, by themselves: the chip has rested, so
-    that their sum is below the time of a step among others."""
+    """Returns the microseconds of each GPU kernel in one step that runs by itself, by
+    name: the chip has rested, so that their sum is below the time of a step among
+    others."""
     return {name: round(1e3 * ms, 1) for name, ms in kernel_times(call).items()}
 
 

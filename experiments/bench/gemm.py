@@ -70,67 +70,74 @@ DENSE = "dense"
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What is timed, and where the rows go."""
+    """Settings of the benchmark: which case, shapes and GEMMs, and where the rows are
+    written."""
 
     case: CaseName = "matrix"
     shapes: tuple[str, ...] | None = None
-    """T,d,F of each comparison, with experts T,d,F,E; None: those of the case."""
+    """Sizes T,d,F of each comparison, with experts T,d,F,E; None: those of the case."""
     gemms: tuple[Gemm, ...] | None = None
-    """By the number of their equation; 1, with the weights 2:4, stands for 3 as well.
+    """Numbers of the GEMMs' equations; 1, with the weights 2:4, stands for 3 as well.
     None: those of the case."""
     v: int = 128
     """Rows of a V:N:M block, where there are experts."""
     share_of_first: float | None = None
-    """The share of the tokens in the first expert. None: "experts" has equally many in
+    """Share of the tokens in the first expert. None: "experts" has equally many in
     each, "grouped" unequal shares that are drawn."""
     chunk_rows: int = grouped_matmul.CHUNK_ROWS
     """Rows per GEMM of the `xla` backend's loop on GPU, in "grouped"."""
     tune: bool = False
-    """Search the configs of every shape first, and keep the fastest."""
+    """Whether the configs of every shape are searched first, and the fastest is
+    kept."""
     shipped: bool = False
-    """With --tune: keep it in the table of this package, not in your cache folder."""
+    """Whether --tune keeps it in the table of this package, not in your cache
+    folder."""
     peer: bool = False
-    """Also time cuSPARSELt through PyTorch, for GEMMs 1 and 3 of "matrix"."""
+    """Whether cuSPARSELt is timed through PyTorch, too, for GEMMs 1 and 3 of
+    "matrix"."""
     rounds: int = 5
     results: Path | None = Path("runs/bench_gemm.jsonl")
-    """One JSON line per row is appended; None writes nothing. Rows that are to stay:
-    experiments/results/bench_gemm.jsonl."""
+    """File to which one JSON line per row is appended; None writes nothing. Rows that
+    are to stay: experiments/results/bench_gemm.jsonl."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One implementation of one GEMM. Times are medians, in us per call; what a case
-    does not measure is None."""
+    """One implementation of one GEMM. Times are medians in microseconds per call; a
+    field that the case does not measure is None."""
 
     case: CaseName
     name: str
     gemm: Gemm
     implementation: str
     shape: dict[str, int]
-    """T, d and F, and with experts E and V."""
+    """The sizes T, d and F, and with experts E and V."""
     share_of_first: float | None
     dense_us: float
     time_us: float
-    """Time of the implementation alone, its operands packed."""
+    """The median time of the implementation alone, its operands packed, in
+    microseconds."""
     time_us_range: list[float]
     speedup: float
-    """How many times as fast as dense: the median of the ratios in one round."""
+    """How many times as fast as dense it is: the median of the ratios in one round."""
     spread: list[float]
-    """The least and the greatest of these ratios."""
+    """The smallest and the largest of these ratios."""
     rounds: int
     error: float
-    """Relative, of what `gemm_cases` compares it with."""
+    """The relative error against the result that `gemm_cases` compares with."""
     dense_error: float | None
     config: dict | None = None
-    """How the kernel with a 2:4 operand was cut up."""
+    """The config of the kernel with a 2:4 operand; None where another one runs."""
     pack_us: float | None = None
-    """Time of packing the sparse operand; half of it where it serves two GEMMs."""
+    """The median time of packing the sparse operand, in microseconds; half of it where
+    it serves two GEMMs."""
     copy_us: float | None = None
-    """Time of a scaled copy of what is packed."""
+    """The median time of a scaled copy of the array that is packed, in microseconds."""
     pack_and_sparse_us: float | None = None
     speedup_with_pack: float | None = None
     peer_us: float | None = None
-    """Time of cuSPARSELt, its output transposed as training needs it."""
+    """The median time of cuSPARSELt with its output transposed, as training needs it,
+    in microseconds."""
     peer_as_is_us: float | None = None
     speedup_vs_peer: float | None = None
     speedup_vs_peer_as_is: float | None = None
@@ -206,8 +213,8 @@ def _check_flags(config: Config, gemms: tuple[Gemm, ...]) -> None:
 
 
 def saver(*, tune: bool, shipped: bool) -> Callable[[str, list[tuning.Entry]], None]:
-    """Returns the function that keeps what was found of a kind of GPU. Raises
-    ValueError for `shipped` where nothing is to be found."""
+    """Returns the function that keeps the entries that were found for a kind of GPU.
+    Raises ValueError for `shipped` where nothing is searched."""
     if shipped and not tune:
         raise ValueError("--shipped says where to keep what --tune finds; add --tune")
     return tuning.save_shipped if shipped else tuning.save
@@ -216,7 +223,8 @@ def saver(*, tune: bool, shipped: bool) -> Callable[[str, list[tuning.Entry]], N
 def _rows(
     config: Config, gemm: Gemm, size: Size, comparison: Comparison, power: PowerSampler
 ) -> Iterator[Row]:
-    """Times a comparison whose every result is right."""
+    """Yields the rows of a comparison, whose every result is checked before it is
+    timed."""
     calls = {DENSE: comparison.dense, **comparison.beside}
     errors = {}
     for name, kernels in comparison.kernels.items():
@@ -296,8 +304,8 @@ def _ratio(other: float | None, own: float) -> float | None:
 def _draw(
     power: PowerSampler, spans: list[Span]
 ) -> tuple[float, float] | tuple[None, None]:
-    """Returns the median clock, MHz, and power, W, over some spans of time; None where
-    nothing was read."""
+    """Returns the median clock in MHz and power in W over some spans of time; None
+    where nothing was read."""
     draws = [draw for span in spans if (draw := power.between(*span))]
     if not draws:
         return None, None

@@ -47,8 +47,8 @@ CaseName = Literal["matrix", "experts", "grouped"]
 Call = Callable[[], Any]
 
 GROUPED_ERROR = 4e-3
-"""Relative, between two bfloat16 results that are rounded from float32 sums in two
-orders."""
+"""The largest relative difference of two bfloat16 results that are rounded from float32
+sums in two orders."""
 
 PACK_AND_SPARSE = "pack and sparse"
 SCALED_COPY, PACK = "scaled copy", "pack"
@@ -67,62 +67,68 @@ class Size(NamedTuple):
     d_model: int
     d_hidden: int
     experts: int | None
-    """None where there are no experts."""
+    """The number of experts; None where there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a case's GEMMs depend on beside their size."""
+    """The settings of a case's GEMMs besides their size."""
 
     v: int
     share_of_first: float | None
     peer: bool
     config: Config | None = None
-    """How the kernel with a 2:4 operand is cut up, where a search has found it."""
+    """The config of the kernel with a 2:4 operand that a search has found; None without
+    one."""
 
 
 class Error(NamedTuple):
-    """How far a result is from the right one, relative."""
+    """The relative error of a result."""
 
     ours: float
     dense: float | None = None
-    """The dense GEMM's, where it has the same result."""
+    """The relative error of the dense GEMM; None where its result is another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One GEMM, compiled: functions without arguments."""
+    """One GEMM, compiled to functions without arguments."""
 
     dense: Call
     kernels: Mapping[str, Mapping[Config | None, Call]]
-    """By implementation what it is timed with: each config, or None where an
-    implementation has none. The fastest is reported."""
+    """The calls that are timed, by implementation and by config; None is the config of
+    an implementation that has none. The fastest call of each implementation is
+    reported."""
     check: Callable[[str, Call], Error]
-    """Compares one call of an implementation with what is right; raises AssertionError
-    where it is wrong."""
+    """Returns the error of one call of an implementation. Raises AssertionError where
+    it is above the bound."""
     beside: Mapping[str, Call] = field(default_factory=dict)
-    """What else is timed in turn with them."""
+    """Other calls that are timed in turn with the dense GEMM and the kernels, by
+    name."""
     moving: Mapping[str, Call] = field(default_factory=dict)
-    """Packing, and what it is compared with. Timed by themselves: in the same rounds,
-    what only moves bytes would let the chip rest."""
+    """Packing, and the calls that it is compared with, by name. They are timed by
+    themselves: in the same rounds, calls that only move bytes would let the chip
+    rest."""
     gemms_packed: int = 1
-    """How many GEMMs read what one packing makes."""
+    """The number of GEMMs that read the result of one packing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A row of the table."""
+    """One kind of comparison, with the shapes and GEMMs that it has unless others are
+    asked for."""
 
     shapes: tuple[str, ...]
-    """T,d,F of each, and E where there are experts, unless others are asked for."""
+    """The sizes T,d,F of each comparison, and E where there are experts."""
     gemms: tuple[Gemm, ...]
-    """The numbers of the equations, unless others are asked for."""
+    """The numbers of the GEMMs' equations."""
     known_gemms: tuple[Gemm, ...] = get_args(Gemm)
     has_experts: bool = True
     compare: Callable[[Gemm, Size, Setting], Comparison]
-    """Makes operands of a size and compiles what is timed."""
+    """Returns the comparison of one GEMM: makes operands of a size and compiles the
+    calls."""
     trial: Callable[[Gemm, Size, Setting], Trial] | None = None
-    """The case as a search of configs; None where nothing is tuned."""
+    """Returns the GEMM as a search of configs takes it; None where nothing is tuned."""
 
 
 # A 2:4 operand.
@@ -167,7 +173,8 @@ def _compare_matrix(gemm: Gemm, size: Size, setting: Setting) -> Comparison:
 
 
 def _experts_problem(gemm: Gemm, size: Size, setting: Setting) -> expert_gemms.Problem:
-    """Raises ValueError where no config runs it."""
+    """Returns the GEMM of experts with random operands. Raises ValueError where no
+    config runs it."""
     tokens, d_model, d_hidden, experts = size
     assert experts is not None
     shares = np.full(experts, 1 / experts)
@@ -325,7 +332,8 @@ CASES: dict[CaseName, Case] = {
 
 
 def size_of(case: CaseName, text: str) -> Size:
-    """Reads "T,d,F", or with experts "T,d,F,E". Raises ValueError for other text."""
+    """Returns the size that a text states as "T,d,F", or with experts as "T,d,F,E".
+    Raises ValueError for other text."""
     names, example = "T,d,F", "4096,2048,8192"
     if CASES[case].has_experts:
         names, example = "T,d,F,E", "16384,4096,16384,4"

@@ -1,4 +1,4 @@
-"""Where the time of a call goes on the GPU: by kernel, and by kind of kernel."""
+"""The time of a call on the GPU, by kernel and by kind of kernel."""
 
 import tempfile
 from collections import defaultdict
@@ -14,7 +14,8 @@ KINDS = {
     "dense GEMM": ("gemm", "nvjet", "cublas", "cutlass", "xmma", "dense_over_rows"),
     "copy": ("memcpy", "memset"),
 }
-"""Kinds of GPU kernels, by what stands in their names; the first that fits."""
+"""The kinds of GPU kernels, each with parts of kernel names; a kernel is of the first
+kind one of whose parts is in its name."""
 
 
 def kernel_times(call: Callable[[], object]) -> dict[str, float]:
@@ -37,8 +38,8 @@ def kernel_times(call: Callable[[], object]) -> dict[str, float]:
 
 
 def by_kind(ms_by_name: Mapping[str, float]) -> dict[str, float]:
-    """Returns the times of kernels summed by kind; what is of none keeps its name where
-    it is above a hundredth of all."""
+    """Returns the times of kernels summed by kind; a kernel of no kind keeps its name
+    where it takes more than a hundredth of the total."""
     total = sum(ms_by_name.values())
     kinds: defaultdict[str, float] = defaultdict(float)
     for name, ms in ms_by_name.items():

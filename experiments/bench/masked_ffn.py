@@ -1,7 +1,7 @@
-"""What is right for one FFN: a training step of full-size matrices and masks.
+"""The oracle of one FFN: a training step of full-size matrices and masks.
 
-Written without the library's masks, dispatch or grouped GEMMs, for comparison; only
-which expert a token's hash gives is the library's.
+It is written without the library's masks, dispatch or grouped GEMMs, for comparison;
+only the expert that a token's hash gives is the library's.
 """
 
 from dataclasses import dataclass
@@ -17,18 +17,18 @@ from sparsejax.routing.routers import ActivationEnergy, TokenHash
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """One FFN's weights, float32, and one batch."""
+    """The weights of one FFN, float32, and one batch."""
 
     x: Float[Array, "tokens d_model"]
     w_up: Float[Array, "d_model d_hidden"]
     w_down: Float[Array, "d_hidden d_model"]
     dy: Float[Array, "tokens d_model"]
     scales: Float[Array, "2"]
-    """beta of W1 and W2^T, frozen when the sparse phase began: not timed."""
+    """The scales beta of W1 and W2^T, frozen when the sparse phase began: not timed."""
     centres: Float[Array, "experts d_model"]
     """The centres of the clusters, recomputed rarely: not timed."""
     token_ids: Int[Array, " tokens"]
-    """What the hash routes by."""
+    """The ids of the tokens, by which the hash routes."""
 
 
 jax.tree_util.register_dataclass(Inputs)
@@ -37,8 +37,7 @@ jax.tree_util.register_dataclass(Inputs)
 def masked_dense(
     sparsity: FFNSparsity, inputs: Inputs
 ) -> tuple[Array, Array, Array, Array]:
-    """Returns (y, dx, dw_up, dw_down) from full-size matrices and masks: what is
-    right."""
+    """Returns (y, dx, dw_up, dw_down), computed from full-size matrices and masks."""
     x, dy, dtype = inputs.x, inputs.dy, inputs.x.dtype
     s_up, s_down = inputs.w_up, inputs.w_down
     if sparsity.weights:
@@ -76,7 +75,7 @@ def masked_dense(
             for matrix in (a, dy_up)
         )
     elif sparsity.token_sparsity:
-        # Over the tokens, in their fixed order; a share of the features stays whole.
+        # Over the tokens, in their fixed order; a share of the features stays dense.
         count = dense_feature_count(a.shape[1], sparsity.dense_features)
         ranked = jnp.argsort(-(a != 0).sum(axis=0), stable=True)
         whole = jnp.zeros(a.shape[1], bool).at[ranked[:count]].set(True)
@@ -91,8 +90,9 @@ def masked_dense(
 def _along_tokens_of_experts(
     matrix: Array, a: Array, member: Array, share: float
 ) -> Array:
-    """Returns two of every four of an expert's tokens, in their fixed order, in its
-    columns; a share of them, those with most non-zeros in A, whole."""
+    """Returns, in each expert's columns, two of every four of that expert's tokens, in
+    their fixed order; a share of the columns, those with most non-zeros in A, stays
+    dense."""
     tokens, experts = member.shape
     order = fixed_token_order(tokens)
     order = order[order >= 0]
@@ -113,21 +113,22 @@ def _along_tokens_of_experts(
 
 
 def _in_order(matrix: Array) -> Array:
-    """Returns rows as they are grouped along the tokens; zeros where there is no
-    token."""
+    """Returns the rows in the order in which they are grouped along the tokens, with
+    zeros where there is no token."""
     order = fixed_token_order(len(matrix))
     return jnp.where((order < 0)[:, None], 0, matrix[order])
 
 
 def _two_largest_of_four(scores: Array) -> Array:
-    """Returns the mask of the two largest of every four; of equals the first stays."""
+    """Returns the mask of the two largest of every four; of equal ones the first
+    stays."""
     descending = jnp.argsort(-scores.reshape(-1, 4), axis=1, stable=True)
     return (jnp.argsort(descending, axis=1) < 2).reshape(scores.shape)
 
 
 def _shrink(w: Array) -> Array:
-    """Returns each four along the last axis brought nearer to zero by its second
-    smallest."""
+    """Returns w with each group of four along the last axis brought nearer to zero by
+    its second smallest magnitude."""
     fours = w.reshape(-1, 4)
     threshold = jnp.sort(jnp.abs(fours), axis=1)[:, 1:2]
     shrunk = jnp.sign(fours) * jnp.maximum(jnp.abs(fours) - threshold, 0)

@@ -57,25 +57,27 @@ COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What is timed, and where the rows go."""
+    """Settings of the benchmark: which run on which meshes, and where the rows are
+    written."""
 
     preset: PresetName = "gpt-124m"
     recipe: RecipeName = "default"
     phases: RecipeConfig = field(default_factory=RecipeConfig)
     backend: Backend | None = None
-    """What runs the sparse GEMMs; None: the best of each."""
+    """What runs the sparse GEMMs; None: the fastest for each."""
     meshes: tuple[tuple[int, int, int], ...] = ((2, 1, 1), (1, 2, 1), (1, 1, 2))
-    """(data, fsdp, tensor) of each; none larger than the devices there are."""
+    """Sizes (data, fsdp, tensor) of each mesh; none larger than the devices there
+    are."""
     batch_size: int = 64
     micro_batches: int = 2
     text: str | None = None
-    """Glob; None: the Python standard library's source."""
+    """Glob of text files; None: the Python standard library's source."""
     rounds: int = 5
     steps: int = 4
     """Optimiser steps per timed round."""
     results: Path | None = Path("runs/bench_mesh.jsonl")
-    """One JSON line per mesh is appended; None writes nothing. Rows that are to stay:
-    experiments/results/bench_mesh.jsonl."""
+    """File to which one JSON line per mesh is appended; None writes nothing. Rows that
+    are to stay: experiments/results/bench_mesh.jsonl."""
 
 
 class Stepper:
@@ -96,8 +98,8 @@ class Stepper:
         self.step = step.lower(self.state, tokens).compile()
 
     def steps(self, count: int) -> list[dict[str, float]]:
-        """Returns the losses and gradient norms of the next steps, waited for at the
-        end."""
+        """Returns the losses and gradient norms of the next steps, after waiting for
+        the last one."""
         reports = []
         for _ in range(count):
             tokens = self.run.place(next(self.batches)["tokens"])
@@ -107,13 +109,14 @@ class Stepper:
         return [{name: float(x) for name, x in report.items()} for report in reports]
 
     def collectives(self) -> dict[str, int]:
-        """Returns how often each stands in the compiled step."""
+        """Returns how often each kind of collective stands in the compiled step."""
         pattern = rf" ({'|'.join(COLLECTIVES)})(?:-start)?\("
         return dict(Counter(re.findall(pattern, self.step.as_text() or "")))
 
     def save(self, times: int = 3) -> dict[str, float]:
-        """Returns the medians of checkpoints written in the background while steps go
-        on."""
+        """Returns the times of checkpoints that are written in the background while
+        steps go on: milliseconds for which a save holds the loop, and seconds until it
+        is complete; medians, but for the first save."""
         held, total = [], []
         with tempfile.TemporaryDirectory() as folder, Checkpoints(folder) as kept:
             # The first save allocates the host's buffers.
@@ -217,11 +220,11 @@ def _check(name: str, reports: list[dict], expected: list[dict]) -> None:
 
 
 def parse(arguments: list[str]) -> Config:
-    """Returns the settings of a command line, the phases as its recipe has them where
-    no flag says otherwise.
+    """Returns the settings of a command line, with the phases of its recipe where no
+    flag says otherwise.
 
     Raises:
-      ValueError: settings that cannot be.
+      ValueError: a setting is out of its range, or some do not fit together.
     """
     check_flags(arguments)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

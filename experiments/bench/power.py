@@ -1,4 +1,4 @@
-"""SM clock and power of a GPU while something runs on it."""
+"""The SM clock and the power of a GPU while something runs on it."""
 
 import os
 import statistics
@@ -13,21 +13,22 @@ QUERY = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw.instant"]
 FORMAT = ["--format=csv,noheader,nounits", "-lms", "20"]
 
 SETTLE_SECONDS = 0.03
-"""At the start of a span: what is read then was measured before it."""
+"""The seconds at the start of a span that are left out: what is read then was measured
+before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """Medians over a span of time."""
+    """The medians of clock and power over a span of time."""
 
     clock_mhz: float
     watts: float
 
 
 class PowerSampler:
-    """Reads both of the first GPU that the process may use, every 20 ms in the
-    background, inside a `with`; reading changes nothing. Without nvidia-smi there is
-    nothing to read."""
+    """A reader of the clock and power of the first GPU that the process may use, every
+    20 ms in the background, inside a `with`; reading changes nothing. Without
+    nvidia-smi there is nothing to read."""
 
     def __init__(self) -> None:
         self._samples: list[tuple[float, float, float]] = []
@@ -57,8 +58,8 @@ class PowerSampler:
             self._process.wait()
 
     def between(self, start: float, end: float) -> Draw | None:
-        """Returns the medians over a span by `time.perf_counter`, or None where nothing
-        was read in it."""
+        """Returns the medians over a span, whose ends are seconds of
+        `time.perf_counter`, or None where nothing was read in it."""
         inside = [s for s in self._samples if start + SETTLE_SECONDS <= s[0] <= end]
         if not inside:
             return None

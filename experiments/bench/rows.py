@@ -6,8 +6,8 @@ from pathlib import Path
 
 
 def append_rows(rows: Iterable[dict], results: Path | None) -> None:
-    """Adds a line per row at the end of `results`, whose folder is made; None: nothing
-    is written.
+    """Appends a line per row to `results`, whose folder is made; None: nothing is
+    written.
 
     Raises:
       OSError: the file cannot be written; names it.

@@ -9,8 +9,8 @@ from sparsejax.sparsity.patterns import TWO_FOUR, VNM
 
 
 def sparse_modes(*, experts: int, v: int) -> dict[str, FFNSparsity]:
-    """Returns all of them. "all six": every GEMM has a 2:4 operand, also the weight
-    gradients.
+    """Returns all sparse FFNs by name. "all six": every GEMM has a 2:4 operand, also
+    the weight gradients.
 
     Args:
       experts: E of the V:N:M modes: a token uses 1 of E, or 2 of 2 E.
@@ -55,10 +55,10 @@ def sparse_modes(*, experts: int, v: int) -> dict[str, FFNSparsity]:
 def choose(
     names: Collection[str], known: Mapping[str, FFNSparsity]
 ) -> dict[str, FFNSparsity]:
-    """Returns those of the names, in the order of `known`.
+    """Returns the FFNs with the given names, in the order of `known`.
 
     Raises:
-      ValueError: a name is none of them.
+      ValueError: there is no FFN of a name.
     """
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"{unknown[0]!r} is no mode; choose from {', '.join(known)}")

@@ -62,39 +62,43 @@ DENSE_STEP = "dense"
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What is timed, and where the rows go."""
+    """Settings of the benchmark: which model, modes and recipes, and where the rows are
+    written."""
 
     preset: PresetName = "llama-1b"
     modes: tuple[str, ...] = ("2:4 weights",)
     """Names of `sparse_modes`, each timed against the dense step."""
     recipes: tuple[RecipeName, ...] = ()
-    """The sparse phases of these, as the preset has them, after the modes."""
+    """Recipes whose sparse phases, as the preset has them, are timed after the
+    modes."""
     experts: int = 4
-    """E, clusters of neurons; a token uses 1 of E (or 2 of 2 E)."""
+    """Number of experts E, clusters of neurons; a token uses 1 of E (or 2 of 2 E)."""
     v: int = 128
     """Rows of a V:N:M block."""
     backend: Backend | None = None
-    """What runs the sparse GEMMs; None: the best of each."""
+    """What runs the sparse GEMMs; None: the fastest for each."""
     layers: int | None = None
-    """None: the preset's."""
+    """Number of layers; None: the preset's."""
     vocab_size: int | None = None
-    """None: the preset's."""
+    """Number of ids in the vocabulary; None: the preset's."""
     batch_size: int = 8
     micro_batches: int = 2
     remat: Literal["none", "full", "dots"] = "none"
-    """Recomputing is work that the dense step need not do: only where memory ends."""
+    """What a block recomputes in the backward. Recomputing is work that the dense step
+    need not do: only where memory ends."""
     scan_layers: bool = True
-    """A loop over the layers; off, compiling takes longer and a step less."""
+    """Whether a loop runs over the layers; off, compiling takes longer and a step
+    less."""
     text: str | None = None
-    """Glob; None: the Python standard library's source."""
+    """Glob of text files; None: the Python standard library's source."""
     rounds: int = 5
     steps: int = 2
     """Optimiser steps per timed round."""
     profile: bool = False
-    """Also print where the time of each step goes."""
+    """Whether the time of each step is split by kind of kernel, and printed."""
     results: Path | None = Path("runs/bench_step.jsonl")
-    """One JSON line per step is appended; None writes nothing. Rows that are to stay:
-    experiments/results/bench_step.jsonl."""
+    """File to which one JSON line per step is appended; None writes nothing. Rows that
+    are to stay: experiments/results/bench_step.jsonl."""
 
 
 class Steps:
@@ -118,8 +122,8 @@ class Steps:
     def _compiled(
         self, step: Callable[[FFNSparsity], Any], *, without: str | None = None
     ) -> dict[str, jax.stages.Compiled]:
-        """Returns the steps of all modes, traced one by one and compiled side by
-        side."""
+        """Returns the steps of all modes by name, traced one by one and compiled side
+        by side."""
         lowered = {
             name: step(sparsity).lower(self._of(name), self.tokens)
             for name, sparsity in self.sparsities.items()
@@ -132,7 +136,7 @@ class Steps:
     def _clustered(self, state: TrainState) -> tuple[TrainState, float | None]:
         """Returns a dense state whose neurons lie cluster by cluster, as the first
         sparsity with experts has them, and the seconds that the switch took to compile
-        and run."""
+        and run, or None without experts."""
         with_experts = [s for s in self.sparsities.values() if s.experts]
         if not with_experts:
             return state, None
@@ -147,7 +151,7 @@ class Steps:
         return replace(self.state, buffers=self.buffers[name])
 
     def call(self, name: str, times: int = 1) -> dict[str, float]:
-        """Some steps; what the last one reports, waited for."""
+        """Runs some steps, waits for them, and returns the report of the last one."""
         report = {}
         for _ in range(times):
             self.state, report = self.compiled[name](self._of(name), self.tokens)
@@ -156,14 +160,15 @@ class Steps:
         return {quantity: float(value) for quantity, value in report.items()}
 
     def masked(self, name: str) -> dict[str, float]:
-        """Returns what a sparse step on this state reports, computed by dense GEMMs
+        """Returns the report of a sparse step on this state, computed by dense GEMMs
         over masked operands."""
         values = self.compiled_masked[name](self._of(name), self.tokens)
         return {quantity: float(value) for quantity, value in values.items()}
 
 
 def _masked_step(run: Run, sparsity: FFNSparsity) -> Any:
-    """Returns what a step reports, as a function that JAX compiles."""
+    """Returns a function that JAX compiles, from a state and tokens to the report of a
+    step on masked operands."""
     on_xla = replace(run.config, backend="xla")
     masked = Run(on_xla, devices=jax.devices()[:1], corpus=run.corpus)
     graph = masked.graph(sparsity)
@@ -176,8 +181,8 @@ def _masked_step(run: Run, sparsity: FFNSparsity) -> Any:
 
 
 def _buffers_of(model: Transformer, sparsity: FFNSparsity) -> nnx.State:
-    """Returns those of the dense model under another sparsity: its centres are the mean
-    directions of its clusters, or of their halves."""
+    """Returns the buffers of the dense model under another sparsity: its centres are
+    the mean directions of its clusters, or of their halves."""
     for ffn in sparse_ffns(model):
         ffn.compute_as(sparsity)
     # Copies: a step donates its own.
@@ -185,7 +190,8 @@ def _buffers_of(model: Transformer, sparsity: FFNSparsity) -> nnx.State:
 
 
 def main(config: Config) -> list[dict]:
-    """Checks, times, prints and records both steps; returns the rows."""
+    """Checks, times, prints and records the dense step and every sparse one; returns
+    the rows."""
     modes = choose(config.modes, sparse_modes(experts=config.experts, v=config.v))
     modes |= {
         f"recipe {recipe}": phase.sparsity
@@ -262,8 +268,8 @@ def _train_config(config: Config) -> TrainConfig:
 
 
 def _check(steps: Steps, mode: str) -> dict[str, float]:
-    """Returns the relative differences between a sparse step and the masked dense
-    one."""
+    """Returns the relative differences in loss and gradient norm between a sparse step
+    and the masked dense one. Raises AssertionError where one is too large."""
     steps.call(DENSE_STEP)
     masked, sparse = steps.masked(mode), steps.call(mode)
     errors = {}

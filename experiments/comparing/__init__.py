@@ -1,1 +1,1 @@
-"""What compares finished runs: their files, tables, curves and processes."""
+"""The comparison of finished runs: their files, tables, curves and processes."""

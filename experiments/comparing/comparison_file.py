@@ -5,7 +5,7 @@ baseline = "dense"           # default: the first of the runs
 [base]                       # settings of all runs, named as in config.json
 preset = "tiny"
 steps = 800
-[runs.dense]                 # what a run has besides, or instead
+[runs.dense]                 # settings that a run has besides, or instead
 recipe = "dense"
 [runs.long-sparse-phase]
 seeds = [0]                  # default: all of them
@@ -13,8 +13,8 @@ phases.sparse_share = 0.8
 [runs.dense-longer]
 branch = "dense@400"         # begins with that checkpoint of another run, of its seed
 steps = 1200                 # (without "@400": with the last one)
-arm = "dense"                # what it is a run of, whatever its length: equal_loss.py
-                             # (default: its own name)
+arm = "dense"                # the arm that it belongs to in equal_loss.py, together
+                             # with runs of other lengths (default: its own name)
 """
 
 import re
@@ -40,19 +40,21 @@ class Trial:
     seed: int
     config: TrainConfig
     trunk: str | None = None
-    """The run that this one is a branch of; None: it is none."""
+    """The name of the run that this one is a branch of; None where it is no branch."""
     begin: int = 0
-    """The steps that its trunk has done where it begins."""
+    """The number of steps that its trunk has done where it begins."""
     arm: str | None = None
-    """What it is a run of, whatever its length; None: its own name."""
+    """The arm that the run belongs to, together with runs of other lengths; None: its
+    own name."""
 
     @property
     def place(self) -> str:
-        """The run's folder, inside that of the comparison."""
+        """The path of the run's folder inside that of the comparison."""
         return f"{self.name}/seed-{self.seed}"
 
     def branch_in(self, folder: Path) -> Branch | None:
-        """Returns what it begins with, where the comparison is in `folder`."""
+        """Returns the checkpoint that the run begins with, where the comparison is in
+        `folder`; None where it is no branch."""
         if self.trunk is None:
             return None
         return Branch(folder / self.trunk / f"seed-{self.seed}", self.begin)
@@ -65,11 +67,12 @@ class Comparison:
     name: str
     baseline: str
     trials: tuple[Trial, ...]
-    """Seed after seed; the baseline first, and every branch behind its trunk."""
+    """The runs, seed after seed; the baseline first, and every branch behind its
+    trunk."""
 
     def only(self, runs: Collection[str], seeds: Collection[int]) -> "Comparison":
-        """Some runs with some seeds, with those that they branch from, and the
-        baseline's of these; none given: all.
+        """Returns the comparison of some runs with some seeds: also of those that they
+        branch from, and of the baseline with these seeds. None given: all.
 
         Raises:
           ValueError: a run or a seed is none of the comparison's, or a run has none of
@@ -107,7 +110,7 @@ def read_comparison(path: Path) -> Comparison:
     """Returns the comparison in a TOML file.
 
     Raises:
-      ValueError: names the file, and what in it cannot be.
+      ValueError: names the file, and the entry in it that is wrong.
     """
     try:
         return _comparison(path.stem, tomllib.loads(path.read_text(encoding="utf-8")))
@@ -160,8 +163,8 @@ def _comparison(name: str, content: Mapping[str, Any]) -> Comparison:
 
 
 def _branch(run: str, runs: Mapping[str, Any]) -> Branch | None:
-    """Returns the name of the run, in the place of a folder, and the step that a run
-    says it branches from."""
+    """Returns the checkpoint that a run states as its beginning, with the name of the
+    trunk in the place of its folder; None where it states none."""
     settings = runs[run]
     if not isinstance(settings, dict) or "branch" not in settings:
         return None
@@ -185,8 +188,8 @@ def _arm(run: str, settings: Mapping[str, Any]) -> str | None:
 
 
 def _trunks_first(baseline: str, branches: Mapping[str, Branch | None]) -> list[str]:
-    """Returns the runs, the baseline as early as can be, and every branch behind its
-    trunk.
+    """Returns the names of the runs, the baseline as early as can be, and every branch
+    behind its trunk.
 
     Raises:
       ValueError: a run would begin with a checkpoint of what it will become.
@@ -220,10 +223,10 @@ def _trial(
     """Returns a run of one seed.
 
     Args:
-      before: the runs of this seed that are trained before it.
+      before: the runs of this seed that are trained before it, by name.
     Raises:
-      ValueError: it is a branch and its trunk is not trained with this seed, keeps no
-        checkpoint of the step, or has settings that a branch has to share.
+      ValueError: the run is a branch and its trunk is not trained with this seed, keeps
+        no checkpoint of the step, or has settings that a branch has to share.
     """
     if branch is None:
         return Trial(name=run, seed=seed, config=config)
@@ -279,7 +282,7 @@ def _seeds(place: str, seeds: Any) -> list[int]:
 
 
 def _own_seeds(run: str, settings: Any, seeds: list[int]) -> list[int]:
-    """Returns the seeds of a run, in the order of all."""
+    """Returns the seeds of a run, in the order of the comparison's seeds."""
     if not isinstance(settings, dict) or "seeds" not in settings:
         return seeds
     own = _seeds(f"runs.{run}.seeds", settings["seeds"])
@@ -324,7 +327,7 @@ def _config(run: str, base: Any, changes: Any, seed: int) -> TrainConfig:
 
 
 def _overlaid(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict:
-    """Returns nested settings with others in their place."""
+    """Returns nested settings with those in `changes` in the place of their own."""
     result = dict(settings)
     for name, value in changes.items():
         before = result.get(name)

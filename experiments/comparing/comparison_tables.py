@@ -1,4 +1,4 @@
-"""The two tables that a comparison ends with."""
+"""The two tables that a comparison ends with: losses by run, and means by name."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -7,8 +7,8 @@ from rich.table import Table
 
 
 def losses_table(rows: Sequence[dict]) -> Table:
-    """Returns a row per run: the loss at the end of each phase and right after the
-    switch."""
+    """Returns a table with a row per run: the loss at the end of each phase and right
+    after the switch."""
     table = Table(
         title="validation loss at the end of a phase -> right after the switch"
     )
@@ -32,7 +32,8 @@ def losses_table(rows: Sequence[dict]) -> Table:
 
 
 def means_table(rows: Sequence[dict]) -> Table:
-    """Returns a row per name: means over the seeds, and largest minus smallest."""
+    """Returns a table with a row per name: means over the seeds, and the largest minus
+    the smallest value."""
     table = Table(title="mean over the seeds (spread: largest - smallest)")
     table.add_column("run")
     baseline = rows[0]["baseline"]
@@ -58,7 +59,8 @@ def means_table(rows: Sequence[dict]) -> Table:
 def _mean_and_spread(
     values: Iterable[float | None],
 ) -> tuple[float | None, float | None]:
-    """Neither where a value is missing; no spread of a single one."""
+    """Returns the mean and the largest minus the smallest value. Both are None where a
+    value is missing, and the spread is None where there is a single value."""
     values = list(values)
     present = [value for value in values if value is not None]
     if len(present) < len(values):

@@ -16,12 +16,13 @@ import numpy as np
 from jaxtyping import Float64
 
 LARGEST_EXPONENT = 3.0
-"""Exponents of loss against tokens that others report lie between 0.05 and 0.6."""
+"""The largest exponent b that is tried. Exponents of loss against tokens that others
+report lie between 0.05 and 0.6."""
 _GRID = 61
 _GOLDEN = (5**0.5 - 1) / 2
 _NARROWINGS = 40
 _STRAIGHT = 1e-9
-"""Exponents below this are a straight line to the last bit of the loss."""
+"""The exponent below which a curve is a straight line to the last bit of the loss."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class DenseCurves:
     """ln D0, the mean of ln D over the budgets."""
     offset: Float64[np.ndarray, " replicates"]
     slope: Float64[np.ndarray, " replicates"]
-    """a, in nats per unit of ln D at D0."""
+    """The slope a at D0, in nats per unit of ln D."""
     exponent: Float64[np.ndarray, " replicates"]
-    """b."""
+    """The exponent b."""
 
     @classmethod
     def fit(
@@ -47,8 +48,8 @@ class DenseCurves:
 
         Args:
           tokens: D of each budget.
-          losses: in nats per token.
-          weights: of each budget, such as its number of seeds.
+          losses: losses in nats per token.
+          weights: weight of each budget, such as its number of seeds.
         Raises:
           ValueError: there are fewer than three different budgets, or in the first
             replicate, that of the losses themselves, more tokens do not lower the loss.
@@ -88,15 +89,15 @@ class DenseCurves:
         return cls(centre, offset, slope, exponent)
 
     def loss(self, tokens: float) -> Float64[np.ndarray, " replicates"]:
-        """Returns L(D) of each curve."""
+        """Returns the loss L(D) of each curve, in nats per token."""
         x = np.full(len(self.slope), np.log(tokens) - self.centre)
         return self.offset - self.slope * _phi(x, self.exponent)
 
     def tokens(
         self, losses: Float64[np.ndarray, " replicates"]
     ) -> Float64[np.ndarray, " replicates"]:
-        """Returns the tokens after which each curve has this loss; infinite where it
-        never has, which includes a curve that does not fall."""
+        """Returns the tokens after which each curve has the given loss; infinite where
+        it never has, which includes a curve that does not fall."""
         falls = self.slope > 0
         phi = (self.offset - losses) / np.where(falls, self.slope, 1.0)
         left = 1 - self.exponent * phi

@@ -1,4 +1,4 @@
-"""The runs of a comparison that have ended, as what is drawn from them reads them."""
+"""The runs of a comparison that have ended, as its tables and figures read them."""
 
 import json
 import math
@@ -31,38 +31,41 @@ class FinishedRun:
 
     name: str
     arm: str
-    """What it is a run of, whatever its length and its seed."""
+    """The arm that the run belongs to, together with runs of other lengths and
+    seeds."""
     seed: int
     config: TrainConfig
     loss: float
     """The last validation loss, in nats per token."""
     batch_losses: tuple[float, ...] = ()
-    """The loss of each batch of that validation; empty where no record says it."""
+    """The loss of each batch of that validation, in nats per token; empty where no
+    record states it."""
     stretches: tuple[Stretch, ...]
-    """All of its steps, those of its trunk included."""
+    """All steps of the run, those of its trunk included."""
     seconds: float | None
-    """Of its steps, those of its trunk included; None where nothing says or where other
-    runs had a share of the device."""
+    """The seconds that its steps took, those of its trunk included; None where they are
+    not recorded, or where other runs had a share of the device."""
     side_by_side: int = 1
-    """How many runs were trained at a time on its devices, or on those of its trunk."""
+    """The number of runs that were trained at a time on its devices, or on those of its
+    trunk."""
     device: str | None = None
     commit: str | None = None
 
     @property
     def tokens(self) -> int:
-        """D, the tokens that it was trained on."""
+        """The number D of tokens that the run was trained on."""
         return self.config.steps * self.config.tokens_per_step
 
     @property
     def sparse_share(self) -> float:
-        """q, the share of its steps that are sparse."""
+        """The share q of the run's steps that are sparse."""
         sparse = sum(of.steps * of.sparse_share for of in self.stretches)
         return sparse / self.config.steps
 
 
 def read_finished(folder: Path) -> tuple[list[FinishedRun], dict[str, str]]:
     """Returns the finished runs of the comparison in `folder`, in its order, and for
-    the places of all others why they are none.
+    the places of all other runs why they are not finished.
 
     Raises:
       ValueError: the folder holds no comparison; or the settings of a run cannot be
@@ -95,7 +98,8 @@ def baseline_arm(folder: Path) -> str:
 
 
 def why_unfinished(folder: Path) -> str | None:
-    """Returns why the run in `folder` has no final loss to compare; None: it has."""
+    """Returns why the run in `folder` has no final loss to compare; None where it has
+    one."""
     if not (folder / "config.json").is_file():
         return "has not begun"
     config = read_config(folder / "config.json")
@@ -111,7 +115,7 @@ def why_unfinished(folder: Path) -> str | None:
 
 
 def read_run(folder: Path, name: str, arm: str) -> FinishedRun:
-    """Returns the run in `folder`, of which `why_unfinished` says nothing."""
+    """Returns the run in `folder`, which has to be finished: see `why_unfinished`."""
     config = read_config(folder / "config.json")
     records = read_records(folder, config)
     last = _last_validation(records, config)
@@ -136,14 +140,15 @@ def read_run(folder: Path, name: str, arm: str) -> FinishedRun:
 
 
 def read_records(folder: Path, config: TrainConfig) -> list[Record]:
-    """Returns the whole records of a run."""
+    """Returns the records of a run, leaving out lines that are no whole record."""
     kinds = [phase.kind for phase in phases(config)]
     lines = records_until(folder / "metrics.jsonl", config.steps, kinds)
     return [json.loads(line) for line in lines.splitlines()]
 
 
 def read_sessions(folder: Path) -> list[dict]:
-    """Where a run was trained: a line each time that it was begun or gone on with."""
+    """Returns where a run was trained: one entry for each time that it was begun or
+    gone on with."""
     noted = folder / "provenance.jsonl"
     lines = noted.read_text().splitlines() if noted.exists() else []
     return [json.loads(line) for line in lines]
@@ -190,7 +195,8 @@ def stretches(folder: Path, steps: int) -> tuple[Stretch, ...]:
 
 
 def _with_trunks(folder: Path) -> Iterator[Path]:
-    """A run's folder, and those of the runs that it goes back to."""
+    """Yields a run's folder, and the folders of its trunk, of the trunk's trunk, and so
+    on."""
     yield folder
     config = read_config(folder / "config.json")
     trunk = trunk_of(folder, read_records(folder, config))

@@ -1,4 +1,4 @@
-"""Runs of a comparison that share one device, several at a time."""
+"""Training of a comparison's runs side by side: several share one device at a time."""
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,8 +25,8 @@ class RunsFailed(RuntimeError):
 
 
 def share_memory(at_once: int) -> None:
-    """JAX takes an `at_once`-th of the memory that it would take of a GPU; to be called
-    before it looks for devices."""
+    """Lets JAX take one `at_once`-th of the GPU memory that it would otherwise take; to
+    be called before JAX looks for devices."""
     taken = float(os.environ.get(MEMORY_SHARE, JAX_SHARE))
     os.environ[MEMORY_SHARE] = f"{taken / at_once:.4f}"
 
@@ -39,13 +39,16 @@ def train_all(
     ended: Collection[Trial],
     keep: Callable[[Trial], None],
 ) -> dict[Trial, str]:
-    """Trains all runs that have not ended, so many at a time and a branch after its
-    trunk; after SIGTERM those that run are stopped and no other begins.
+    """Trains all runs that have not ended, `at_once` at a time and a branch after its
+    trunk; after SIGTERM the running ones are stopped and no other begins.
 
     Args:
+      trials: all runs, every branch behind its trunk.
+      at_once: how many runs are trained at a time.
       call: a function and its arguments that train a run in another process; True where
         it has ended, None where a new process is to resume it, False where it was
         stopped.
+      ended: the runs that have ended before.
       keep: called when a run has ended.
     Returns:
       the runs that failed, and why; a branch whose trunk failed is one of them.
@@ -80,7 +83,7 @@ def train_all(
 def _note_failed(
     trial: Trial, why: str, waiting: list[Trial], failed: dict[Trial, str]
 ) -> None:
-    """Notes that a run failed, and with it what would branch from it."""
+    """Notes that a run failed, and with it all runs that would branch from it."""
     console.say(f"{_said(trial)}: failed; {why}", style="yellow")
     failed[trial] = why
     for branch in list(waiting):

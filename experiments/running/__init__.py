@@ -1,1 +1,1 @@
-"""What the main job is made of: its flags, its plan, what it prints, its processes."""
+"""The parts of the main job: its flags, its plan, what it prints, its processes."""

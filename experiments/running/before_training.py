@@ -1,4 +1,4 @@
-"""What a GPU is asked before a run: which one it is, and how long its steps take.
+"""Questions to a GPU before a run: which one it is, and how long the run's steps take.
 
 Both are asked in processes of their own. A process that has asked JAX for its devices
 holds most of their memory, and in one that has run a kernel on sparse tensor cores the
@@ -25,19 +25,20 @@ from sparsejax.reports.step_times import StepTimes, from_json, time_steps, to_js
 from sparsejax.training.recipe import phases
 
 CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-"""One of them is installed where JAX can use an NVIDIA GPU (extra "cuda")."""
+"""The packages of which one is installed where JAX can use an NVIDIA GPU (extra
+"cuda")."""
 
 
 def default_preset() -> PresetName:
-    """Returns what a command without --preset trains: on a GPU a model for which its
+    """Returns the preset of a command without --preset: on a GPU a model for which its
     sparse tensor cores pay, elsewhere one that a laptop trains in minutes."""
     return "tiny" if gpu_here() is None else "wide-200m"
 
 
 @cache
 def gpu_here() -> str | None:
-    """Returns the model of the GPU that JAX would use, or None where it would use
-    none."""
+    """Returns the model of the GPU that JAX would use, or None where it would use no
+    GPU."""
     if not any(map(find_spec, CUDA_PLUGINS)):
         return None
     return in_own_process(_gpu_of_this_process)
@@ -49,15 +50,16 @@ def _gpu_of_this_process() -> str | None:
 
 
 def keep_programs() -> None:
-    """Has JAX keep what it compiles on disk, unless the user has it do so already: the
-    process that trains then reads the programs of the one that timed them."""
+    """Makes JAX keep compiled programs on disk, unless the user has it do so already:
+    the process that trains then reads the programs of the one that timed them."""
     if jax.config.jax_compilation_cache_dir is None:
         programs = tuning_cache.root() / "programs"
         jax.config.update("jax_compilation_cache_dir", str(programs))
 
 
 def why_untimed(config: TrainConfig, run_folder: Path | None) -> str | None:
-    """Returns why the steps of a run are not timed before it, or None."""
+    """Returns why the steps of a run are not timed before it, or None where they
+    are."""
     if all(phase.is_dense for phase in phases(config)):
         return "no phase is sparse"
     if run_folder is not None and latest_step(run_folder / "checkpoints") is not None:
@@ -74,14 +76,16 @@ def times_of_steps(
     tune: bool = True,
     heartbeat_seconds: int | None = None,
 ) -> StepTimes:
-    """Times the run's dense and sparse steps on this machine's GPUs: see
+    """Returns the times of the run's dense and sparse steps on this machine's GPUs: see
     `sparsejax.reports.step_times`.
 
     Args:
-      tune: first find the fastest configs of the kernels that nobody has timed on these
-        GPUs: see `sparsejax.tuning.tune`.
+      config: the settings of the run.
+      corpus: the tokens of the run.
+      tune: whether to find first the fastest configs of the kernels that nobody has
+        timed on these GPUs: see `sparsejax.tuning.tune`.
       heartbeat_seconds: that of `processes.join`, where the run has several processes;
-        each of them calls this before it joins the others itself.
+        each of them calls this before it joins the others itself. None: there is one.
     """
     console.say("timing dense and sparse steps on this GPU before the first of them")
     few = 4 * (config.tokens_per_step + config.data.sequence_length)
@@ -93,8 +97,9 @@ def times_of_steps(
 
 
 def agreed(times: StepTimes | None) -> StepTimes | None:
-    """Returns what the first process of the run has timed: all of them have to decide
-    alike. They also take its tuned configs, and so compile the same programs."""
+    """Returns the times that the first process of the run has measured, in all of its
+    processes, which have to decide alike. They also take its tuned configs, and so
+    compile the same programs."""
     _share_tuned()
     text = json.dumps(None if times is None else to_json(times))
     first = Exchange("step times").gather("times", text, timeout_seconds=600)[0]
@@ -119,7 +124,7 @@ def _time_steps(
 
 
 def _share_tuned() -> None:
-    """Has all processes of a run take the tuned configs of the first."""
+    """Gives the tuned configs of the first process to all processes of a run."""
     if jax.process_count() > 1:
         from sparsejax.tuning import tune
 
@@ -128,8 +133,8 @@ def _share_tuned() -> None:
 
 @contextmanager
 def _joined(heartbeat_seconds: int | None) -> Iterator[None]:
-    """What a process does that is started for a question: it joins those of the other
-    hosts, where there are any, and leaves them."""
+    """Joins this process, which was started to answer a question, with those of the
+    other hosts, where there are any, and leaves them at the end of the block."""
     console.quiet_orbax()
     keep_programs()
     if heartbeat_seconds is None:

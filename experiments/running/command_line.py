@@ -1,4 +1,4 @@
-"""Settings as flags: what a command line writes otherwise than a file of settings.
+"""Settings as flags: how a command line differs from a file of settings.
 
 The sparsity of the sparse phase, `phases.sparsity` in a file, has the flags --phases.*.
 Patterns are written as "2:4" and "128:2:32", routers by name, and a schedule is read
@@ -23,14 +23,14 @@ from sparsejax.routing.routers import Router
 from sparsejax.sparsity.patterns import NM, VNM, Pattern, name_of, named_pattern
 
 REGISTRY = ConstructorRegistry()
-"""How the types of settings are read that a command line would not know."""
+"""The rules by which those types of settings are read that tyro does not know."""
 
 
 @REGISTRY.primitive_rule
 def _pattern(
     info: PrimitiveTypeInfo,
 ) -> PrimitiveConstructorSpec[Pattern | None] | None:
-    """Reads "2:4", "128:2:32" and "None"."""
+    """Returns how a pattern is read from "2:4", "128:2:32" or "None"."""
     if info.type not in (NM | None, NM | VNM | None):
         return None
     return PrimitiveConstructorSpec(
@@ -48,7 +48,7 @@ def _pattern(
 
 @REGISTRY.primitive_rule
 def _router(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Router] | None:
-    """Reads the name of a router."""
+    """Returns how a router is read from its name."""
     if info.type is not Router:
         return None
     return PrimitiveConstructorSpec(
@@ -62,8 +62,8 @@ def _router(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Router] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseFlags(RecipeConfig):
-    """A `RecipeConfig` as a command line has it: a flag for each setting of its
-    sparsity, which is the recipe's until one of them is given, and none for its
+    """The phases of a run as a command line has them: a flag for each setting of the
+    sparsity, which is the recipe's until one of them is given, and none for the
     schedule."""
 
     sparsity: Annotated[FFNSparsity, tyro.conf.arg(name="")]
@@ -89,7 +89,7 @@ def settings_of(flags: RecipeConfig, recipe: RecipeName) -> RecipeConfig:
     """Returns the phases that flags, begun with `flags_of`, describe.
 
     Raises:
-      ValueError: what `RecipeConfig` refuses.
+      ValueError: `RecipeConfig` refuses them.
     """
     own = {field.name: getattr(flags, field.name) for field in fields(RecipeConfig)}
     if flags.schedule and flags.sparsity == DENSE:
@@ -98,7 +98,8 @@ def settings_of(flags: RecipeConfig, recipe: RecipeName) -> RecipeConfig:
 
 
 def with_flags(config: TrainConfig) -> TrainConfig:
-    """Returns the settings with their phases as flags, to begin a command line with."""
+    """Returns the settings with their phases as flags, as a command line begins with
+    them."""
     return replace(config, phases=flags_of(config.phases, config.recipe))
 
 
@@ -106,14 +107,14 @@ def without_flags(config: TrainConfig) -> TrainConfig:
     """Returns the settings that a command line begun with `with_flags` describes.
 
     Raises:
-      ValueError: what the settings refuse.
+      ValueError: the settings refuse them.
     """
     return replace(config, phases=settings_of(config.phases, config.recipe))
 
 
 def check_flags(arguments: Sequence[str]) -> None:
-    """Raises ValueError for a flag of earlier versions, and says what is written
-    instead."""
+    """Raises ValueError for a flag of earlier versions, and says how its setting is
+    written now."""
     for argument in arguments:
         flag = argument.split("=")[0].replace("_", "-")
         if flag in ("--phases.experts", "--phases.block-rows"):

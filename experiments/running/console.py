@@ -1,6 +1,6 @@
-"""What a run prints: a progress bar during it, the result after; errors.
+"""The output of a run: a progress bar during it, the result after; errors.
 
-The plan before it: `printed_plan`.
+The plan before it is printed by `printed_plan`.
 """
 
 import logging
@@ -33,25 +33,26 @@ STDERR = Console(highlight=False, stderr=True)
 
 
 def quiet_orbax() -> None:
-    """Where a save fails orbax logs screens of what our one line says."""
+    """Silences orbax, which logs screens of text where a save fails that our one line
+    reports."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
 def repeat_bits() -> None:
-    """GPU kernels repeat their bits from now on. XLA reads the flag when the first
-    array is made: call this before."""
+    """Makes GPU kernels repeat their bits from now on. XLA reads the flag when the
+    first array is made, so this is called before."""
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} {DETERMINISTIC}".strip()
 
 
 def say(text: str, *, style: str | None = None, error: bool = False) -> None:
-    """One line, on standard output or standard error, brackets and all."""
+    """Prints one line, on standard output or standard error, brackets and all."""
     console = STDERR if error else STDOUT
     console.print(text, style=style, soft_wrap=True, markup=False)
 
 
 def fail(error: Exception, reason: str | None = None) -> int:
-    """Says the error in red on standard error, its type and `reason` (default: its own
+    """Prints the error in red on standard error, its type and `reason` (None: its own
     words); returns the exit status of the command that it ends, 1."""
     reason = str(error) if reason is None else reason
     say(f"{type(error).__name__}: {reason}", style="red", error=True)
@@ -60,7 +61,8 @@ def fail(error: Exception, reason: str | None = None) -> int:
 
 @contextmanager
 def progress(config: TrainConfig) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A progress bar; what it yields takes the records of `sparsejax.training.train`.
+    """Shows a progress bar inside the block; the function that it yields takes the
+    records of `sparsejax.training.train`.
 
     Where standard output is no terminal there is no bar, but a line per record.
     """
@@ -149,8 +151,8 @@ def _line_of(record: dict[str, Any]) -> str | None:
 
 
 def summarise(records: list[dict[str, Any]]) -> None:
-    """The validation loss at the end of every phase, beside the unigram model's, as
-    far as the records of the run are there."""
+    """Prints the validation loss at the end of every phase, beside the unigram model's,
+    as far as the run has records."""
     ends = {r["phase"]: r for r in records if r["event"] == "validation"}
     unigram = [r["unigram_loss"] for r in records if r["event"] == "start"]
     beside = f" (unigram model {unigram[0]:.4f})" if unigram else ""
@@ -166,8 +168,8 @@ def summarise(records: list[dict[str, Any]]) -> None:
 
 
 def say_speedup(records: list[dict[str, Any]]) -> None:
-    """How much faster the sparse steps of a run were than dense ones of the same model,
-    by the median of what its records say; nothing where one of the two is not among
+    """Prints how much faster the sparse steps of a run were than dense ones of the same
+    model, by the medians of its records; nothing where one of the two is not among
     them."""
     phases_of: dict[bool, dict[int, list[float]]] = {True: {}, False: {}}
     for record in records:
@@ -194,12 +196,13 @@ def say_speedup(records: list[dict[str, Any]]) -> None:
 
 
 def show_sample(prompt: str, continuation: str) -> None:
-    """A greedy continuation of held-out text."""
+    """Prints a greedy continuation of held-out text."""
     say("greedy sample (prompt, then the model):")
     parts = (_printable(prompt), "dim"), (_printable(continuation), "bold")
     STDOUT.print(Text.assemble(*parts))
 
 
 def _printable(text: str) -> str:
-    """A model of bytes may well write the bytes that move a terminal's cursor."""
+    """Returns the text without control characters: a model of bytes may well write the
+    bytes that move a terminal's cursor."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

@@ -1,4 +1,4 @@
-"""Calls functions in processes of their own, one after the other or side by side."""
+"""Calls of functions in processes of their own, one after the other or side by side."""
 
 import os
 import signal
@@ -12,17 +12,18 @@ from typing import Self, cast
 
 
 class Terminated(Exception):
-    """SIGTERM came before the function could see it."""
+    """SIGTERM came before the function that runs in its own process could see it."""
 
 
 def in_own_process[**P, T](
     function: Callable[P, T], *arguments: P.args, **options: P.kwargs
 ) -> T:
-    """Runs `function(*arguments, **options)` in a new process that ends with it.
+    """Returns `function(*arguments, **options)`, run in a new process that ends with
+    it.
 
-    Nothing of it is left for what is called next: memory, compiled programs, or the
-    lower clock of a GPU whose sparse tensor cores have been used. SIGTERM is passed on
-    to it, and it gets one when this process dies.
+    The process leaves nothing behind for what is called next: neither memory, nor
+    compiled programs, nor the lower clock of a GPU whose sparse tensor cores have been
+    used. SIGTERM is passed on to it, and it gets one when this process dies.
 
     Raises:
       Terminated: SIGTERM ended it.
@@ -37,8 +38,8 @@ def in_own_process[**P, T](
 
 class SideBySide[K, T]:
     """Functions that run at the same time, each in a process of its own and under a
-    key. Use as a context manager: inside, SIGTERM is passed on to all of them, and
-    whoever starts more has to ask `terminated` first."""
+    key. Use it as a context manager: inside, SIGTERM is passed on to all of them, and
+    `terminated` has to be asked before another one is started."""
 
     def __init__(self) -> None:
         self._calls: dict[K, _Call[T]] = {}
@@ -58,7 +59,7 @@ class SideBySide[K, T]:
         self._by_key.close()
 
     def __len__(self) -> int:
-        """Returns how many are running."""
+        """Returns how many functions are running."""
         return len(self._calls)
 
     @property
@@ -72,8 +73,8 @@ class SideBySide[K, T]:
         call.start(self._arrived)
 
     def first_ended(self) -> tuple[K, T | Exception]:
-        """Waits until one of those that run has ended; its key, and its result or the
-        error that `in_own_process` would raise."""
+        """Waits until one of the functions has ended; returns its key, and its result
+        or the error that `in_own_process` would raise."""
         ended = wait([call.answers for call in self._calls.values()])
         key = next(key for key, of in self._calls.items() if of.answers in ended)
         call = self._calls.pop(key)
@@ -104,7 +105,8 @@ class _Call[T]:
             self.process.terminate()
 
     def result(self, arrived: Sequence[int]) -> T:
-        """Waits for the end of the process; raises as `in_own_process` does."""
+        """Returns the function's result after the end of its process; raises as
+        `in_own_process`."""
         succeeded, result = None, None
         with suppress(EOFError):
             succeeded, result = self.answers.recv()
@@ -144,7 +146,8 @@ def _end_with_parent() -> None:
 
 @contextmanager
 def _sigterm_passed_on(calls: Collection["_Call"]) -> Iterator[list[int]]:
-    """Yields a list that is empty until one arrives."""
+    """Yields a list that is empty until SIGTERM arrives, which is passed on to the
+    processes of all calls."""
     arrived: list[int] = []
 
     def pass_on(number: int, _: object) -> None:

@@ -1,4 +1,4 @@
-"""What runs the GEMMs of a run's FFNs, as the plan prints it."""
+"""The part of the printed plan that says what runs the GEMMs of a run's FFNs."""
 
 import statistics
 
@@ -21,8 +21,11 @@ def say_gemms(
     mean for a step.
 
     Args:
-      name: the phase's.
-      decisions: one for each GEMM, of one micro-batch on one device.
+      config: the settings of the run.
+      name: the name of the phase.
+      sparsity: the sparsity of the FFN.
+      decisions: the decision for each GEMM, for one micro-batch on one device.
+      micro_batches: how many micro-batches a step has.
     """
     executed = statistics.fmean(decision.executed_share for decision in decisions)
     say(f"FFN, {name} phase: {executed:.0%} of the dense FLOPs executed")
@@ -65,16 +68,16 @@ def say_gemms(
 
 
 def _untimed_by_expert(decision: Decision) -> bool:
-    """Returns whether a 2:4 kernel of experts runs that nobody compared with a dense
-    GEMM."""
+    """Returns whether the GEMM runs on a 2:4 kernel of experts that nobody has compared
+    with a dense GEMM."""
     by_expert = bool(decision.spec.experts and decision.spec.pattern)
     untimed = decision.times is None
     return by_expert and untimed and decision.on_kernels
 
 
 def _loops_over_chunks(decision: Decision) -> bool:
-    """Returns whether GEMM 2 or 4 multiplies expert by expert on a GPU without its
-    kernel."""
+    """Returns whether the GEMM is 2 or 4 and multiplies expert by expert on a GPU
+    without its kernel."""
     spec = decision.spec
     by_expert = bool(spec.experts) and spec.reads_activations
     return by_expert and spec.device.platform == "gpu" and decision.backend == "xla"
@@ -83,8 +86,8 @@ def _loops_over_chunks(decision: Decision) -> bool:
 def _say_expected(
     decisions: tuple[Decision, ...], micro_batches: int, ffn_share: float
 ) -> None:
-    """Whether the sparse GEMMs whose times are known are faster, with their packing,
-    and what that can mean for a step."""
+    """Prints whether the sparse GEMMs whose times are known are faster, with their
+    packing, and what that can mean for a step."""
     sparse_us = dense_us = 0.0
     speedups = []
     for decision in decisions:
@@ -120,8 +123,8 @@ def _say_expected(
 
 
 def _times(decision: Decision) -> str:
-    """Returns what a choice rests on, if anything, without the chosen backend's
-    name."""
+    """Returns the times that a choice rests on, in words, without the chosen backend's
+    name; "" where there are none."""
     times = decision.times
     if times is None:
         return ""

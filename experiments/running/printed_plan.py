@@ -36,13 +36,13 @@ def announce(
     step_times: StepTimes | None = None,
     branch: Branch | None = None,
 ) -> None:
-    """Devices, mesh, size, FLOPs, phases, the path of each GEMM; with `predicted` also
-    memory, communication and the expected speed-up, for a mesh whose devices need not
-    exist; with `step_times` how fast the steps were, and what follows from it; with
-    `branch` where the run begins.
+    """Prints devices, mesh, size, FLOPs, phases and the path of each GEMM; with
+    `predicted` also memory, communication and the expected speed-up, for a mesh whose
+    devices need not exist; with `step_times` how fast the steps were, and what follows
+    from it; with `branch` where the run begins.
 
     Args:
-      absent: with `predicted`, the GPUs that are planned for instead of those here.
+      absent: with `predicted`, the GPUs that are planned for; None: those here.
     Raises:
       ValueError: before anything is printed, for phases, patterns or a mesh that do not
         fit the model, the batch or, unless `predicted`, the devices.
@@ -144,9 +144,10 @@ class Absent:
     """GPUs that a run is planned for and that need not be here."""
 
     device: Device
-    """Each of them."""
+    """The facts about each of the GPUs, which are alike."""
     count: int | None = None
-    """How many; None: as many as the mesh says, one where it leaves that open."""
+    """The number of GPUs; None: as many as the mesh says, one where it leaves that
+    open."""
 
     def mesh(self, given: MeshConfig) -> MeshConfig:
         """Returns the mesh on all of them. Raises ValueError where its axes do not
@@ -155,7 +156,7 @@ class Absent:
         return given.resolve(least if self.count is None else self.count)
 
     def say(self, config: TrainConfig, mesh: MeshConfig) -> None:
-        """What is printed of them."""
+        """Prints which GPUs these are, and the mesh on them."""
         model, device = config.model, self.device
         attention, why = attention_implementation(model.head_dim, model.dtype, device)
         say(
@@ -167,8 +168,8 @@ class Absent:
 
 
 def _mesh_of(config: TrainConfig, *, predicted: bool) -> MeshConfig:
-    """Returns the mesh with `data` set: by the devices here, of which a plan needs
-    none."""
+    """Returns the mesh with `data` set by the devices here; a plan (`predicted`) needs
+    none of them."""
     if not predicted:
         return config.mesh.resolve(jax.device_count())
     left = jax.device_count() // (config.mesh.fsdp * config.mesh.tensor)
@@ -241,7 +242,8 @@ def _phase_table(config: TrainConfig, planned: tuple[Phase, ...]) -> Table:
 
 
 def _described(sparsity: FFNSparsity) -> tuple[str, str, str]:
-    """Returns the weights, activations and weight gradients, in words."""
+    """Returns words for the weights, the activations and the weight gradients of a
+    sparsity."""
     return (
         _name(sparsity.weights),
         _describe_activations(sparsity),
@@ -327,8 +329,8 @@ def _say_communication(
 
 
 def _names_of(planned: Sequence[Phase]) -> dict[FFNSparsity, str]:
-    """Returns every sparsity of the run once, under the name of the first phase that
-    has it; dense steps as "dense", whatever phase they are in."""
+    """Returns a name for every sparsity of the run: that of the first phase that has
+    it, and "dense" for dense steps, whatever phase they are in."""
     names: dict[FFNSparsity, str] = {}
     for phase in planned:
         for when, sparsity in zip(("", ", between"), phase.sparsities, strict=False):

@@ -88,7 +88,7 @@ def keep_gated_features(
 def _keep(
     gate: Array, *up: Array, by_expert: activation_tiles.ByExpert | None = None
 ) -> tuple[Array, ...]:
-    """Returns what `keep_features` does, or, where U is given,
+    """Returns the results of `keep_features`, or, where U is given, of
     `keep_gated_features`."""
     tokens, features = gate.shape
     if by_expert is not None:
@@ -163,7 +163,8 @@ def backward(
     squared, unless the square was below the dtype's normal numbers, or infinite.
 
     Args:
-      by_expert: the rows of A, as `keep_features` had them; those of dA are tokens.
+      by_expert: the rows of A, as `keep_features` had them; dA then has a row per
+        token. None: dA has the rows of A.
     Raises:
       ValueError: the features are not a multiple of 64, or the dtype not of 16 bits.
     """
@@ -236,15 +237,15 @@ class _Row(NamedTuple):
     """One of a thread's two rows of A."""
 
     index: ir.Value
-    """The row of A; the last one where A has no such row."""
+    """The index of the row of A; the last one where A has no such row."""
     exists: ir.Value
     source: ir.Value
-    """The row of the matrix that is read."""
+    """The index of the row in the matrix that is read."""
     column: ir.Value
     """The first of the thread's 16 features in that matrix."""
     filled: ir.Value | None
-    """Whether the row has a source, since rows that fill up a tile are zeros. None:
-    every row has one."""
+    """Whether the row has a source, since rows that pad a tile are zeros. None: every
+    row has one."""
 
     def load_pairs(self, ref: ir.Value) -> list[ir.Value]:
         """Returns the thread's 16 neighbouring features, two to a word."""

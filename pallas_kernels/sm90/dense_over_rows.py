@@ -30,45 +30,46 @@ from pallas_kernels.sm90.sparse_matmul_configs import (
 )
 
 STEP = 64
-"""How many rows of A and B a step multiplies."""
+"""The number of rows of A and B that a step multiplies."""
 
 WARPGROUPS = 2
-"""How many warpgroups multiply, each its own rows of a tile of C."""
+"""The number of warpgroups that multiply, each its own rows of a tile of C."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """How the work is cut up. Shared memory limits the tiles, and registers the
-    accumulators: a warpgroup has 64 row_blocks x tile_n of them, at most 64 x 256."""
+    """The way that the work is cut up. Shared memory limits the tiles, and registers
+    the accumulators: a warpgroup has 64 row_blocks x tile_n of them, at most 64 x
+    256."""
 
     row_blocks: int = 1
-    """How many blocks of 64 rows of C each warpgroup has."""
+    """The number of blocks of 64 rows of C that each warpgroup has."""
     tile_n: int = 256
-    """Columns of a tile of C."""
+    """The number of columns of a tile of C."""
     stages: int = 4
-    """How many steps have their operands in shared memory at a time."""
+    """The number of steps that have their operands in shared memory at a time."""
     cluster: int = 2
-    """How many blocks along m load B together."""
+    """The number of blocks along m that load B together."""
     grid_tile_width: int = 16
-    """How many tiles along m are visited before the next ones along n, so that both
-    operands stay in the L2 cache."""
+    """The number of tiles along m that are visited before the next ones along n, so
+    that both operands stay in the L2 cache."""
 
     @property
     def tile_m(self) -> int:
-        """Rows of C in the tile of one block."""
+        """The number of rows of C in the tile of one block."""
         return ROWS * self.row_blocks * WARPGROUPS
 
     @property
     def shared_memory_bytes(self) -> int:
-        """How much shared memory a block needs: operands of all stages, two epilogue
-        tiles for each warpgroup, barriers."""
+        """The bytes of shared memory that a block needs: operands of all stages, two
+        epilogue tiles for each warpgroup, barriers."""
         stage = 2 * STEP * (self.tile_m + self.tile_n) + 16
         return self.stages * stage + 2 * WARPGROUPS * ROWS * LINE_BYTES
 
 
 def why_unsupported(sizes: Sequence[int], group_tile: int, dtype: str) -> str | None:
-    """Returns why C of these `sizes`, (m, n), cannot be computed of each expert, or
-    None."""
+    """Returns why C with these `sizes`, (m, n), cannot be computed for each expert, or
+    None where it can."""
     if dtype not in ("bfloat16", "float16"):
         return f"multiplies bfloat16 and float16, not {dtype}"
     if group_tile % STEP or not group_tile:
@@ -95,7 +96,8 @@ def default_config(m: int, n: int, experts: int, multiprocessors: int) -> Config
 
 
 def _tiles(config: Config, m: int, n: int) -> tuple[int, int]:
-    """Returns how many tiles one C has along m and n, each that of a whole cluster."""
+    """Returns how many tiles one C has along m and n; a tile is that of a whole
+    cluster."""
     return pl.cdiv(m, config.tile_m * config.cluster), pl.cdiv(n, config.tile_n)
 
 
@@ -123,8 +125,8 @@ def dense_over_rows(
       group_tile: rows of a group tile, a multiple of 64.
       expert_axis: 0 for C as (experts, m, n), 1 for (m, experts, n), as columns of a
         weight lie in memory.
-      config: None for `default_config`.
-      multiprocessors: of the GPU that will run it.
+      config: how the work is cut up; None for `default_config`.
+      multiprocessors: their number in the GPU that will run the kernel.
     Raises:
       ValueError: shapes do not fit, or the kernel cannot run them; says why.
     """

@@ -20,14 +20,14 @@ from pallas_kernels.sm90.threads import packed16x2, prune_2to4
 from pallas_kernels.sm90.threads.prune_2to4 import constant
 
 ENTRIES = 8
-"""How many 16-bit entries one access reads."""
+"""The number of 16-bit entries that one access reads."""
 THREADS = 128
 IN_FLIGHT = 8
-"""How many accesses a thread starts before it uses the first result."""
+"""The number of accesses that a thread starts before it uses the first result."""
 
 
 def why_unsupported(d: int, dtype: str) -> str | None:
-    """Returns why rows of size d cannot be summed, or None."""
+    """Returns why rows of size d cannot be summed, or None where they can."""
     if d % ENTRIES or not d:
         return f"d={d} is not a multiple of {ENTRIES}"
     if dtype not in ("bfloat16", "float16"):
@@ -41,7 +41,8 @@ def gather_sum(
     """Returns out_i = sum_j x[index_ij], summed in float32 in the order of j and
     rounded once.
 
-    An index outside [0, rows) adds nothing; where no other does, the row is zero.
+    An index outside [0, rows) adds nothing; a row of out all of whose indices lie
+    outside is zero.
 
     Raises:
       ValueError: d is not a multiple of 8, or the dtype not of 16 bits.
@@ -83,7 +84,7 @@ def _kernel(x_gmem, index_gmem, out_gmem, *, together: int) -> None:
 def _sum(
     first_row: ir.Value, together: int, x: ir.Value, index: ir.Value, out: ir.Value
 ) -> None:
-    """Sums the part of one thread of a block: every 128th access to the block's
+    """Computes the part of one thread of a block: every 128th access to the block's
     rows."""
     rows, d = ir.MemRefType(out.type).shape
     thread = prune_2to4.thread()

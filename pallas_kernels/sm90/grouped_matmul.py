@@ -216,15 +216,16 @@ def _group_tile(rows: int, tile_expert: jax.Array) -> int:
 
 
 def _lookups(tile_expert: jax.Array, used_tiles: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns what the blocks look up: int32 (group tiles,), the expert of each, and
-    int32 (1,), the number of used group tiles."""
+    """Returns the arrays that the blocks look up: int32 (group tiles,), the expert of
+    each, and int32 (1,), the number of used group tiles."""
     return tile_expert.astype(jnp.int32), used_tiles.astype(jnp.int32).reshape(1)
 
 
 def _config(
     config_for: Callable[[Shape], Config] | None, shape: Shape, multiprocessors: int
 ) -> Config:
-    """Returns the config of a shape; raises ValueError where it cannot run it."""
+    """Returns the config of a shape. Raises ValueError where it cannot run the
+    shape."""
     if config_for is None:
         config_for = partial(default_config, multiprocessors=multiprocessors)
     config = config_for(shape)

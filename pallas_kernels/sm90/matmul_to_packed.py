@@ -40,14 +40,15 @@ from pallas_kernels.sm90.threads.prune_2to4 import TILE, constant
 
 
 class Experts(NamedTuple):
-    """The experts of a GEMM: whose weight a row of X meets."""
+    """The experts of a GEMM, which say whose weight a row of X meets."""
 
     tile_expert: Int[Array, " tiles"]
-    """int32, the expert of each group tile of rows / tiles rows."""
+    """The expert of each group tile of rows / tiles rows, int32."""
     used_tiles: Int[Array, ""]
-    """How many group tiles have rows; what the others hold in the end is undefined."""
+    """The number of group tiles that have rows; the result is undefined in all
+    others."""
     count: int
-    """How many experts there are; their weights lie below each other."""
+    """The number of experts; their weights lie one below the other."""
 
 
 def keep_features(
@@ -72,8 +73,9 @@ def keep_features(
         orders it. With experts, the weights of all of them; the features of the result
         are those of one.
       x: the rows of X, with experts sorted by expert.
+      experts: whose weight a row meets; None for a single weight.
       config_for: chooses the config of the shape; None for `default_config`.
-      multiprocessors: of the GPU that will run it.
+      multiprocessors: their number in the GPU that will run the kernel.
     Raises:
       ValueError: shapes do not fit, or the config cannot run them; says why.
     """
@@ -248,11 +250,12 @@ class _Row(NamedTuple):
     """One of a thread's two rows of an epilogue tile."""
 
     index: ir.Value
-    """The row of what is written; the last one where the matrix has no such row."""
+    """The index of the row that is written; the last one where the matrix has no such
+    row."""
     exists: ir.Value
     """Whether the matrix has the row."""
     in_tile: ir.Value
-    """The row of the epilogue tile, 0 to 63."""
+    """The index of the row in the epilogue tile, 0 to 63."""
 
     def load_pairs(self, ref: ir.Value) -> list[ir.Value]:
         """Returns the thread's 16 features, two to a word, from the tile in shared

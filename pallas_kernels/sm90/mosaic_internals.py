@@ -33,12 +33,12 @@ that every thread has, and `layout`, which says whose registers hold which entry
 
 
 def constant(value: int, bits: int) -> ir.Value:
-    """Returns an integer constant without a sign, of so many bits."""
+    """Returns an integer constant of `bits` bits, without a sign."""
     return utils.c(value, ir.IntegerType.get_signless(bits))
 
 
 def bit_width(dtype: ir.Type) -> int:
-    """Returns how many bits a number of an MLIR type has."""
+    """Returns the number of bits of a number of an MLIR type."""
     return utils.bitwidth(dtype)
 
 
@@ -48,7 +48,7 @@ def pointer(ref: ir.Value) -> ir.Value:
 
 
 def offset_pointer(address: ir.Value, offset_bytes: ir.Value) -> ir.Value:
-    """Returns an address so many bytes further; `offset_bytes` is an int64."""
+    """Returns an address that lies `offset_bytes` further; the offset is an int64."""
     i8 = ir.IntegerType.get_signless(8)
     return utils.getelementptr(address, [offset_bytes], i8)
 
@@ -100,7 +100,8 @@ def descriptor(
     k_major: bool,
     bytes_along_k: int = 32,
 ) -> tuple[Any, Sequence[int], int]:
-    """Returns what a matrix instruction reads a tiled operand in shared memory by.
+    """Returns the descriptor by which a matrix instruction reads a tiled operand in
+    shared memory, and the strides of its groups.
 
     Args:
       ref: the operand, in tiles of 8 rows by one swizzled line.
@@ -108,7 +109,7 @@ def descriptor(
       group_size: (rows, columns) that one instruction multiplies, the axis along k
         first if `k_major`, else last.
       k_major: whether k is the operand's first axis.
-      bytes_along_k: of the operand, that one instruction reads along k.
+      bytes_along_k: the bytes of the operand that one instruction reads along k.
     Returns:
       the descriptor of the first group; the strides of groups along k, in bytes; and
       the stride of groups along the other axis, in bytes.
@@ -124,15 +125,15 @@ def descriptor(
 
 
 def advanced(descriptor: Any, offset_bytes: int) -> ir.Value:
-    """Returns the descriptor of an operand so many bytes further."""
+    """Returns the descriptor of an operand that lies `offset_bytes` further."""
     return _wgmma._llvm_add(
         descriptor, constant(mma_utils.encode_addr(offset_bytes), 64)
     )
 
 
 def pinned(accumulator: FragmentedArray) -> FragmentedArray:
-    """Returns an accumulator as matrix instructions take it. Also keeps the compiler
-    from moving accesses of its registers past this point."""
+    """Returns an accumulator as matrix instructions take it. This also keeps the
+    compiler from moving accesses of its registers past this point."""
     return _wgmma.WGMMAAccumulator.from_registers(accumulator)._value
 
 

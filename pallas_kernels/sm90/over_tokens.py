@@ -40,14 +40,15 @@ class OverTokens(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """Features kept dense: the two of four tokens that 2:4 drops go to a second,
-    residual row, so that the sum of both rows is exact."""
+    """The features that are kept dense: the two of four tokens that 2:4 drops go to a
+    second, residual row, so that the sum of both rows is exact."""
 
     slots: Int[Array, " features"]
-    """int32, a feature's residual row, or -1; each row belongs to exactly one feature.
-    With experts, one expert's features after the other's, each with its own rows."""
+    """The residual row of each feature, int32, or -1 where it has none; each row
+    belongs to exactly one feature. With experts, the features of one expert follow
+    those of the other, and each expert counts its own rows."""
     rows: int
-    """How many residual rows there are, of each expert; a multiple of 64."""
+    """The number of residual rows (with experts, of each expert), a multiple of 64."""
 
 
 def keep_tokens(
@@ -64,7 +65,10 @@ def keep_tokens(
     their number is filled up to a multiple of 64 with zeros.
 
     Args:
-      by_segments: four tokens are of four segments, not neighbours.
+      values, metadata: the matrix, in the order of `sparsejax.sparsity.packed`.
+      whole: the features that are kept dense; None where none is.
+      by_segments: whether the four tokens of a group lie in four segments, or else are
+        neighbours.
     Raises:
       ValueError: the features are not a multiple of 64, or the dtype not of 16 bits.
     """
@@ -84,8 +88,8 @@ def keep_tokens_of_both(
     """Returns what `keep_tokens` makes of A and of dY1, whose positions are the same.
 
     Args:
-      by_expert: the rows of A and dY1, if experts have them; their tokens are not
-        looked up. Not with `by_segments`.
+      by_expert: the rows of A and dY1, if experts have them, else None; their tokens
+        are not looked up. Not with `by_segments`.
     Raises:
       ValueError: the features are not a multiple of 64, or the dtype not of 16 bits.
     """
@@ -109,8 +113,8 @@ def backward(
     dY1.
 
     Args:
-      by_expert: the rows of A, if experts have them. The rows of dA are tokens, or,
-        where `row_token` is None, the same rows. Not with `by_segments`.
+      by_expert: the rows of A, if experts have them, else None. dA then has a row per
+        token, or, where `row_token` is None, the same rows. Not with `by_segments`.
     Raises:
       ValueError: the features are not a multiple of 64, or the dtype not of 16 bits.
     """

@@ -26,7 +26,7 @@ from pallas_kernels.sm90.threads.prune_2to4 import TILE
 
 
 def why_unsupported(rows: int, k: int, dtype: str, out_dtype: str) -> str | None:
-    """Returns why a matrix (rows, k) cannot be packed, or None."""
+    """Returns why a matrix (rows, k) cannot be packed, or None where it can."""
     for name, size in (("rows", rows), ("k", k)):
         if size % TILE or not size:
             return f"{name}={size} is not a multiple of {TILE}"
@@ -51,10 +51,11 @@ def prune_weight(
 
     Args:
       w: (layers, rows, k) if `k_major`, else (layers, k, rows).
-      scales: beta, values are beta S(w); None: they are those of w, no threshold.
-      dtype: of the values, bfloat16 or float16, rounded to nearest even.
+      scales: beta of each matrix, where the values are beta S(w); None: the values are
+        those of w, without a threshold.
+      dtype: dtype of the values, bfloat16 or float16, rounded to nearest even.
     Raises:
-      ValueError: a size is not a multiple of 64, or a dtype is not one of those.
+      ValueError: a size is not a multiple of 64, or a dtype is not supported.
     """
     layers, rows, k = w.shape if k_major else (w.shape[0], w.shape[2], w.shape[1])
     dtype = jnp.dtype(dtype)

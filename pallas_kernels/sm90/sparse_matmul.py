@@ -49,19 +49,19 @@ def sparse_matmul(
 
     Args:
       values: A's kept values, bfloat16 or float16.
-      metadata: where they stood, ceil(m / 64) by k / 64 blocks, as
+      metadata: the positions of these values, ceil(m / 64) by k / 64 blocks, as
         `sparsejax.sparsity.packed` orders them.
       b: (n, k) if `b_k_major`, else (k, n); or in segments (64, k / 64, n), row i of B
         being b[i % 64, i // 64]. The dtype of `values`.
       transpose_out: return C^T (n, m) instead of C (m, n).
       activation: applied element-wise to the float32 accumulators, for example relu
-        squared.
+        squared; None: nothing is.
       out_dtype: bfloat16, float16 or float32; None for the dtype of the operands.
       mode: what A is, see `Mode`: by it, too, configs are looked up.
       split_rows: how many of A's last rows, a multiple of 64, have their product in a
         second result, in the same launch. 0: there is one result.
-      config: None for `default_config`.
-      multiprocessors: of the GPU that will run it.
+      config: how the work is cut up; None for `default_config`.
+      multiprocessors: their number in the GPU that will run the kernel.
     Raises:
       ValueError: shapes do not fit, or the config cannot run them; says why.
     """

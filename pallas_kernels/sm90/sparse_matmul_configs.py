@@ -1,5 +1,5 @@
-"""2:4 GEMMs on Hopper: which there are, how the kernel may cut one up, and how it does
-where nothing was tuned.
+"""The 2:4 GEMMs on Hopper: which there are, how the kernel may cut one up, and how it
+does where nothing was tuned.
 
     C = A B,    A (m, k) 2:4 along k,    B (k, n),    C (m, n)
 
@@ -14,21 +14,22 @@ from jax.experimental import pallas as pl
 from pallas_kernels.sm90.gemm.tile_scheduler import tiling_of
 
 TILE_K = 64
-"""How many columns of A a step multiplies: what a word of metadata per thread
-covers. A itself comes two steps at a time, so that its rows are read in whole lines
-of 128 bytes."""
+"""The number of columns of A that a step multiplies, those that a word of metadata per
+thread covers. A itself comes two steps at a time, so that its rows are read in whole
+lines of 128 bytes."""
 
 SHARED_MEMORY_BYTES = 227 << 10
-"""How many bytes of shared memory a block may use on Hopper."""
+"""The bytes of shared memory that a block may use on Hopper."""
 
 LINE_BYTES = 128
-"""Bytes of a line of C in shared memory."""
+"""The bytes of a line of C in shared memory."""
 
 ROWS = 64
-"""Rows of A that one instruction multiplies."""
+"""The number of rows of A that one instruction multiplies."""
 
 Mode = Literal["sparse_weight", "sparse_activation", "weight_gradient"]
-"""What the 2:4 operand A of a GEMM of an FFN is, and so which size counts tokens.
+"""The role of the 2:4 operand A in a GEMM of an FFN, which says which size counts
+tokens.
 
 "sparse_weight": A is a weight, and B has a row per token in memory: n counts tokens.
 "sparse_activation": A has a row per token, B is a weight: m counts tokens.
@@ -47,69 +48,72 @@ class Shape:
     dtype: str = "bfloat16"
     """The dtype of A and B: "bfloat16" or "float16"."""
     b_k_major: bool = True
-    """Whether B is stored (n, k), else (k, n)."""
+    """Whether B is stored (n, k), or else (k, n)."""
     transpose_out: bool = True
-    """Whether C is stored (n, m), else (m, n)."""
+    """Whether C is stored (n, m), or else (m, n)."""
     float32_out: bool = False
-    """Whether C is float32, else of 16 bits."""
+    """Whether C is float32, or else of 16 bits."""
     experts: int = 1
-    """How many experts a grouped GEMM has, see `grouped_matmul`: a token meets the
-    weight of one of them."""
+    """The number of experts of a grouped GEMM, see `grouped_matmul`: a token meets the
+    weight of one of them. 1 where nothing is grouped."""
     group_tile: int = 0
-    """How many tokens that follow each other have one expert; 0 where nothing is
+    """The number of consecutive tokens that have one expert; 0 where nothing is
     grouped."""
     packed_out: bool = False
-    """Whether what is written is 2:4, see `matmul_to_packed`, else C itself."""
+    """Whether the result is written 2:4, see `matmul_to_packed`, or else as C
+    itself."""
     mode: Mode = "sparse_weight"
-    """What A is. Last: the shipped tables are sorted by the fields in their order, and
-    of equally good estimates the first entry's is taken."""
+    """The role of A. It is the last field: the shipped tables are sorted by the fields
+    in their order, and of equally good estimates the first entry's is taken."""
 
     @property
     def products(self) -> int:
-        """How many C there are: one for each expert in weight gradients."""
+        """The number of matrices C: one for each expert in weight gradients, else 1."""
         return self.experts if self.mode == "weight_gradient" else 1
 
     @property
     def out_bytes(self) -> int:
-        """Bytes of one number of C."""
+        """The bytes of one number of C."""
         return 4 if self.float32_out else 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """How the work is cut up; what the tuner searches."""
+    """The way that the work is cut up, which the tuner searches."""
 
     warpgroups: int = 2
-    """How many warpgroups multiply; one more loads."""
+    """The number of warpgroups that multiply; one more loads."""
     row_blocks: int = 2
-    """How many blocks of 64 rows of A each of them multiplies."""
+    """The number of blocks of 64 rows of A that each of them multiplies."""
     tile_n: int = 192
-    """Columns of B per tile."""
+    """The number of columns of B in a tile."""
     stages: int = 4
-    """How many steps along k have their part of B in shared memory at a time."""
+    """The number of steps along k that have their part of B in shared memory at a
+    time."""
     pairs: int = 2
-    """How many pairs of steps have their part of A in shared memory at a time."""
+    """The number of pairs of steps that have their part of A in shared memory at a
+    time."""
     cluster: int = 2
-    """How many blocks along m load B together."""
+    """The number of blocks along m that load B together."""
     grid_minor_dim: Literal["m", "n"] = "m"
     """The axis along which successive tiles lie."""
     grid_tile_width: int = 8
-    """How many tiles along that axis are visited before the next ones along the other,
-    so that both operands stay in the L2 cache."""
+    """The number of tiles along that axis that are visited before the next ones along
+    the other, so that both operands stay in the L2 cache."""
     out_columns: int = 64
-    """Columns of C in an epilogue tile, which is written at a time."""
+    """The number of columns of C in an epilogue tile, which is written at a time."""
     out_slots: int = 2
-    """How many writes of C each warpgroup has under way at a time."""
+    """The number of writes of C that each warpgroup has under way at a time."""
 
     @property
     def tile_m(self) -> int:
-        """Rows of A in the tile of one block."""
+        """The number of rows of A in the tile of one block."""
         return ROWS * self.row_blocks * self.warpgroups
 
     @property
     def bytes_per_step(self) -> int:
-        """Bytes that a step along k writes to shared memory, and that the tensor cores
-        read from it, together."""
+        """The bytes that a step along k writes to shared memory, and that the tensor
+        cores read from it, together."""
         words = 512 * self.tile_m // ROWS
         written = self.tile_m * TILE_K + words + 2 * self.tile_n * TILE_K
         # Every 64 rows of A are multiplied by all of B.
@@ -117,8 +121,8 @@ class Config:
         return written + read
 
     def shared_memory_bytes(self, out_bytes: int) -> int:
-        """Returns how much shared memory a block needs: operands of all stages,
-        epilogue tiles with numbers of `out_bytes`, barriers."""
+        """Returns the bytes of shared memory that a block needs: operands of all
+        stages, epilogue tiles with numbers of `out_bytes`, barriers."""
         words = 128 * self.row_blocks * self.warpgroups
         pair = 2 * (self.tile_m * TILE_K + 4 * words) + 16
         stage = 2 * self.tile_n * TILE_K + 16
@@ -128,7 +132,8 @@ class Config:
 
 
 def why_unsupported(shape: Shape) -> str | None:
-    """Returns why no config runs a GEMM, or None. The gate of every caller."""
+    """Returns why no config runs a GEMM, or None where one does. Every caller asks this
+    first."""
     if shape.dtype not in ("bfloat16", "float16"):
         return f"multiplies bfloat16 and float16, not {shape.dtype}"
     if shape.k % TILE_K or not shape.k:
@@ -143,8 +148,8 @@ def why_unsupported(shape: Shape) -> str | None:
 
 def _why_not_in_mode(shape: Shape) -> str | None:
     """Returns why a GEMM's operands and result do not lie as its mode needs them, or
-    None. Without experts the kernel takes any order, and the mode only says how the
-    GEMM is looked up."""
+    None where they do. Without experts the kernel takes any order, and the mode only
+    says how the GEMM is looked up."""
     if shape.mode == "weight_gradient":
         if shape.b_k_major or not shape.float32_out:
             return "a weight gradient is float32 and reads B stored (k, n)"
@@ -154,8 +159,8 @@ def _why_not_in_mode(shape: Shape) -> str | None:
 
 
 def why_invalid(config: Config, shape: Shape) -> str | None:
-    """Returns why `config` cannot run `shape`, or None: for the gate, the heuristic and
-    the tuner alike."""
+    """Returns why `config` cannot run `shape`, or None where it can. The gate, the
+    heuristic and the tuner all ask this."""
     if reason := why_unsupported(shape):
         return reason
     if config.tile_n not in range(64, 257, 16):
@@ -198,8 +203,8 @@ def why_invalid(config: Config, shape: Shape) -> str | None:
 
 
 def _why_not_grouped(config: Config, shape: Shape) -> str | None:
-    """Returns why a block, or what its cluster shares of B, would have two experts; or
-    None."""
+    """Returns why a block, or the part of B that its cluster shares, would have two
+    experts; None where it has one."""
     if not shape.group_tile:
         return None
     if shape.mode == "weight_gradient":
@@ -215,9 +220,9 @@ def _why_not_grouped(config: Config, shape: Shape) -> str | None:
 
 
 def _why_no_packed_out(config: Config, shape: Shape) -> str | None:
-    """Returns why a result cannot be packed in the epilogue, or None. An epilogue tile
-    must be 64 tokens by 64 features, and while it is packed the next one needs another
-    slot."""
+    """Returns why a result cannot be packed in the epilogue, or None where it can. An
+    epilogue tile must be 64 tokens by 64 features, and while it is packed the next one
+    needs another slot."""
     if not shape.packed_out:
         return None
     if not shape.transpose_out or shape.float32_out:
@@ -249,8 +254,8 @@ def default_config(shape: Shape, multiprocessors: int) -> Config:
 
 
 def _tilings(shape: Shape) -> list[Config]:
-    """Returns the configs that `default_config` chooses from; it takes the first of
-    equals."""
+    """Returns the configs that `default_config` chooses from; of equally good ones it
+    takes the first."""
     fine = shape.b_k_major and shape.transpose_out
     fine = fine and not (shape.float32_out or shape.packed_out)
     step = 16 if fine else 64

@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other about a checkpoint; how a save fails."""
+"""The agreement of a run's processes about checkpoints, and how a save fails."""
 
 import itertools
 import json
@@ -12,9 +12,9 @@ import jax
 from sparsejax.distributed.processes import Exchange
 
 TIMEOUT_SECONDS = 1200
-"""How long the processes of a run wait for one another in a save or a restore. A dead
-process is noticed much sooner, by its heartbeat; this is for one that hangs, and longer
-than an honest write: the 90 GB of a 7 B model take 900 s at 100 MB/s."""
+"""The seconds that the processes of a run wait for one another in a save or a restore.
+A dead process is noticed much sooner, by its heartbeat; this is for one that hangs, and
+longer than an honest write: the 90 GB of a 7 B model take 900 s at 100 MB/s."""
 
 
 class CheckpointFailed(OSError):
@@ -40,8 +40,8 @@ class Agreement:
         self._reported = itertools.count()
 
     def decide(self, decide: Callable[[], Any]) -> Any:
-        """Returns what process 0 decides, which has to be JSON, or raises the error
-        that it meets."""
+        """Returns the decision of process 0, a JSON value, or raises the error that
+        process 0 met."""
         if jax.process_count() == 1:
             return decide()
         decision, failure = None, None
@@ -62,7 +62,7 @@ class Agreement:
         return value
 
     def report(self, failure: str = "") -> None:
-        """Tells the other processes how this one's part of a save went so far.
+        """Tells the other processes how this process's part of a save went so far.
 
         All processes report at the same points of every save (orbax adds two to ours),
         until one reports a failure; so all of them end in an error, and soon.
@@ -95,8 +95,9 @@ _DISK_ERRORS = (ENOSPC, EDQUOT, EFBIG, EROFS, EIO, EACCES)
 
 
 def cause(error: Exception) -> str:
-    """Returns the cause of an error in one line. What the layers below say can fill a
-    screen; what the system said is somewhere in it, and is never cut out."""
+    """Returns the cause of an error in one line. Messages of the layers below can fill
+    a screen; what the operating system said is somewhere in them, and is never cut
+    out."""
     text = " ".join(str(error).split())
     if len(text) > 500:
         said = [os.strerror(number) for number in _DISK_ERRORS]

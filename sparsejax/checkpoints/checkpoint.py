@@ -58,7 +58,7 @@ _instances = itertools.count()
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What `Checkpoints.restore` read."""
+    """A checkpoint as `Checkpoints.restore` read it."""
 
     step: int
     state: PyTree[Array]
@@ -71,10 +71,10 @@ class Damaged:
     """A checkpoint that `Checkpoints.set_aside_damaged` renamed."""
 
     path: Path
-    """Where it is now."""
+    """The path that the checkpoint was renamed to."""
     step: int
     reason: str
-    """Names the file that is not as it was written."""
+    """The kind of damage, with the name of the file that is not as it was written."""
 
 
 class Checkpoints:
@@ -85,7 +85,7 @@ class Checkpoints:
     are older ones deleted: all but the newest `keep`, those whose step is a multiple of
     `keep_every`, and those saved as permanent.
 
-    Use as a context manager, or call `close`: a save may still be under way.
+    Use it as a context manager, or call `close`: a save may still be under way.
 
     A run of several processes shares one folder. All of them make this object, and call
     every method at the same points with the same arguments; only `last_good` and
@@ -175,13 +175,13 @@ class Checkpoints:
             processes the arrays are global, sharded or replicated.
           data_state: state of the data iterator, JSON; that of process 0 is kept.
           metadata: anything else as JSON (tuples come back as lists): phase, resolved
-            config, fingerprint of the corpus; that of process 0 is kept.
+            config, fingerprint of the corpus; that of process 0 is kept. None: nothing.
           permanent: never deleted by the keep policy.
           blocking: return only when the checkpoint is complete and on disk.
         Raises:
           ValueError: a leaf that is no array, metadata that is not JSON, or a step that
             would be older than the newest.
-          CheckpointFailed: of this save, or of an earlier one in the background.
+          CheckpointFailed: this save, or an earlier one in the background, has failed.
         """
         self.wait()
         if step < 0:
@@ -210,7 +210,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when no save is under way; on every process the last one is then
+        """Waits until no save is under way; on every process the last one is then
         complete.
 
         Raises:
@@ -256,14 +256,14 @@ class Checkpoints:
             self.close()
 
     def set_aside_damaged(self) -> list[Damaged]:
-        """Compares the newest checkpoint with its manifest, to the last bit, and where
-        it is damaged renames it to `<name>.damaged` and goes on with the one before.
+        """Renames damaged checkpoints to `<name>.damaged`, from the newest down to the
+        first that agrees with its manifest to the last bit.
 
-        Afterwards the newest checkpoint is an intact one, if there is any. Only for the
-        run that will write into the folder.
+        Afterwards the newest checkpoint is an intact one, if there is any. Only the run
+        that will write into the folder may call this.
 
         Returns:
-          What was renamed, the newest first.
+          the checkpoints that were renamed, the newest first.
         Raises:
           ValueError: a checkpoint of an unknown format.
           OSError: a file that cannot be read, for a reason that says nothing about its
@@ -277,8 +277,8 @@ class Checkpoints:
         ]
 
     def last_good(self) -> Path | None:
-        """Returns the folder of the newest complete checkpoint as far as this process
-        sees; None where there is none."""
+        """Returns the folder of the newest complete checkpoint that this process sees;
+        None where there is none."""
         complete = [path for *_, path in self._held.committed() if is_sealed(path)]
         return complete[-1] if complete else None
 
@@ -292,7 +292,8 @@ class Checkpoints:
         return self._agreement.decide(self._held.latest_step)
 
     def path(self, step: int | None = None) -> Path:
-        """Returns the folder of a step, by default of the newest.
+        """Returns the folder of the checkpoint of a step; None stands for the newest
+        step.
 
         Raises:
           ValueError: there is no such checkpoint.
@@ -300,8 +301,8 @@ class Checkpoints:
         return self._folder / self._agreement.decide(lambda: self._held.path(step).name)
 
     def check_intact(self, step: int) -> None:
-        """Compares a checkpoint with its manifest, to the last bit, and renames
-        nothing: for a run that reads another's.
+        """Compares a checkpoint with its manifest, to the last bit. Nothing is renamed:
+        a run may ask this of another run's checkpoint.
 
         Raises:
           ValueError: no such checkpoint, one of an unknown format, or a damaged one.
@@ -309,7 +310,7 @@ class Checkpoints:
         self._agreement.decide(lambda: self._held.check_intact(step))
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
-        """Returns the metadata saved with a step, by default with the newest.
+        """Returns the metadata saved with a step; None stands for the newest step.
 
         Raises:
           ValueError: no such checkpoint, or one of an unknown format.
@@ -317,18 +318,18 @@ class Checkpoints:
         return self._agreement.decide(lambda: self._held.find(step)[1]["metadata"])
 
     def restore(self, step: int | None = None, *, template: PyTree) -> Restored:
-        """Returns the checkpoint of a step, by default the newest, bit for bit as it
-        was saved.
+        """Returns the checkpoint of a step, bit for bit as it was saved.
 
-        Reads without comparing with the manifest; `set_aside_damaged` does that.
+        The arrays are not compared with the manifest; `set_aside_damaged` does that.
 
         Args:
-          step: one of `steps()`.
+          step: one of `steps()`; None for the newest.
           template: the structure to restore into, with `jax.ShapeDtypeStruct` or arrays
             as leaves. Where a leaf has a sharding the array is put there, whatever mesh
             it was saved from; otherwise on the first device of each process.
         Returns:
-          State in the template's structure, data state, metadata and step.
+          the state in the template's structure, the data state, the metadata and the
+            step.
         Raises:
           ValueError: no such checkpoint, one of an unknown format or so damaged that it
             cannot be read, or a template that differs from it in structure, shape or
@@ -382,8 +383,8 @@ class Checkpoints:
             ) from error
 
     def _begin(self, record: dict[str, Any]) -> str:
-        """Prepares the folder that a save will write into, and returns the name it will
-        end under.
+        """Prepares the folder that a save will write into, and returns the name that
+        the checkpoint will have.
 
         Raises:
           ValueError: the step is older than the newest checkpoint.
@@ -412,7 +413,7 @@ class Checkpoints:
         return target.name
 
     def _finish(self, step: int, target: Path, failure: Exception | None) -> None:
-        """What remains of a save once it is under way; runs in the background."""
+        """Completes a save that is under way; runs in the background."""
         try:
             if failure is not None:
                 raise failure

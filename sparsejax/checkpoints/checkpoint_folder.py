@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: their names, what is complete, what stays.
+"""The folder of a run's checkpoints: their names, which are complete, which stay.
 
     step_00001000            a complete checkpoint, and step_00001000_1 where the same
                              step was saved a second time
@@ -34,10 +34,11 @@ def latest_step(folder: Path) -> int | None:
 
 
 class CheckpointFolder:
-    """What a folder holds, and what of it is deleted."""
+    """The checkpoints that a folder holds, and which of them are deleted."""
 
     def __init__(self, folder: Path, *, keep: int | None, keep_every: int) -> None:
-        """As in `checkpoint.Checkpoints`."""
+        """Makes the view of a folder; the arguments are those of
+        `checkpoint.Checkpoints`."""
         self.folder = folder
         self._keep = keep
         self._keep_every = keep_every
@@ -53,11 +54,13 @@ class CheckpointFolder:
         return sorted((int(m[1]), int(m[2] or 0), path) for m, path in matches if m)
 
     def newest_paths(self) -> dict[int, Path]:
-        """Returns the newest revision of each step, which comes last."""
+        """Returns the path of the newest revision of each step, in ascending order of
+        the steps."""
         return {step: path for step, _, path in self.committed()}
 
     def latest_step(self) -> int | None:
-        """Returns the newest, None where there is none."""
+        """Returns the newest step with a complete checkpoint, None where there is
+        none."""
         return max(self.newest_paths(), default=None)
 
     def path(self, step: int | None) -> Path:
@@ -65,7 +68,7 @@ class CheckpointFolder:
         step.
 
         Raises:
-          ValueError: there is none.
+          ValueError: the step has no complete checkpoint.
         """
         paths = self.newest_paths()
         if not paths:
@@ -82,10 +85,12 @@ class CheckpointFolder:
         return paths[step]
 
     def find(self, step: int | None) -> tuple[str, dict[str, Any]]:
-        """Returns the name and the record of what `path` finds.
+        """Returns the name and the record of a step's newest revision; None stands for
+        the newest step.
 
         Raises:
-          ValueError: as `path`; the record is damaged, or of another step.
+          ValueError: the step has no complete checkpoint, or its record is damaged or
+            belongs to another step.
         """
         path = self.path(step)
         record = read_record(path)
@@ -98,8 +103,8 @@ class CheckpointFolder:
         return path.name, record
 
     def check_intact(self, step: int) -> None:
-        """Compares a step's newest revision with its manifest, to the last bit; for
-        readers, which rename nothing.
+        """Compares a step's newest revision with its manifest, to the last bit. Nothing
+        is renamed, as a reader needs it.
 
         Raises:
           ValueError: there is none, it has a format that this version does not read, or
@@ -120,7 +125,7 @@ class CheckpointFolder:
 
     def set_aside_damaged(self) -> list[tuple[str, int, str]]:
         """Renames the newest checkpoints that are damaged, down to the first intact
-        one; their new names, steps and reasons.
+        one, and returns the new name, the step and the reason of each.
 
         Raises:
           ValueError: one has a format that this version does not read.
@@ -135,7 +140,7 @@ class CheckpointFolder:
         return found
 
     def remove_leftovers(self) -> None:
-        """Removes what interrupted saves and deletions left.
+        """Removes what interrupted saves and deletions left behind.
 
         For the writer alone, with no save of its own under way: to a reader, what
         another process is writing looks just the same.
@@ -145,7 +150,8 @@ class CheckpointFolder:
                 remove(path)
 
     def delete_superseded(self, written: Path) -> None:
-        """Deletes what is not kept, now that `written` is complete."""
+        """Deletes the checkpoints that are not to be kept, now that `written` is
+        complete."""
         newest = self.newest_paths()
         doomed = [
             path
@@ -167,7 +173,7 @@ class CheckpointFolder:
         return (every > 0 and step % every == 0) or self.is_permanent(step)
 
     def is_permanent(self, step: int) -> bool:
-        """Returns whether it was saved to stay."""
+        """Returns whether the checkpoint of a step was saved as permanent."""
         try:
             return read_record(self.path(step))["permanent"]
         except ValueError:
@@ -175,7 +181,7 @@ class CheckpointFolder:
 
 
 def unfinished(target: Path) -> Path:
-    """Where a checkpoint is written before it has its name."""
+    """Returns the folder in which a checkpoint is written before it gets its name."""
     return target.with_name(f"{target.name}.writing")
 
 
@@ -186,7 +192,7 @@ def remove(folder: Path) -> None:
 
 
 def remove_failed(folder: Path) -> None:
-    """Removes what a failed save wrote.
+    """Removes the folder that a failed save wrote.
 
     orbax reports the first error while its other writes are still under way, and these
     make their folders anew; so it is removed until it stays away for a moment.
@@ -208,8 +214,8 @@ def _set_aside(path: Path) -> Path:
 
 
 def _find_damage(path: Path, step: int) -> str | None:
-    """Returns how a checkpoint differs from what was saved as `step`, its name says;
-    None where it does not."""
+    """Returns how a checkpoint differs from what was saved as `step`, the step in its
+    name; None where it does not differ."""
     reason = manifest.find_damage(path)
     if reason is None and (saved := read_record(path)["step"]) != step:
         return f"{RECORD} is of step {saved}: the folder was renamed"
@@ -217,8 +223,8 @@ def _find_damage(path: Path, step: int) -> str | None:
 
 
 def _is_intact(path: Path, step: int) -> bool:
-    """Returns whether it is another copy of a step, to the last bit; a link to one is
-    none."""
+    """Returns whether a folder holds a copy of a step that is intact to the last bit; a
+    link to a folder does not count."""
     try:
         return not path.is_symlink() and _find_damage(path, step) is None
     except (OSError, ValueError):
@@ -226,7 +232,7 @@ def _is_intact(path: Path, step: int) -> bool:
 
 
 def _named_step(path: Path) -> int:
-    """Returns the step that the name of a committed checkpoint says."""
+    """Returns the step in the name of a complete checkpoint."""
     named = _COMMITTED.fullmatch(path.name)
     assert named is not None
     return int(named[1])

@@ -1,6 +1,7 @@
 """The record of a checkpoint: all that it holds but the arrays, as JSON.
 
-Step, permanence, data state, metadata, and what the arrays are (`stored_state`).
+It says the step, whether the checkpoint is permanent, the data state, the metadata, and
+what the arrays are (`stored_state`).
 """
 
 import json
@@ -11,15 +12,16 @@ from sparsejax.checkpoints import manifest
 from sparsejax.checkpoints.stored_state import is_description
 
 FORMAT_VERSION = 2
-"""Of what a checkpoint holds and under which names; raised when older code cannot read
-what newer code writes."""
+"""The number of the form in which checkpoints are stored; raised when older code cannot
+read what newer code writes."""
 
 RECORD = "record.json"
 _RECORD_OF_FORMAT_1 = "record/metadata"
 
 
 def checked_json(name: str, value: Any) -> Any:
-    """Returns `value`; raises ValueError where it is not JSON, naming it as `name`."""
+    """Returns `value`. Raises ValueError, with the name `name`, where it is not
+    JSON."""
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:
@@ -31,15 +33,16 @@ def checked_json(name: str, value: Any) -> Any:
 
 
 def is_sealed(path: Path) -> bool:
-    """Returns whether the manifest of a checkpoint, which is written last, is there."""
+    """Returns whether a checkpoint has its manifest, which is written last."""
     return (path / manifest.NAME).is_file()
 
 
 def check_format(path: Path) -> None:
-    """Raises ValueError where all that states the format of a checkpoint states another
-    one.
+    """Raises ValueError where a checkpoint has a format that this version does not
+    read.
 
-    One that differs from the rest is a damaged file.
+    Several of its files state the format; a single one that differs from the others is
+    a damaged file, and no other format.
     """
     files = (manifest.NAME, RECORD, _RECORD_OF_FORMAT_1)
     stated = {_stated_format(path / file) for file in files} - {None}
@@ -51,10 +54,11 @@ def check_format(path: Path) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Returns everything but the arrays of the checkpoint at `path`.
+    """Returns the record of the checkpoint at `path`, everything but the arrays.
 
     Raises:
-      ValueError: it is of an unknown format, or the record cannot be read or is none.
+      ValueError: the checkpoint has an unknown format, or its record cannot be read or
+        is no record.
     """
     check_format(path)
     try:
@@ -72,7 +76,8 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def _is_record(record: Any) -> bool:
-    """Returns whether it has the form of what `Checkpoints.save` writes."""
+    """Returns whether a value has the form of the records that `Checkpoints.save`
+    writes."""
     kinds = {"step": int, "permanent": bool, "state": dict, "metadata": dict}
     return (
         isinstance(record, dict)

@@ -1,4 +1,4 @@
-"""The manifest of a folder: which files it holds, to the last bit."""
+"""The manifest of a folder: which files it holds, and their content to the last bit."""
 
 import hashlib
 import json
@@ -11,11 +11,11 @@ from typing import Any
 NAME = "manifest.json"
 
 THREADS = 4
-"""Files that are read at the same time."""
+"""The number of files that are read at the same time."""
 
 
 def write(folder: Path, format_version: int) -> None:
-    """Forces all files of the folder onto the disk, then a manifest of them.
+    """Forces all files of the folder onto the disk, then writes a manifest of them.
 
     The manifest holds `format_version` and the size in bytes and SHA-256 of every file.
 
@@ -49,7 +49,7 @@ def flush(path: Path) -> None:
 
 def find_damage(folder: Path) -> str | None:
     """Returns how the folder differs from its manifest, naming a file; None where it
-    does not.
+    does not differ.
 
     Files that the manifest does not name are ignored.
 
@@ -69,7 +69,8 @@ def find_damage(folder: Path) -> str | None:
 
 
 def _parse(content: bytes) -> dict[str, Any] | None:
-    """Returns the files in a manifest; None where it is not what `_render` wrote."""
+    """Returns the files that a manifest names; None where it is not what `_render`
+    wrote."""
     try:
         manifest = json.loads(content)
         version, files = manifest["format_version"], manifest["files"]
@@ -110,8 +111,8 @@ def _difference(folder: Path, name: str, expected: dict[str, Any]) -> str | None
 
 
 def _damage(name: str, error: OSError) -> str:
-    """Returns what an error in reading says about the file; raises it where it says
-    nothing."""
+    """Returns what an error in reading says about the file, or raises the error where
+    it says nothing."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return f"{name} is missing"
     if isinstance(error, IsADirectoryError):

@@ -1,4 +1,4 @@
-"""A state as a checkpoint stores it: plain arrays by name, a description of each."""
+"""A state as a checkpoint stores it: plain arrays by name, each with a description."""
 
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from jaxtyping import Array, PyTree
 def named_leaves(tree: PyTree) -> dict[str, Any]:
     """Returns the leaves under the names that the checkpoint stores them by.
 
-    A flat dictionary rather than the tree itself: names and structure are then ours,
-    empty containers and None cost nothing, and any pytree can be a template.
+    They are a flat dictionary rather than the tree itself: names and structure are then
+    ours, empty containers and None cost nothing, and any pytree can be a template.
 
     Raises:
       ValueError: two leaves have one name.
@@ -30,12 +30,12 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
 
 
 FORMER_ENDINGS = {"['router_state'].value['centres']": "['centres'].value"}
-"""How the names of leaves end that older checkpoints store under other names, and how
-those names end. What was stored so, and has no leaf any more, is not read."""
+"""The present ending of a leaf's name, and the ending under which older checkpoints
+store that leaf. An array with a former name whose leaf exists no more is not read."""
 
 
 def with_present_names(saved: dict[str, Any]) -> dict[str, str]:
-    """Returns, for the name of each saved leaf, the name that it has now."""
+    """Returns, for the name of each saved leaf, the name that the leaf has now."""
     present = {former: now for now, former in FORMER_ENDINGS.items()}
 
     def renamed(name: str) -> str:
@@ -53,7 +53,8 @@ def is_renamed(name: str) -> bool:
 
 
 def describe(name: str, leaf: Any) -> dict[str, Any]:
-    """Returns the shape, dtype and kind of random key of the leaf `name`, as JSON.
+    """Returns the shape, the dtype and the kind of random key of the leaf `name`, as
+    JSON.
 
     Raises:
       ValueError: the leaf is no `jax.Array`.
@@ -70,7 +71,7 @@ def describe(name: str, leaf: Any) -> dict[str, Any]:
 
 
 def is_description(leaf: Any) -> bool:
-    """Returns whether it has the form of what `describe` returns."""
+    """Returns whether a value has the form of what `describe` returns."""
     return isinstance(leaf, dict) and (
         type(leaf.get("shape")) is list
         and all(type(size) is int for size in leaf["shape"])
@@ -89,15 +90,15 @@ def storable(leaves: dict[str, Array]) -> dict[str, Array]:
 
 
 def spec_of_described(described: dict[str, Any]) -> jax.ShapeDtypeStruct:
-    """Returns the spec of an array that `describe` described, on one device: to be read
-    and left."""
+    """Returns the spec, on one device, of an array that `describe` described and that
+    is only read to be dropped."""
     one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shape, dtype = tuple(described["shape"]), jnp.dtype(described["dtype"])
     return jax.ShapeDtypeStruct(shape, dtype, sharding=one)
 
 
 def stored_spec(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape, dtype and place of the stored array behind a leaf of the
+    """Returns the shape, dtype and sharding of the stored array behind a leaf of the
     template."""
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
@@ -110,13 +111,13 @@ def stored_spec(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def check_fits(path: Path, saved: dict[str, Any], template: dict[str, Any]) -> None:
-    """Raises ValueError for the first leaf that differs, in the template's order, or
+    """Raises ValueError for the first leaf, in the template's order, that differs, or
     that JAX cannot hold as it is set up.
 
     Args:
-      path: of the checkpoint, for the message.
+      path: the checkpoint, for the message.
       saved: what `describe` returned, by name.
-      template: its leaves by name.
+      template: the leaves of the template, by name.
     """
     for name, leaf in template.items():
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
@@ -151,11 +152,12 @@ def check_fits(path: Path, saved: dict[str, Any], template: dict[str, Any]) -> N
 def rebuild(
     path: Path, array: Array | None, leaf: Any, described: dict[str, Any]
 ) -> Array:
-    """Returns the leaf that was saved, from the array that was stored for it, if any.
+    """Returns the leaf that was saved, from the array that was stored for it.
 
     Args:
-      path: of the checkpoint, for the message.
-      leaf: of the template, which `check_fits` let pass.
+      path: the checkpoint, for the message.
+      array: the stored array; None of a leaf without entries.
+      leaf: the leaf of the template, which `check_fits` let pass.
       described: what `describe` returned for the leaf that was saved.
     Raises:
       ValueError: the description is of another kind of random key.
@@ -170,7 +172,7 @@ def rebuild(
 
 
 def _as_key(path: Path, data: Array, leaf: Any, impl: str | None) -> Array:
-    """Returns the random key of the leaf's type, from its data."""
+    """Returns the random key of the leaf's type that has the given data."""
     try:
         key = jax.random.wrap_key_data(data, impl=impl)
     except (ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""How many devices a run takes along each axis of its mesh."""
+"""The settings that say how many devices a run takes along each axis of its mesh."""
 
 from dataclasses import dataclass, replace
 
@@ -8,18 +8,20 @@ from sparsejax.config.ranges import Count, CountOrZero, check_intervals
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How many devices each axis of the mesh has; their product is that of all devices.
+    """The number of devices along each axis of the mesh; their product is the number of
+    all devices.
 
     The batch is split over data and fsdp.
     """
 
     data: CountOrZero = 0
-    """Replicas of the parameters. 0: all devices that fsdp and tensor leave."""
+    """Number of replicas of the parameters. 0: all devices that fsdp and tensor
+    leave."""
     fsdp: Count = 1
-    """Devices that share one copy of parameters, moments and gradients, and gather a
-    layer's weights where they are read."""
+    """Number of devices that share one copy of parameters, moments and gradients, and
+    gather a layer's weights where they are read."""
     tensor: Count = 1
-    """Devices that share every token's work: heads, neurons, vocabulary."""
+    """Number of devices that share every token's work: heads, neurons, vocabulary."""
 
     def __post_init__(self) -> None:
         check_fields(self, "mesh.")
@@ -27,13 +29,13 @@ class MeshConfig:
 
     @property
     def devices(self) -> int:
-        """The devices of the whole mesh; 0 while `data` is left open."""
+        """The number of devices of the whole mesh; 0 while `data` is left open."""
         return self.data * self.fsdp * self.tensor
 
     @property
     def token_shards(self) -> int:
-        """Parts that the sequences of a batch, and so their tokens, are split into; 0
-        while `data` is left open."""
+        """The number of parts that the sequences of a batch, and so their tokens, are
+        split into; 0 while `data` is left open."""
         return self.data * self.fsdp
 
     def resolve(self, devices: int) -> "MeshConfig":

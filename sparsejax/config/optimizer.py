@@ -1,4 +1,4 @@
-"""The optimiser of a run and its learning rate."""
+"""The settings of a run's optimiser and of its learning rate."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,27 +11,28 @@ ScheduleName = Literal["cosine", "wsd"]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up and a schedule of the learning rate over all steps,
-    phases or not."""
+    """AdamW with a linear warm-up and a schedule of the learning rate over all steps,
+    whatever their phases."""
 
     peak_learning_rate: Positive = 3e-3
     schedule: ScheduleName = "cosine"
-    """cosine: one cosine decay from the warm-up to the last step. wsd (warm-up, stable,
-    decay): constant at the peak, and a decay over the last steps (arXiv 2405.18392)."""
+    """Course of the learning rate. cosine: one cosine decay from the warm-up to the
+    last step. wsd (warm-up, stable, decay): constant at the peak, and a decay over the
+    last steps (arXiv 2405.18392)."""
     warmup_share: Share = 0.04
     """Share of the steps over which the learning rate rises from 0."""
     decay_share: Share = 0.2
-    """Share of the steps, the last ones, over which schedule wsd decays; 0: it stays
-    at the peak, as in a trunk that others branch from."""
+    """Share of the steps, the last ones, over which schedule wsd decays; 0: it stays at
+    the peak, as in a trunk that others branch from."""
     final_ratio: Share = 0.05
-    """Learning rate after the last step / peak."""
+    """Learning rate after the last step over that at the peak."""
     beta1: Decay = 0.9
     beta2: Decay = 0.95
     epsilon: Positive = 1e-8
     weight_decay: NotNegative = 0.1
     """AdamW's decay of matrices, embedding and head included; norm scales have none."""
     clip_norm: Positive = 1.0
-    """Global norm that gradients are scaled down to."""
+    """Global norm that larger gradients are scaled down to."""
 
     def __post_init__(self) -> None:
         check_fields(self, "optimizer.")

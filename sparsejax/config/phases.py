@@ -1,4 +1,4 @@
-"""The phases of a run: the named recipes, and schedules as data."""
+"""The settings of a run's phases: the named recipes, and schedules as data."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal, get_args
@@ -32,7 +32,7 @@ RECIPES: dict[RecipeName, FFNSparsity] = {
 }
 """The sparsity of each recipe's sparse phase. default is the mixture of 2:4 weights and
 activations that cost least in all our runs (experiments/LOG.md). paper is that of arXiv
-2602.06183, one of four experts by nearest centre; activations is that of arXiv
+2602.06183, with one of four experts by nearest centre; activations is that of arXiv
 2503.16672."""
 
 
@@ -40,7 +40,7 @@ activations that cost least in all our runs (experiments/LOG.md). paper is that 
 class Interleaved:
     """Steps of a phase that run with another sparsity than its others: each `steps`-th,
     counted from the first of the phase. Neurons keep their order and weights their
-    scales. Without `sparsity` they are dense, on all neurons."""
+    scales. Without `sparsity` these steps are dense, on all neurons."""
 
     steps: Annotated[int, Interval(least=2, most=INT32_MAX)]
     sparsity: FFNSparsity = DENSE
@@ -55,16 +55,16 @@ class PhaseConfig:
     """One phase of a schedule: consecutive steps that are trained alike."""
 
     name: str
-    """What records, tables and figures call it; unique in a schedule."""
+    """Name of the phase in records, tables and figures; unique in a schedule."""
     share: Annotated[float | None, Interval(above=0, most=1)] = None
-    """Its share of the run's steps. None, in one phase of a schedule: what the others
-    leave."""
+    """Share of the run's steps that the phase has. None, in one phase of a schedule:
+    what the others leave."""
     sparsity: FFNSparsity = DENSE
-    """What is sparse in its steps and its validations."""
+    """Sparsity of the phase's steps and validations."""
     every: Interleaved | None = None
-    """Steps of the phase with another sparsity."""
+    """Steps of the phase that have another sparsity; None: there are none."""
     learning_rate_scale: Positive = 1.0
-    """Multiplies the learning rate that the schedule of the optimiser gives."""
+    """Factor that the learning rate of the optimiser's schedule is multiplied by."""
     d_hidden: CountOrNone = None
     """Neurons per FFN in this phase, of a model that grows. None: the model's."""
     layers: CountOrNone = None
@@ -104,30 +104,33 @@ class PhaseConfig:
 
     @property
     def sparsities(self) -> tuple[FFNSparsity, ...]:
-        """The sparsity of its steps, and that of the steps in between, if any."""
+        """The sparsity of the phase's steps and, if it has any, that of the steps in
+        between."""
         between = () if self.every is None else (self.every.sparsity,)
         return (self.sparsity, *between)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeConfig:
-    """How long the phases are, and what the sparse one has other than its recipe; or,
-    as a schedule, which phases there are instead of the recipe's three."""
+    """The lengths of a recipe's three phases, and what its sparse phase has other than
+    the recipe; or, as a schedule, the phases that stand in place of these three."""
 
     warmup_share: Share = 0.05
     """Share of the steps that are dense before the sparse phase."""
     sparse_share: Share = 0.5
     """Share of the steps that are sparse; the rest is the dense tail."""
     sparsity: FFNSparsity | None = None
-    """What is sparse in the sparse phase: the recipe's sparsity with other settings of
-    its patterns, router and backward. None: the recipe's own."""
+    """Sparsity of the sparse phase: the recipe's, with other settings of its patterns,
+    router and backward. None: the recipe's own."""
     recluster_every: CountOrZero = 0
     """Steps between warm-started new clusterings in the sparse phase; 0: never."""
     fold: bool = True
-    """On leaving 2:4 weights, set W1 to beta S(W1), which the forward has used."""
+    """Whether, on leaving 2:4 weights, W1 becomes beta S(W1), which the forward has
+    used."""
     schedule: tuple[PhaseConfig, ...] = ()
-    """The phases in their order. Empty: those of the recipe, dense, sparse, dense. With
-    a schedule, of the other settings here `fold` and `recluster_every` are read."""
+    """Phases in their order. Empty: those of the recipe, dense, sparse, dense. With a
+    schedule, `fold` and `recluster_every` are the only other settings here that are
+    read."""
 
     def __post_init__(self) -> None:
         check_fields(self, "phases.")
@@ -141,7 +144,7 @@ class RecipeConfig:
             )
 
     def sparsity_of(self, recipe: RecipeName) -> FFNSparsity:
-        """Returns what is sparse in the sparse phase under a recipe.
+        """Returns the sparsity of the sparse phase under a recipe.
 
         Raises:
           ValueError: there is no such recipe.
@@ -150,7 +153,8 @@ class RecipeConfig:
         return RECIPES[recipe] if self.sparsity is None else self.sparsity
 
     def relative_to(self, recipe: RecipeName) -> "RecipeConfig":
-        """Returns the same settings, `sparsity` None where it is the recipe's own."""
+        """Returns the same settings with `sparsity` None where it is the recipe's
+        own."""
         is_own = self.sparsity == RECIPES[recipe]
         return replace(self, sparsity=None) if is_own else self
 
@@ -220,7 +224,7 @@ class RecipeConfig:
 
 
 READ_WITH_SCHEDULE = ("schedule", "fold", "recluster_every")
-"""Settings of the phases that a schedule leaves to all of them."""
+"""The names of the settings that hold for all phases of a schedule."""
 
 
 def _has_experts(sparsity: FFNSparsity) -> bool:
@@ -238,7 +242,8 @@ READ_WHERE = {
     "sparsity.token_sparsity": _has_sparse_activations,
     "sparsity.mask_reuse": _has_sparse_activations,
 }
-"""Settings of the phases that only some sparsities read, and which these are."""
+"""For each setting of the phases that only some sparsities read, whether a sparsity
+does."""
 
 
 def _name_of(pattern: Pattern | None) -> str:

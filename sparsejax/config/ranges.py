@@ -10,7 +10,7 @@ FLOAT32_MAX = 3.4028234663852886e38
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """The numbers that a setting may be, between the bounds that are given."""
+    """The numbers that a setting may be: those between the bounds that are not None."""
 
     least: float | None = None
     above: float | None = None
@@ -48,8 +48,8 @@ Decay = Annotated[float, Interval(least=0, below=1)]
 
 
 def check_intervals(settings: Any, section: str = "") -> None:
-    """Raises ValueError where a field annotated with an `Interval` lies outside it; a
-    field that is None has no number.
+    """Raises ValueError where a field annotated with an `Interval` lies outside it. A
+    field that is None is not checked.
 
     Args:
       settings: a dataclass.
@@ -62,8 +62,8 @@ def check_intervals(settings: Any, section: str = "") -> None:
 
 
 def largest_divisor(number: int, *, most: int) -> int:
-    """Returns the largest divisor of a positive `number` that is at most `most`, a
-    positive integer too."""
+    """Returns the largest divisor of `number` that is at most `most`; both are positive
+    integers."""
     small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     return max(d for each in small for d in (each, number // each) if d <= most)
 

@@ -26,15 +26,15 @@ PresetName = Literal["tiny", "wide-200m", "gpt-124m", "llama-1b", "llama-7b"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One training run."""
+    """The settings of one training run."""
 
     preset: PresetName = "tiny"
     """Sizes and settings to start from; every other flag overrides one of them."""
     recipe: RecipeName = "default"
-    """default: 2:4 weights and activations in the middle of the run. paper: 2:4 weights
-    and V:2:M activations (arXiv 2602.06183). activations: 2:4 activations only (arXiv
-    2503.16672). weights: 2:4 weights only. dense: none. phases.sparsity changes their
-    settings. Not read with a schedule."""
+    """What is sparse in the middle of the run. default: 2:4 weights and activations.
+    paper: 2:4 weights and V:2:M activations (arXiv 2602.06183). activations: 2:4
+    activations only (arXiv 2503.16672). weights: 2:4 weights only. dense: nothing.
+    phases.sparsity changes their settings. Not read with a schedule."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -43,20 +43,21 @@ class TrainConfig:
     steps: Count = 1300
     """Optimiser steps."""
     batch_size: Count = 32
-    """Sequences per optimiser step."""
+    """Number of sequences per optimiser step."""
     micro_batches: CountOrNone = None
-    """Parts of a step whose gradients are accumulated; weights are packed once. None:
-    as few as sequences_per_device allows on the mesh."""
+    """Number of parts of a step whose gradients are accumulated; weights are packed
+    once. None: as few as sequences_per_device allows on the mesh."""
     sequences_per_device: Count = 32
-    """Sequences that a device has of a micro-batch, at most. Not read where
+    """Most sequences of a micro-batch that one device takes. Not read where
     micro_batches is a number."""
     backend: Backend | None = None
-    """None: the best supported for each GEMM. A name runs everywhere or is refused."""
+    """What runs the sparse GEMMs. None: the fastest that can, for each GEMM. A name
+    runs all of them or is refused."""
     seed: Seed = 0
     """The seed of the initial weights and of random estimators."""
     deterministic: bool = False
-    """On a GPU: only kernels that repeat their bits, so that a resumed run does, at 0.8
-    of the speed (gpt-124m on an H200). A CPU always repeats them."""
+    """Whether a GPU runs only kernels that repeat their bits, so that a resumed run
+    does too, at 0.8 of the speed (gpt-124m on an H200). A CPU always repeats them."""
     log_every: Count = 10
     """Steps between lines in metrics.jsonl."""
     eval_every: CountOrZero = 100
@@ -65,26 +66,26 @@ class TrainConfig:
     """Batches of held-out sequences per validation, each as large as a micro-batch on
     one device; on any mesh the sequences are the same."""
     checkpoint_every: CountOrZero = 200
-    """Steps between checkpoints; each switch and the end write one in any case. 0: only
-    those."""
+    """Steps between checkpoints; each switch and the end write one in any case. 0:
+    these alone."""
     keep_checkpoints: Count = 2
-    """Newest checkpoints kept besides those of the switches."""
+    """Number of newest checkpoints that are kept besides those of the switches."""
     keep_every: CountOrZero = 0
-    """Checkpoints of a step that is a multiple of this are kept for good as well; a
-    multiple of checkpoint_every. 0: none."""
+    """Steps between checkpoints that are kept for good as well; a multiple of
+    checkpoint_every. 0: none."""
     keep_slower: bool = False
-    """A sparse phase whose steps are timed slower than dense ones is trained sparse all
-    the same, as an experiment about its loss needs. Otherwise it is trained dense.
-    Steps are timed by experiments/pretrain.py, on GPUs."""
+    """Whether a sparse phase whose steps are timed slower than dense ones is trained
+    sparse all the same, as an experiment about its loss needs. Otherwise it is trained
+    dense. Steps are timed by experiments/pretrain.py, on GPUs."""
     new_process_minutes: NotNegative = 20.0
-    """A dense phase that will take as long or longer is trained in a new process if the
-    one before ran on sparse tensor cores: its steps are about 4 % faster there
-    (experiments/LOG.md, 2026-11-22), and starting takes about 40 seconds. By
+    """Minutes from which on a dense phase is trained in a new process if the phase
+    before it ran on sparse tensor cores: its steps are about 4 % faster there
+    (experiments/LOG.md, 2026-11-22), and starting takes about 40 seconds. Done by
     experiments/pretrain.py; 0: always."""
     sample_length: CountOrZero = 200
     """Tokens of the greedy sample at the end; 0: none."""
     plot: bool = True
-    """Draw loss.png (extra "plots")."""
+    """Whether loss.png is drawn at the end (needs the extra "plots")."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -107,7 +108,8 @@ class TrainConfig:
             )
 
     def _check_schedule(self) -> None:
-        """Raises ValueError where the sparsities of a schedule do not fit the model."""
+        """Raises ValueError where the phases of a schedule do not fit each other or the
+        model."""
         schedule, activation = self.phases.schedule, self.model.activation
         if self.recipe != TrainConfig.recipe:
             raise ValueError(
@@ -165,13 +167,12 @@ class TrainConfig:
 
     @property
     def sparsity(self) -> FFNSparsity:
-        """What is sparse in the sparse phase of the recipe; not read with a
-        schedule."""
+        """The sparsity of the recipe's sparse phase; not read with a schedule."""
         return self.phases.sparsity_of(self.recipe)
 
     def with_recipe(self, recipe: RecipeName) -> "TrainConfig":
-        """Returns the same with another recipe, whose phases are as long, and which has
-        none of the settings that this one's sparse phase has beyond its recipe."""
+        """Returns the settings with another recipe: its phases are as long as this
+        recipe's, and no setting of this recipe's sparse phase is taken over."""
         lengths = {
             name: getattr(self.phases, name)
             for name in ("warmup_share", "sparse_share", "fold")
@@ -189,13 +190,14 @@ class TrainConfig:
 
     @property
     def validation_batch_size(self) -> int:
-        """Sequences of a validation batch: those of a micro-batch on one device."""
+        """The number of sequences of a validation batch: as many as in a micro-batch on
+        one device."""
         return self.batch_size // self.micro_batches_on(MeshConfig(data=1))
 
     def micro_batches_on(self, mesh: MeshConfig) -> int:
-        """Returns the micro-batches of a step on a mesh whose `data` is set: as many as
-        are named, else the fewest that leave each device `sequences_per_device` or
-        less.
+        """Returns the number of micro-batches of a step on a mesh whose `data` is set:
+        `micro_batches` if that is a number, else the fewest that leave each device
+        `sequences_per_device` or less.
 
         Raises:
           ValueError: the mesh cannot share the sequences of a step equally, or those of

@@ -115,7 +115,7 @@ def validation_batches(
 
 
 class _Windows:
-    """All windows of all arrays of a side, numbered through."""
+    """The windows of all arrays of a side, numbered through."""
 
     def __init__(self, parts: Sequence[Tokens], length: int) -> None:
         self._parts = parts
@@ -141,7 +141,7 @@ class _Windows:
 def _check_enough(
     windows: _Windows, batch_size: int, corpus: Corpus, *, side: str, remedy: str
 ) -> None:
-    """Raises ValueError where the windows of a side of the corpus are too few."""
+    """Raises ValueError where a side of the corpus has too few windows for a batch."""
     if len(windows) < batch_size:
         raise ValueError(
             f"batch_size={batch_size} exceeds the {len(windows)} {side} windows of "

@@ -36,7 +36,7 @@ _UNIGRAM_HELD_OUT = 2**24
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Corpus:
-    """Tokens of the training and of the held-out side.
+    """The tokens of a run, of the training side and of the held-out side.
 
     Each side is one array or more, uint16 or uint32 (tokens,), and no sequence runs
     from one into the next. All text of a side is one array in memory; each shard is a
@@ -46,18 +46,20 @@ class Corpus:
     train: tuple[Tokens, ...]
     validation: tuple[Tokens, ...]
     vocab_size: int
-    """The tokenizer's; for shards without a tokenizer, 1 + the largest id."""
+    """The number of ids of the tokenizer; for shards without a tokenizer, 1 + the
+    largest id."""
     tokenizer: Tokenizer | None
-    """None for shards without a tokenizer.json."""
+    """The tokenizer of the text; None for shards without a tokenizer.json."""
     description: str
-    """One line: how many files and tokens, from where."""
+    """One line that says how many files and tokens there are, and where they come
+    from."""
     fingerprint: str
-    """SHA-256 over the tokens of each file, their width, and how many of them are held
-    out, but over no path; a resume on other data is refused."""
+    """A SHA-256 over the tokens of each file, their width, and how many of them are
+    held out, but over no path; a resume on other data is refused."""
 
     def head(self, tokens: int) -> "Corpus":
-        """Returns a piece of the corpus: of each side `tokens`, or all where there are
-        fewer, from its longest arrays, copied out of any file."""
+        """Returns a piece of the corpus: `tokens` tokens of each side, or all where
+        there are fewer, taken from its longest arrays and copied into memory."""
         train, validation = (
             _longest(self.train, tokens),
             _longest(self.validation, tokens),
@@ -94,13 +96,14 @@ def load_corpus(config: DataConfig, *, vocab_size: int) -> Corpus:
     Args:
       config: which files, tokenizer, share and sequence length. Neither text nor shards
         is the source of the Python standard library that runs this.
-      vocab_size: of the model, which knows the ids below it. A tokenizer may have
-        fewer tokens, but neither less than half as many nor 1024 fewer, whichever is
-        less: so much is padding, and more is another tokenizer's vocabulary. Of shards
-        without a tokenizer only the largest id is known, and small data need not hold
-        the largest; there the description says how far apart they are.
+      vocab_size: the number of ids that the model knows, those below it. A tokenizer
+        may have fewer tokens, but neither less than half as many nor 1024 fewer,
+        whichever is less: so much is padding, and more is another tokenizer's
+        vocabulary. Of shards without a tokenizer only the largest id is known, and
+        small data need not hold the largest; there the description says how far apart
+        they are.
     Returns:
-      The corpus; each side has an array of at least `sequence_length + 1` tokens.
+      the corpus; each side has an array of at least `sequence_length + 1` tokens.
     Raises:
       ValueError: no file matches, a file cannot be read or decoded or is damaged, all
         are empty, an id or the tokenizer exceeds the vocabulary or is far below it, or
@@ -130,7 +133,8 @@ def unigram_loss(corpus: Corpus) -> float:
 
 class _File(NamedTuple):
     name: str
-    """Relative to the folder or the glob: it decides the side."""
+    """The path relative to the folder or the glob, which decides the side of the
+    file."""
     path: Path
     tokens: Tokens
 
@@ -218,8 +222,8 @@ def _from_shards(config: DataConfig, shards: str, vocab_size: int) -> Corpus:
 
 
 def _tokenizer_within(path: str | None, vocab_size: int) -> Tokenizer:
-    """Returns the tokenizer, none of whose ids is `vocab_size` or more, and which has
-    nearly as many."""
+    """Returns the tokenizer. Raises ValueError where it has more tokens than
+    `vocab_size`, or far fewer."""
     tokenizer = load_tokenizer(path)
     has = tokenizer.vocab_size
     fits = f"--model.vocab-size {max(1, -(-has // 64)) * 64}"
@@ -239,8 +243,8 @@ def _tokenizer_within(path: str | None, vocab_size: int) -> Tokenizer:
 
 
 def _most_rows(tokens: int) -> int:
-    """Returns the largest vocabulary of a model that is for so many tokens, and
-    padding."""
+    """Returns the largest vocabulary, padding included, that a model for so many tokens
+    may have."""
     return max(2 * tokens, tokens + _MOST_PADDING)
 
 
@@ -274,7 +278,7 @@ def _read(path: Path) -> bytes:
 
 
 def _without_copies(files: Sequence[_File]) -> list[_File]:
-    """Returns the files, of those with the same tokens the first."""
+    """Returns the files without those that have the same tokens as an earlier one."""
     once: dict[bytes, _File] = {}
     for file in files:
         digest = hashlib.sha256(np.ascontiguousarray(file.tokens)).digest()
@@ -287,7 +291,8 @@ def _hold_out_by_hash(
     share: float,
     split_by: Literal["file", "package"] = "file",
 ) -> tuple[list[int], str]:
-    """Returns how many of the last tokens of each file are held out, and why these."""
+    """Returns how many of the last tokens of each file are held out, and the rule in
+    words."""
     names = [file.name for file in files]
     if split_by == "package":
         chosen = hold_out_packages(names, share)
@@ -334,11 +339,12 @@ class _Survey(NamedTuple):
     largest: int
     """The largest of all ids."""
     digests: list[str]
-    """SHA-256 of each file's tokens, by blocks."""
+    """The SHA-256 of each file's tokens, taken by blocks."""
 
 
 def _survey(files: Sequence[_File], limit: int, whose: str) -> _Survey:
-    """Reads every token once, in threads and in bounded memory.
+    """Returns the largest id and the digest of each file, reading every token once, in
+    threads and in bounded memory.
 
     Raises:
       ValueError: an id is not below `limit`, the vocabulary of `whose`.
@@ -391,7 +397,7 @@ def _fingerprint(
 def _count(
     parts: Sequence[Tokens], most: int, vocab_size: int
 ) -> Int64[np.ndarray, " vocabulary"]:
-    """Returns how often each id is among the first `most` tokens."""
+    """Returns how often each id occurs among the first `most` tokens."""
     counts = np.zeros(vocab_size, np.int64)
     for part in parts:
         for chunk in _chunks(part[:most]):

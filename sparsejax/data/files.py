@@ -1,4 +1,4 @@
-"""Which files hold the corpus, in which order, and which of them are held out.
+"""The files that hold a corpus: which they are, their order, and which are held out.
 
 None of the answers depends on where the files lie: a corpus moved to another folder or
 machine is the same corpus.
@@ -40,13 +40,14 @@ class Files:
     names: tuple[str, ...]
     """The paths relative to the folder, or to the fixed part of the glob."""
     origin: str
-    """Where they are, in a few words."""
+    """The place of the files, in a few words."""
 
 
 def text_files(text: str | None) -> Files:
-    """Returns the files of a glob, or the Python standard library's source for None.
+    """Returns the files of a glob; None stands for the Python standard library's
+    source.
 
-    A file that links give several names is there once, under the first of them.
+    A file that has several names by links is returned once, under the first of them.
 
     Raises:
       ValueError: no file matches, or the folders of a "**" have no end.
@@ -108,8 +109,9 @@ def shard_files(shards: str) -> Files:
 
 
 def named_side(name: str) -> Literal["held out", "left out"] | None:
-    """Returns the side that a name states: "val", "valid" or "validation" as a word of
-    the path is held out, "test" is left out altogether. None: the name says nothing."""
+    """Returns the side that a name states: a file with "val", "valid" or "validation"
+    as a word of its path is held out, one with "test" is left out altogether. None: the
+    name says nothing."""
     words = set(re.findall(r"[^\W\d_]+", os.path.splitext(name)[0].lower()))
     if "test" in words:
         return "left out"
@@ -117,8 +119,8 @@ def named_side(name: str) -> Literal["held out", "left out"] | None:
 
 
 def hold_out(names: Sequence[str], share: float) -> list[bool]:
-    """Returns for each name whether it is held out: its hash is in the lowest `share`
-    of all.
+    """Returns for each name whether it is held out, which it is where its hash lies in
+    the lowest `share` of all hashes.
 
     The side of a name does not depend on the others, except that, of two names or more,
     each side gets at least one.
@@ -136,8 +138,9 @@ def hold_out(names: Sequence[str], share: float) -> list[bool]:
 
 
 def hold_out_packages(names: Sequence[str], share: float) -> list[bool]:
-    """Returns `hold_out` of packages: names whose first folder is the same are on one
-    side, and a name without a folder is a package by itself.
+    """Returns for each name whether it is held out, by whole packages: names whose
+    first folder is the same are on one side, and a name without a folder is a package
+    by itself.
 
     Raises:
       ValueError: all names are of one package.
@@ -162,8 +165,8 @@ def _in_order(paths: Iterable[Path], root: Path, origin: str) -> Files:
 
 
 def _once(files: Files) -> Files:
-    """Returns each file under the first of its names: the same tokens must not be both
-    trained on and held out."""
+    """Returns the files, each under the first of its names: the same tokens must not be
+    both trained on and held out."""
     once: dict[str, tuple[Path, str]] = {}
     for path, name in zip(files.paths, files.names, strict=True):
         once.setdefault(os.path.realpath(path), (path, name))
@@ -172,15 +175,15 @@ def _once(files: Files) -> Files:
 
 
 def _matches(pattern: str) -> list[Path]:
-    """Returns what a glob matches, folders included."""
+    """Returns the paths that a glob matches, folders included."""
     if "**" in Path(pattern).parts:
         _refuse_loops(_fixed_part(pattern))
     return [Path(match) for match in glob.glob(pattern, recursive=True)]
 
 
 def _refuse_loops(root: Path) -> None:
-    """Raises ValueError where a link below `root` leads back to where one came from:
-    "**" would follow it again and again."""
+    """Raises ValueError where a link below `root` leads back to a folder that it lies
+    in: "**" would follow it again and again."""
     for folder, subfolders, _ in os.walk(root, followlinks=True):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         for link in (Path(folder, name) for name in subfolders):
@@ -215,7 +218,7 @@ def _is_shard(name: str) -> bool:
 
 
 def _fixed_part(pattern: str) -> Path:
-    """Returns the folders of a glob before its first wildcard."""
+    """Returns the folder in front of the first wildcard of a glob."""
     fixed: list[str] = []
     for part in Path(pattern).parts[:-1]:
         if glob.has_magic(part):

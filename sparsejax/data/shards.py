@@ -21,9 +21,9 @@ _LLM_C_EVALUATION = 20240522
 class _Layout(NamedTuple):
     dtype: np.dtype
     offset: int
-    """Bytes before the first token."""
+    """The number of bytes before the first token."""
     count: int
-    """Tokens."""
+    """The number of tokens."""
 
 
 def open_shard(path: Path, dtype: str) -> np.memmap:
@@ -31,7 +31,7 @@ def open_shard(path: Path, dtype: str) -> np.memmap:
 
     Args:
       path: ends in .bin or .npy.
-      dtype: "uint16" or "uint32", of a .bin file without a header.
+      dtype: "uint16" or "uint32", the dtype of a .bin file without a header.
     Raises:
       ValueError: names the file, which cannot be read, is empty, is cut off, has a
         header that nobody is known to write, or tokens of another type.

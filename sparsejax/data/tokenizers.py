@@ -1,4 +1,5 @@
-"""Text to token ids and back: bytes, or a Hugging Face tokenizer.json."""
+"""Tokenizers from text to token ids and back: bytes, or a Hugging Face
+tokenizer.json."""
 
 import os
 from collections.abc import Sequence
@@ -9,11 +10,12 @@ import numpy as np
 from jaxtyping import UInt
 
 Tokens = UInt[np.ndarray, " tokens"]
-"""uint16, or uint32 where the vocabulary is larger than 65536."""
+"""An array of token ids (tokens,): uint16, or uint32 where the vocabulary is larger
+than 65536."""
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """A mapping from text to token ids and back."""
 
     @property
     def name(self) -> str: ...
@@ -29,7 +31,8 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Every byte is a token; nothing to train, nothing to download."""
+    """The tokenizer whose tokens are the bytes; there is nothing to train or to
+    download."""
 
     name = "bytes"
     vocab_size = 256
@@ -103,7 +106,8 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(path: str | None) -> Tokenizer:
-    """Returns the tokenizer of a tokenizer.json, or of bytes for None."""
+    """Returns the tokenizer of the tokenizer.json at `path`, or of bytes where that is
+    None."""
     return ByteTokenizer() if path is None else HuggingFaceTokenizer(path)
 
 

@@ -4,8 +4,8 @@
     fsdp     parameters and moments are split; a layer's weights are gathered to be read
     tensor   heads, neurons and vocabulary are split
 
-The FFN runs under shard_map (`layout`); everything else is compiled by XLA from
-the annotations that `constrain` and `state_shardings` set.
+The FFN runs under shard_map (`feed_forward.layout`); everything else is compiled by XLA
+from the annotations that `constrain` and `state_shardings` set.
 """
 
 import math
@@ -24,7 +24,7 @@ from sparsejax.feed_forward.spec import FFNSparsity
 AXES = ("data", "fsdp", "tensor")
 AXIS_TYPES = (AxisType.Auto,) * len(AXES)
 BATCH = ("data", "fsdp")
-"""What splits the sequences of a batch."""
+"""The mesh axes that split the sequences of a batch."""
 
 _NEURONS = ("tensor", "fsdp")
 # By the name of a parameter: what splits its last two axes. The FFN's weights are never
@@ -43,7 +43,8 @@ _PARAMETER_AXES = {
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Returns the mesh of these devices; None: all devices of all processes.
+    """Returns the mesh of the given devices; None stands for all devices of all
+    processes.
 
     Raises:
       ValueError: the axes do not multiply to the number of devices.
@@ -55,13 +56,13 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
 
 def batch_parts(mesh: Mesh | AbstractMesh | None) -> int:
-    """Returns into how many parts the mesh splits the sequences of a batch; without a
-    mesh 1."""
+    """Returns the number of parts that the mesh splits the sequences of a batch into; 1
+    without a mesh."""
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH)
 
 
 def ffn_layout(mesh: Mesh | None) -> FFNLayout | None:
-    """Returns how the FFN lies on the mesh; None where one device has all.
+    """Returns how the FFN lies on the mesh; None where a single device holds all of it.
 
     Raises:
       ValueError: the mesh has explicit axes.
@@ -72,8 +73,8 @@ def ffn_layout(mesh: Mesh | None) -> FFNLayout | None:
 def constrain(
     x: Array, mesh: Mesh | AbstractMesh | None, *axes: str | tuple[str, ...] | None
 ) -> Array:
-    """Returns `x`, split as said, with one entry for each of its axes; without a mesh
-    it is not split.
+    """Returns `x` split over the mesh, with one entry of `axes` for each axis of x;
+    without a mesh it is not split.
 
     Raises:
       ValueError: the mesh has explicit axes.
@@ -87,11 +88,11 @@ def constrain(
 def sharding_of(
     mesh: Mesh | AbstractMesh, *axes: str | tuple[str, ...] | None
 ) -> NamedSharding:
-    """Returns the sharding whose entry for each axis of an array names the mesh axes
-    that split it, those of size 1 left out.
+    """Returns the sharding of an array; the entry for each of its axes names the mesh
+    axes that split it, and those of size 1 are left out.
 
-    One spelling for what is the same: `jit` compiles anew where specs differ, although
-    they may say the same.
+    Equal shardings so have one spelling: `jit` compiles anew where specs differ,
+    although they may say the same.
     """
     sizes = dict(mesh.shape)
     spec: list[str | tuple[str, ...] | None] = []
@@ -136,7 +137,7 @@ def place_rows(
 
 def state_shardings(state: PyTree, mesh: Mesh) -> PyTree:
     """Returns the sharding of every leaf of a training state: parameters and their
-    moments by name, everything else on every device."""
+    moments are split by their name, all other leaves lie whole on every device."""
 
     def of(path: tuple, leaf: jax.ShapeDtypeStruct | Array) -> NamedSharding:
         for entry in path:
@@ -166,7 +167,8 @@ def check_shardable(
     """Raises ValueError for what the mesh would cut apart, naming axis and size.
 
     Args:
-      sparsities: of the phases.
+      model: the sizes of the model.
+      sparsities: the sparsities of the run's phases.
       mesh: resolved; its devices need not exist.
       micro_batch: sequences per micro-batch.
     """

@@ -1,4 +1,5 @@
-"""The processes of a run: how they find and tell each other, and agree to end."""
+"""The processes of a run: how they find each other, exchange texts, and agree to
+end."""
 
 import fcntl
 import itertools
@@ -68,7 +69,8 @@ class ProcessLost(RuntimeError):
 
 
 def is_loss_of_contact(error: Exception) -> bool:
-    """Returns whether a collective raised it, or the coordinator; not a full memory."""
+    """Returns whether an error comes from a collective or from the coordinator, and not
+    from a full memory."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         return "RESOURCE_EXHAUSTED" not in str(error)
     # On CPU the collectives are gloo's, whose errors come as ValueErrors.
@@ -90,8 +92,8 @@ class Exchange:
         self._previous: str | None = None
 
     def gather(self, key: str, text: str, *, timeout_seconds: float) -> list[str]:
-        """Returns the texts of all processes in their order, once all have given
-        theirs.
+        """Returns the texts of all processes in the order of the processes, once all
+        have given theirs.
 
         Args:
           key: the same on all processes, and used once.
@@ -132,9 +134,10 @@ class Exchange:
 def alone_in(folder: Path, *, timeout_seconds: float) -> Iterator[None]:
     """Keeps other runs out of `folder`, which it creates.
 
-    The lock is process 0's and ends with it, whatever ends it.
+    The lock is held by process 0 and ends with it, whatever ends it.
 
     Args:
+      folder: the run folder.
       timeout_seconds: how long to wait for the other processes.
     Raises:
       ValueError: another run has the lock.
@@ -165,8 +168,8 @@ def alone_in(folder: Path, *, timeout_seconds: float) -> Iterator[None]:
 
 @contextmanager
 def until_sigterm(mesh: Mesh) -> Iterator[Callable[[], bool]]:
-    """A function that says whether SIGTERM has arrived; all processes of a run call it
-    once per step, and get the same answer."""
+    """Yields a function that returns whether SIGTERM has arrived; all processes of a
+    run call it once per step, and get the same answer."""
     arrived = []
     agree = _Agreement(mesh) if jax.process_count() > 1 else bool
     try:
@@ -181,7 +184,7 @@ def until_sigterm(mesh: Mesh) -> Iterator[Callable[[], bool]]:
 
 
 class _Agreement:
-    """Whether any process said yes, one call ago.
+    """An answer that all processes share: whether any of them said yes one call ago.
 
     The devices exchange the answers while they compute the next step, so that no step
     waits for them.

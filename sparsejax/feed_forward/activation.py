@@ -1,4 +1,4 @@
-"""The activations of an FFN: A from the products with X, and the gradient before it.
+"""The activations of an FFN: A from the products with X, and the gradients before it.
 
 relu2    A = relu(Y1)^2         dY1 = dA * 2 relu(Y1)
 swiglu   A = silu(G) * U        dG = dA * U * silu'(G)     dU = dA * silu(G)
@@ -15,43 +15,45 @@ ActivationName = Literal["relu2", "swiglu", "reglu2"]
 GatedActivation = Literal["swiglu", "reglu2"]
 
 type Hidden = tuple[jax.Array, ...]
-"""One array (tokens, d_hidden) for each weight into the hidden layer: of Y1, or of the
-gate G and of U."""
+"""One array (tokens, d_hidden) for each weight into the hidden layer: (Y1,), or (G, U)
+of a gated FFN, G being the gate."""
 
 
 class Activation(Protocol):
     """The function between the GEMMs into the hidden layer and the one out of it.
 
-    Its operands are the products with X, each (tokens, d_hidden): Y1, or the gate G and
-    U of a gated FFN. What it keeps of them is all that A and the backward need.
+    Its operands are the products of X with the weights, each (tokens, d_hidden): Y1, or
+    the gate G and U of a gated FFN. What `keep` returns is all that A and the backward
+    need of them.
     """
 
     name: ClassVar[ActivationName]
     gated: ClassVar[bool]
-    """Whether there is a gate."""
+    """Whether the activation takes a gate G besides U."""
 
     def keep(self, products: Hidden) -> Hidden:
-        """Returns what the backward needs of the products. Where the first of it is
+        """Returns what the backward needs of the products. Where its first array is
         zero, A and all gradients before the activation are zero."""
         ...
 
     def scores(self, products: Hidden) -> jax.Array:
-        """Returns numbers (tokens, d_hidden) in the order of the magnitudes of A, by
-        which a pattern chooses what stays."""
+        """Returns scores (tokens, d_hidden) in the order of the magnitudes of A, by
+        which a pattern chooses the entries that it keeps."""
         ...
 
     def apply(self, kept: Hidden) -> jax.Array:
-        """Returns A (tokens, d_hidden)."""
+        """Returns A (tokens, d_hidden), from what `keep` returned."""
         ...
 
     def with_gradients(self, da: jax.Array, kept: Hidden) -> tuple[jax.Array, Hidden]:
-        """Returns A, and the gradients of the products, in their order."""
+        """Returns A, and the gradients of the products in the order of the products,
+        from dA and what `keep` returned."""
         ...
 
 
 @dataclass(frozen=True)
 class SquaredReLU:
-    """relu(Y1)^2 of a plain FFN; see `Activation`."""
+    """The activation A = relu(Y1)^2 of a plain FFN; see `Activation`."""
 
     name: ClassVar[ActivationName] = "relu2"
     gated: ClassVar[bool] = False
@@ -75,7 +77,7 @@ class SquaredReLU:
 
 
 class _Gated:
-    """s(G) * U; a subclass has s as `_of_gate`."""
+    """An activation A = s(G) * U; a subclass gives s as its `_of_gate`."""
 
     gated: ClassVar[bool] = True
 
@@ -99,7 +101,8 @@ class _Gated:
 
 @dataclass(frozen=True)
 class SwiGLU(_Gated):
-    """silu(G) * U, which leaves no zeros: nothing of it can be 2:4; see `Activation`.
+    """The activation A = silu(G) * U. It leaves no zeros, so that A cannot be 2:4; see
+    `Activation`.
 
     Source: arXiv 2002.05202.
     """
@@ -112,7 +115,7 @@ class SwiGLU(_Gated):
 
 @dataclass(frozen=True)
 class SquaredReGLU(_Gated):
-    """relu(G)^2 * U; see `Activation`."""
+    """The activation A = relu(G)^2 * U; see `Activation`."""
 
     name: ClassVar[ActivationName] = "reglu2"
 

@@ -46,26 +46,29 @@ from sparsejax.sparsity.packed import Packed, unpack
 from sparsejax.sparsity.patterns import NM
 
 IN_CLUSTER = NM(2, 4)
-"""Inside its expert's neurons a row of A is 2:4."""
+"""The pattern of a row of A inside its expert's neurons: 2:4."""
 
 
 class Residuals(NamedTuple):
-    """What the backward needs besides the weights, and X where `x_rows` is None."""
+    """The arrays that the backward needs besides the weights and, where `x_rows` is
+    None, besides X."""
 
     hidden_rows: jax.Array
-    """relu(Y1) of each row, (rows, d_hidden / E); masked where the mask is re-used."""
+    """The values of relu(Y1) in each row, (rows, d_hidden / E); masked where the
+    backward re-uses the mask."""
     hidden: jax.Array | None
-    """relu(Y1) of every neuron, (tokens, d_hidden): only where the weight gradients
-    are dense and the forward's mask is not re-used."""
+    """The values of relu(Y1) for every neuron, (tokens, d_hidden); None unless the
+    weight gradients are dense and the forward's mask is not re-used."""
     routed: Dispatch
     x_rows: jax.Array | None
-    """X of the rows: `FFNPlan.keeps_rows_of_x`."""
+    """The rows of X as GEMM 1 read them, (rows, d_model); None unless
+    `FFNPlan.keeps_rows_of_x`."""
 
 
 def forward(
     static: Static, x: jax.Array, w: ReadWeights, expert_index: jax.Array | None
 ) -> tuple[jax.Array, Residuals | PackedRows]:
-    """Returns Y (tokens, d_model), and what the backward needs."""
+    """Returns Y (tokens, d_model), and the residuals that the backward needs."""
     plan, layout = static.plan, static.layout
     sparsity = plan.sparsity
     if sparsity.skip_blocks:
@@ -98,7 +101,8 @@ def _forward_of_rows(
     w: ReadWeights,
     expert_index: jax.Array | None,
 ) -> tuple[jax.Array, Residuals | PackedRows]:
-    """Does `forward` where GEMM 1 computes the neurons of a token's experts alone."""
+    """Computes `forward` where GEMM 1 multiplies each row by the neurons of its expert
+    alone."""
     routed = _dispatch(plan, expert_index, layout)
     # (rows, F / E) = (rows, d) @ (E, d, F / E)
     x_rows = gather_rows(plan.kernels, x, routed)
@@ -131,8 +135,8 @@ def _down_of_masked(
     hidden: jax.Array | None,
     kept_x: jax.Array | None,
 ) -> tuple[jax.Array, Residuals]:
-    """Does `forward` from Y1 of the rows on, with A masked. `hidden` is as in
-    `Residuals`."""
+    """Computes `forward` from Y1 of the rows on, with A masked. `hidden` and `kept_x`
+    become `Residuals.hidden` and `Residuals.x_rows`."""
     hidden_rows = jax.nn.relu(y_rows)
     kept = keep_once(jnp.where(nm_mask(y_rows, IN_CLUSTER), hidden_rows, 0))
     # (rows, d) = (rows, F / E) @ (E, F / E, d)
@@ -146,7 +150,7 @@ def _down_of_masked(
 def _down_of_packed(
     plan: FFNPlan, w: ReadWeights, packed: PackedRows
 ) -> tuple[jax.Array, PackedRows]:
-    """Does `forward` from A on, with A packed."""
+    """Computes `forward` from A on, with A packed."""
     routed, kernels = packed.routed, plan.kernels
     assert kernels is not None
     # (rows, d) = (rows, F / E) @ (E, F / E, d)
@@ -165,7 +169,7 @@ def backward(
     key: jax.Array | None,
 ) -> tuple[jax.Array, FFNWeights]:
     """Returns dX (tokens, d_model), and dW1 and dW2 in float32; `x` is None where the
-    residuals have its rows."""
+    residuals hold its rows."""
     plan = static.plan
     sparsity = plan.sparsity
     routed, by_rows = residuals.routed, _sums_over_rows(sparsity)
@@ -201,8 +205,8 @@ def backward(
 
 
 def _sums_over_rows(sparsity: FFNSparsity) -> bool:
-    """Returns whether GEMMs 5 and 6 sum each expert's columns over its own rows, else
-    those of all neurons over all tokens."""
+    """Returns whether GEMMs 5 and 6 sum each expert's columns over that expert's rows;
+    otherwise they sum all columns over all tokens."""
     return sparsity.weight_gradients == "expert_columns"
 
 
@@ -213,7 +217,8 @@ def _dense_da(
     dy_rows: jax.Array,
     routed: Dispatch,
 ) -> jax.Array:
-    """Returns dA of all tokens and neurons, or with `da_by_expert` of the rows."""
+    """Returns dA, (tokens, d_hidden), or with `da_by_expert` of the rows alone, (rows,
+    d_hidden / E)."""
     if not plan.sparsity.da_by_expert:
         # (T, F) = (T, d) @ (d, F)
         return multiply_by_weight(plan.d_hidden, dy, w.down.T, w.packed_down)
@@ -235,8 +240,8 @@ def _backward_packed(
     dy_rows: jax.Array,
     key: jax.Array | None,
 ) -> tuple[jax.Array, FFNWeights]:
-    """Does `backward` where A and dY1 are packed; they are dense only for dense GEMMs 5
-    and 6. `x_read` is X as GEMM 5 reads it."""
+    """Computes `backward` where A and dY1 are packed; both are unpacked only where
+    GEMMs 5 and 6 are dense. `x_read` is X as GEMM 5 reads it."""
     routed, groups, kernels = kept.routed, None, plan.kernels
     assert kernels is not None
     rows = looked_up(routed)
@@ -278,8 +283,8 @@ def _packed_gradient(
     dy_rows: jax.Array,
     kept: PackedRows,
 ) -> tuple[Packed, OverTokens | None]:
-    """Returns dY1 along the features; and A and dY1 over the rows where there are
-    groups."""
+    """Returns dY1 packed along the features and, where there are groups of rows, A and
+    dY1 packed along the rows; else None."""
     kernels, rows = plan.kernels, looked_up(kept.routed)
     assert kernels is not None
     if plan.d_hidden_writes_dy_up:
@@ -310,8 +315,9 @@ def _weight_gradients_by_expert(
     key: jax.Array | None,
     routed: Dispatch,
 ) -> FFNWeights:
-    """Computes GEMMs 5 and 6, each expert's columns over the expert's rows, 2:4 along
-    these rows where asked. Padding rows are zero in A and dY1."""
+    """Returns dW1 and dW2 by GEMMs 5 and 6, each expert's columns summed over that
+    expert's rows, 2:4 along the rows with `token_sparsity`. Padding rows are zero in A
+    and dY1."""
     sparsity = plan.sparsity
     if sparsity.token_sparsity is not None:
         expert = expert_of_row(routed)
@@ -339,8 +345,8 @@ def _weight_gradients_by_expert(
 def _dispatch(
     plan: FFNPlan, expert_index: jax.Array | None, layout: FFNLayout | None
 ) -> Dispatch:
-    """Returns the rows of this device: its tokens, for those of its experts that they
-    chose."""
+    """Returns the rows of this device: a row for each of its tokens and each of its
+    experts that the token chose."""
     sparsity = plan.sparsity
     assert sparsity.experts and expert_index is not None and plan.row_tile is not None
     order = None
@@ -358,15 +364,16 @@ def _grouped(gemm: Decision, rows, weights, routed: Dispatch) -> jax.Array:
 
 
 def _of_experts(gemm: Decision, weight: Compressed | Packed | None) -> Packed | None:
-    """Returns the weight for a kernel that multiplies a row by its own expert's, if one
-    does."""
+    """Returns the packed weight for a kernel that multiplies each row by its expert's
+    matrix, or None where no kernel runs the GEMM."""
     if not gemm.on_kernels or weight is None:
         return None
     return as_packed(weight)
 
 
 def _weight(w: jax.Array, packed: Compressed | Packed | None, *, up: bool) -> jax.Array:
-    """Returns W1 (`up`) or W2 as a dense GEMM reads it, masked where it is sparse."""
+    """Returns W1 (`up`) or W2 as a dense GEMM reads it: masked where the weight is
+    sparse."""
     if packed is None:
         return w
     if isinstance(packed, Packed):
@@ -388,8 +395,8 @@ def _rows_by_expert(w_down: jax.Array, experts: int) -> jax.Array:
 
 
 def _own_neurons(hidden: jax.Array, routed: Dispatch) -> jax.Array:
-    """Returns (rows, F / E) from (T, F): for each row's token the neurons of its
-    expert."""
+    """Returns (rows, F / E) from (T, F): the token of each row, at the neurons of the
+    row's expert."""
     by_expert = hidden.reshape(hidden.shape[0], routed.experts, -1)
     own = by_expert[routed.row_token, expert_of_row(routed)]
     return jnp.where(routed.row_valid[:, None], own, 0)

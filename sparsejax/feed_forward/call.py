@@ -1,4 +1,4 @@
-"""One call of an FFN whose operands were checked: planned, packed and run."""
+"""One call of an FFN whose operands have been checked: planned, packed and run."""
 
 from dataclasses import replace
 
@@ -30,10 +30,12 @@ def call_ffn(
     layout: FFNLayout | None,
     backend: Backend | None,
 ) -> Float[Array, "tokens d_model"]:
-    """Decides what runs the FFN, packs its weights where nobody has, and runs it.
+    """Returns Y of an FFN: decides what runs its GEMMs, packs its weights where the
+    caller has not, and runs it.
 
     Args:
-      spec: the static facts of the call; `ffn` and `gated_ffn` describe the others.
+      spec: the static facts of the call; `ffn` and `gated_ffn` describe the other
+        arguments.
     Raises:
       ValueError: an argument that the sparsity needs is missing.
       NotImplementedError: the named backend cannot run a GEMM; says why.

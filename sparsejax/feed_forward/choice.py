@@ -1,4 +1,4 @@
-"""What runs the GEMMs of an FFN: chosen for all of them together.
+"""The choice of what runs the GEMMs of an FFN, made for all of them together.
 
 A GEMM's kernel alone can be faster than the dense GEMM and still lose: what it reads
 has to be packed, unless the kernel of the GEMM before writes it packed, and activations
@@ -22,7 +22,8 @@ from sparsejax.ops.backend import (
 from sparsejax.ops.kernels import registry
 
 type Epilogues = Callable[[Sequence[Decision]], tuple[Decision, ...]]
-"""Tells of decisions where a GEMM's kernel does more than multiply."""
+"""A function that takes decisions and returns them, adding to the path of each GEMM
+whose kernel does more than multiply."""
 
 
 class SlowerThanDense(UserWarning):
@@ -33,7 +34,7 @@ def decide(
     gemms: Sequence[GemmSpec], backend: Backend | None, with_epilogues: Epilogues
 ) -> tuple[Decision, ...]:
     """Returns what runs each of the GEMMs, and why. A named backend that has no dense
-    GEMM runs the sparse ones alone.
+    GEMM runs the sparse GEMMs alone.
 
     The activations are packed for all GEMMs that read them token by token, and from
     that for the weight gradients, or for none of them. Unasked, the kernels are taken
@@ -52,7 +53,8 @@ def decide(
 
 def why_slower_than_dense(decisions: Sequence[Decision]) -> str | None:
     """Returns why a sparse FFN is no faster than a dense one by what is known of its
-    GEMMs, or None. What is not known: routing, masks, and the clock of the GPU."""
+    GEMMs, or None where it is faster. The cost of routing and of masks, and the clock
+    of the GPU, are not part of what is known."""
     sparse = [of for of in decisions if of.spec.pattern is not None or of.spec.experts]
     if not sparse:
         return None
@@ -75,7 +77,7 @@ def why_slower_than_dense(decisions: Sequence[Decision]) -> str | None:
 
 
 def warn_if_slower(decisions: Sequence[Decision]) -> None:
-    """Warns, once for each reason, where a sparse FFN runs on a GPU and is no faster
+    """Warns, once for each reason, that a sparse FFN runs on a GPU and is no faster
     than a dense one would be."""
     if decisions[0].spec.device.platform != "gpu":
         return
@@ -97,8 +99,8 @@ def _warn_once(why: str) -> None:
 
 
 def _one_by_one(gemms: Sequence[GemmSpec], backend: Backend | None) -> list[Decision]:
-    """Returns the choice for each GEMM by itself, those made alike that are packed
-    together."""
+    """Returns the decision for each GEMM by itself, except that GEMMs whose operands
+    are packed together are decided alike."""
     decisions = tuple(_choose(gemm, backend) for gemm in gemms)
     packed = [decision.on_kernels for decision in decisions]
     why = "sparse tensor cores run GEMMs 2 and 4 together, and 5 and 6 after them"
@@ -129,8 +131,8 @@ def _fastest_together(
     decisions: tuple[Decision, ...],
     with_epilogues: Epilogues,
 ) -> tuple[Decision, ...]:
-    """Returns the decisions, or others whose GEMMs take less time together, where all
-    times are known. GEMMs by expert stay as they are."""
+    """Returns the decisions whose GEMMs take the least time together: those given, or,
+    where all times are known, faster ones. GEMMs by expert stay as they are."""
     groups = _free_groups(gemms)
     free = {i: _on_kernels(gemms[i]).times for group in groups for i in group}
     if not free or None in free.values():
@@ -138,8 +140,8 @@ def _fastest_together(
     dense_us = {i: times.dense_us for i, times in free.items() if times is not None}
 
     def known_us(decisions: Sequence[Decision]) -> float:
-        """Returns the time of the free GEMMs; that of the others is the same in any
-        case."""
+        """Returns the time in microseconds of the GEMMs that are free to run either
+        way; the time of all others is the same in any case."""
         of_kernels = [decisions[i] for i in free if decisions[i].on_kernels]
         others = [us for i, us in dense_us.items() if not decisions[i].on_kernels]
         return sum(map(_us_on_kernel, of_kernels)) + sum(others)
@@ -158,8 +160,9 @@ def _fastest_together(
 
 
 def _us_on_kernel(decision: Decision) -> float:
-    """Returns the time of a GEMM on its kernel, with what an estimate may be wrong by.
-    That of packing an activation counts; weights are packed once for many calls."""
+    """Returns the microseconds that a GEMM takes on its kernel, raised by what an
+    estimate may be wrong by. Packing an activation counts; a weight is packed once for
+    many calls, so packing it does not."""
     times = decision.times
     if times is None:
         return 0.0
@@ -168,8 +171,8 @@ def _us_on_kernel(decision: Decision) -> float:
 
 
 def _free_groups(gemms: Sequence[GemmSpec]) -> list[tuple[int, ...]]:
-    """Returns the GEMMs that a kernel can run and a dense GEMM could, those together
-    that are packed together."""
+    """Returns the indices of the GEMMs that a kernel can run and a dense GEMM could, in
+    groups that are packed together."""
     weights = [(i,) for i, gemm in enumerate(gemms) if gemm.sparse_weight]
     together = [tuple(_packed_by_token(gemms)), tuple(_packed_over_tokens(gemms))]
     return [
@@ -194,7 +197,8 @@ def _as_given(
     free: Iterable[int],
     on_kernels: set[int],
 ) -> list[Decision]:
-    """Returns the decisions, of the free GEMMs exactly these on kernels."""
+    """Returns the decisions with exactly the free GEMMs in `on_kernels` on their
+    kernels."""
     given = list(decisions)
     for i in free:
         if i in on_kernels:
@@ -218,7 +222,8 @@ def _packed_over_tokens(gemms: Sequence[GemmSpec]) -> list[int]:
 
 def _why_slower_together(decisions: Sequence[Decision]) -> str | None:
     """Returns why GEMMs that share the packing of their operands are slower than dense
-    ones, by what was measured; None where they are not, or where it was not."""
+    ones, by their known times; None where they are faster, or where a time is not
+    known."""
     times = [decision.times for decision in decisions if decision.times is not None]
     if len(times) < len(decisions):
         return None
@@ -247,13 +252,15 @@ def _choose(gemm: GemmSpec, backend: Backend | None) -> Decision:
 
 
 def _on_kernels(gemm: GemmSpec) -> Decision:
-    """Returns the decision for the kernels of the GEMM's device, which can run it."""
+    """Returns the decision for the kernels of the GEMM's device, which can run this
+    GEMM."""
     return _choose(gemm, registry.name_for(gemm.device))
 
 
 def _is_two_four_over_tokens(gemm: GemmSpec) -> bool:
-    """Returns whether it is a weight gradient that sparse tensor cores could run: where
-    nothing packs its 2:4 operand, it is a dense one of that operand masked."""
+    """Returns whether the GEMM is a weight gradient that sparse tensor cores could run.
+    Where nothing packs its 2:4 operand it is not: it is then a dense GEMM of the masked
+    operand."""
     two_four = gemm.pattern is not None and gemm.why_not_packed is None
     return gemm.is_weight_gradient and two_four
 

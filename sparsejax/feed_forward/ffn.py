@@ -92,7 +92,8 @@ def ffn(
 def _check_experts(
     spec: FFNSpec, expert_index: Int[Array, "tokens experts_per_token"] | None
 ) -> None:
-    """Raises ValueError where these are no choices of the tokens among the experts."""
+    """Raises ValueError where `expert_index` does not hold integers,
+    `experts_per_token` for each token."""
     expected = (spec.tokens, spec.sparsity.experts_per_token)
     router = spec.sparsity.router
     if expert_index is None or expert_index.shape != expected:

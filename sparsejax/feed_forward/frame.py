@@ -33,15 +33,15 @@ class Execution(NamedTuple):
     """How the GEMMs of one kind of FFN follow each other on a device."""
 
     forward: Callable[..., tuple[jax.Array, Any]]
-    """Takes (static, x, read weights, expert_index); returns Y and the residuals, a
+    """Takes (static, x, weights as read, expert_index); returns Y and the residuals, a
     pytree."""
     backward: Callable[..., tuple[jax.Array, FFNWeights]]
-    """Takes (static, x or None, residuals, read weights, dy, key); returns dX, and the
-    gradients of the weights in float32."""
+    """Takes (static, x or None, residuals, weights as read, dy, key); returns dX, and
+    the gradients of the weights in float32."""
 
 
 class Static(NamedTuple):
-    """What is static in a call."""
+    """The part of a call that is static under jit."""
 
     plan: FFNPlan
     layout: FFNLayout | None
@@ -57,7 +57,7 @@ def run(
     expert_index: Int[Array, "tokens experts_per_token"] | None,
     key: Key[Array, ""] | None,
 ) -> Float[Array, "tokens d_model"]:
-    """Computes Y of an FFN, with the backward of its six (or nine) equations."""
+    """Returns Y of an FFN, differentiable by its six (or nine) equations."""
     return _fwd(static, x, weights, packed, expert_index, key)[0]
 
 
@@ -110,14 +110,14 @@ def _weight_specs(layout: FFNLayout | None, weights: FFNWeights) -> FFNWeights:
 
 
 def _forward(static, x, weights, packed, expert_index):
-    """Returns Y and the residuals, of one device's part of the operands."""
+    """Returns Y and the residuals for one device's part of the operands."""
     read = _as_read(static.layout, x.dtype, weights, packed)
     y, residuals = static.execution.forward(static, x, read, expert_index)
     return sum_over_neurons(static.layout, y), residuals
 
 
 def _backward(static, x, residuals, weights, packed, dy, key):
-    """Returns dX and the gradients of the weights, of one device's part of the
+    """Returns dX and the gradients of the weights for one device's part of the
     operands."""
     layout = static.layout
     read = _as_read(layout, dy.dtype, weights, packed)
@@ -142,8 +142,8 @@ def _as_read(
     weights: FFNWeights,
     packed: PackedFFN | None,
 ) -> ReadWeights:
-    """Returns the weights of a device's neurons. Each is gathered wherever it is stored
-    split; XLA drops those that no GEMM reads."""
+    """Returns the weights of this device's neurons as its GEMMs read them. Each weight
+    is gathered where it is stored split; XLA drops those that no GEMM reads."""
 
     def dense(weight: jax.Array, hidden_axis: int) -> jax.Array:
         return gather_weight(layout, weight.astype(dtype), hidden_axis)

@@ -45,7 +45,7 @@ from sparsejax.sparsity.patterns import TWO_FOUR, Pattern
 
 @dataclass(frozen=True, kw_only=True)
 class GatedFFNSpec(FFNCall):
-    """The static facts of one gated FFN call."""
+    """The static facts of one call of a gated FFN."""
 
     activation: GatedActivation = "swiglu"
 
@@ -66,8 +66,9 @@ class GatedFFNSpec(FFNCall):
         token_shards: int = 1,
         hidden_shards: int = 1,
     ) -> "GatedFFNSpec":
-        """Reads the shapes of a call. Raises ValueError where they do not fit, or where
-        a dtype is none that an FFN computes in."""
+        """Returns the spec of a call, read from its operands. Raises ValueError where
+        their shapes do not fit, or where an FFN does not compute in one of their
+        dtypes."""
         if x.ndim != 2 or w_up.ndim != 2:
             raise ValueError(
                 f"x {x.shape} and w_up {w_up.shape} must be matrices; flatten batch "
@@ -146,8 +147,8 @@ class GatedFFNSpec(FFNCall):
 
 
 def check_gated(activation: GatedActivation, sparsity: FFNSparsity) -> None:
-    """Raises ValueError where there is no such gated FFN, or it cannot have the
-    sparsity."""
+    """Raises ValueError where there is no gated FFN of that activation, or where it
+    cannot have the sparsity."""
     check_value("activation", activation, GatedActivation)
     if activation == "swiglu":
         for name in ("activations", "token_sparsity"):
@@ -165,8 +166,8 @@ def check_gated(activation: GatedActivation, sparsity: FFNSparsity) -> None:
 
 
 def _sparse(operand: str, pattern: Pattern | None, **facts: Any) -> dict[str, Any]:
-    """Returns what a `GemmSpec` says of its sparse operand, nothing where there is
-    none."""
+    """Returns the fields of a `GemmSpec` that describe its sparse operand, none where
+    the operand is dense."""
     return {"sparse_operand": operand, "pattern": pattern, **facts} if pattern else {}
 
 
@@ -184,17 +185,19 @@ def gated_ffn(
     layout: FFNLayout | None = None,
     backend: Backend | None = None,
 ) -> Float[Array, "tokens d_model"]:
-    """Computes `(s(x S(Wg)) * (x S(Wu))) Wd`, its gradient straight through S and
+    """Returns `(s(x S(Wg)) * (x S(Wu))) Wd`; its gradient goes straight through S and
     masks.
 
-    Numerics, arguments and errors as `ffn`. Of four neighbouring neurons the two with
-    the largest |A| stay where the activations are 2:4.
+    Numerics, and the arguments and errors that are not listed, are those of `ffn`.
+    Where the activations are 2:4, the two with the largest |A| of four neighbouring
+    neurons stay.
 
     Args:
-      activation: s. "swiglu" is silu, which allows sparse weights alone; "reglu2" is
-        relu^2, which allows 2:4 activations as well.
+      w_gate, w_up, w_down: Wg, Wu and Wd, usually float32 masters.
+      activation: the name of s. "swiglu" is silu, which allows sparse weights alone;
+        "reglu2" is relu^2, which allows 2:4 activations as well.
       scales: the frozen beta of (Wg, Wu, Wd^T), for packing here if `packed` is None.
-      key: for `token_sparsity` "mvue" and "mvue_approximate".
+      key: a random key for `token_sparsity` "mvue" and "mvue_approximate".
     Raises:
       ValueError: shapes or dtypes do not fit, an argument that `sparsity` needs is
         missing, or the activation does not allow it.

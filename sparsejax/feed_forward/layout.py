@@ -29,20 +29,21 @@ from sparsejax.sparsity.patterns import NM
 
 @dataclass(frozen=True, kw_only=True)
 class FFNLayout:
-    """Names of the mesh axes that split an FFN's operands.
+    """The names of the mesh axes that split an FFN's operands.
 
     Raises:
-      ValueError: an axis that the mesh does not have, or that has two meanings; or a
-        mesh with explicit axes.
+      ValueError: the mesh lacks a named axis or has explicit axes, or an axis is named
+        with two meanings.
     """
 
     mesh: Mesh | AbstractMesh
     tokens: tuple[str, ...] = ("data", "fsdp")
-    """Axes that split the tokens."""
+    """The axes that split the tokens."""
     hidden: str = "tensor"
-    """Axis that splits the F neurons; every device of it sees the same tokens."""
+    """The axis that splits the F neurons; every device along it sees the same
+    tokens."""
     stored: str = "fsdp"
-    """Axis over which the stored weights are split further; one of `tokens`."""
+    """The axis over which the stored weights are split further; one of `tokens`."""
 
     def __post_init__(self) -> None:
         check_axis_types(self.mesh)
@@ -61,7 +62,7 @@ class FFNLayout:
 
     @property
     def token_shards(self) -> int:
-        """How many parts the tokens are split into."""
+        """The number of parts that the tokens are split into."""
         sizes = dict(self.mesh.shape)
         shards = 1
         for axis in self.tokens:
@@ -70,25 +71,28 @@ class FFNLayout:
 
     @property
     def hidden_shards(self) -> int:
-        """How many parts the neurons are split into while they are computed."""
+        """The number of parts that the neurons are split into while they are
+        computed."""
         return dict(self.mesh.shape)[self.hidden]
 
     @property
     def stored_shards(self) -> int:
-        """How many parts each of those is split into while it is stored."""
+        """The number of parts that each device's neurons are split into while their
+        weights are stored."""
         return dict(self.mesh.shape)[self.stored]
 
     @property
     def shards(self) -> dict[str, int]:
-        """How many parts there are of what a device computes with, for `FFNCall`."""
+        """The number of parts that the tokens and the neurons are split into, as
+        keyword arguments of an `FFNCall`."""
         return {
             "token_shards": self.token_shards,
             "hidden_shards": self.hidden_shards,
         }
 
     def check(self, tokens: int, d_hidden: int, sparsity: FFNSparsity) -> None:
-        """Raises ValueError for what the mesh would cut apart: tokens, neurons, groups
-        of four, or experts."""
+        """Raises ValueError where the mesh would cut tokens, neurons, groups of four or
+        experts apart."""
         names = " x ".join(self.tokens)
         if tokens % self.token_shards:
             raise ValueError(
@@ -125,8 +129,8 @@ def on_mesh(
     in_specs: tuple,
     out_specs: Any,
 ) -> Callable:
-    """Runs `local` on every device's part of its operands; without a layout it is just
-    `local`."""
+    """Returns a function that runs `local` on every device's part of its operands;
+    without a layout it is `local` itself."""
     if layout is None:
         return local
     # Derivatives are written out by the callers: nothing differentiates through this,
@@ -142,8 +146,9 @@ def on_mesh(
 
 def check_axis_types(mesh: Mesh | AbstractMesh) -> None:
     """Raises ValueError where the mesh has explicit axes, which `jax.make_mesh` makes
-    unasked. Arrays then have their sharding in their types, and it would have to be
-    what the operations expect; with automatic axes they are brought there."""
+    unasked. Arrays would then carry their sharding in their types, and it would have to
+    be the one that the operations expect; with automatic axes they are brought
+    there."""
     explicit = [
         name
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -159,14 +164,14 @@ def check_axis_types(mesh: Mesh | AbstractMesh) -> None:
 
 
 def token_spec(layout: FFNLayout | None) -> PartitionSpec:
-    """Returns the spec of arrays whose first axis is the tokens, the same on all
-    devices of `hidden`."""
+    """Returns the spec of arrays whose first axis is the tokens; they are the same on
+    all devices along `hidden`."""
     return PartitionSpec() if layout is None else PartitionSpec(layout.tokens)
 
 
 def device_spec(layout: FFNLayout | None) -> PartitionSpec:
-    """Returns the spec of arrays that every device has its own of, put together along
-    the first axis."""
+    """Returns the spec of arrays that differ on every device, concatenated along the
+    first axis."""
     if layout is None:
         return PartitionSpec()
     return PartitionSpec((*layout.tokens, layout.hidden))
@@ -175,8 +180,8 @@ def device_spec(layout: FFNLayout | None) -> PartitionSpec:
 def weight_spec(
     layout: FFNLayout | None, hidden_axis: int, stacked: int = 0
 ) -> PartitionSpec:
-    """Returns the spec of a weight of two axes, F being axis `hidden_axis` (0 or 1, or
-    counted from the end), behind `stacked` axes of layers."""
+    """Returns the spec of a weight with two axes behind `stacked` axes of layers; F is
+    axis `hidden_axis` of the two (0 or 1, or counted from the end)."""
     if layout is None:
         return PartitionSpec()
     split = (layout.hidden, layout.stored)
@@ -185,7 +190,7 @@ def weight_spec(
 
 
 def packed_specs(layout: FFNLayout | None, packed: PyTree) -> PyTree:
-    """Returns `weight_spec` of every 2:4 weight in the tree."""
+    """Returns the `weight_spec` of every 2:4 weight in the tree."""
     return jax.tree.map(
         lambda c: weight_spec(layout, _hidden_axis(c)),
         packed,
@@ -194,13 +199,13 @@ def packed_specs(layout: FFNLayout | None, packed: PyTree) -> PyTree:
 
 
 def _hidden_axis(c: Compressed | Packed) -> int:
-    """Returns the axis of F, which is the one without groups."""
+    """Returns the axis of F, which is the axis without groups."""
     return 0 if c.axis == -1 else 1
 
 
 def gather_weight(layout: FFNLayout | None, w: Array, hidden_axis: int) -> Array:
-    """Returns the weight of all neurons of this device, from the part that it
-    stores."""
+    """Returns the weight of all neurons of this device, gathered from the parts that
+    the devices along `stored` hold."""
     if layout is None or layout.stored_shards == 1:
         return w
     # As integers, so that no backend converts, or touches the bits of, what it moves.
@@ -212,8 +217,8 @@ def gather_weight(layout: FFNLayout | None, w: Array, hidden_axis: int) -> Array
 def gather_packed(
     layout: FFNLayout | None, c: Compressed | Packed | None
 ) -> Compressed | Packed | None:
-    """Returns `gather_weight` of a 2:4 weight: half the values, and two bits for
-    each."""
+    """Returns a 2:4 weight gathered as by `gather_weight`; what is moved is half the
+    values, and two bits for each of them."""
     if c is None or layout is None or layout.stored_shards == 1:
         return c
     if isinstance(c, Packed):
@@ -230,15 +235,16 @@ def gather_packed(
 
 
 def sum_over_neurons(layout: FFNLayout | None, partial_sum: Array) -> Array:
-    """Returns Y or dX from what each device's neurons contribute, in its dtype."""
+    """Returns Y or dX as the sum of what each device's neurons contribute, in the dtype
+    of these parts."""
     if layout is None or layout.hidden_shards == 1:
         return partial_sum
     return lax.psum(partial_sum, layout.hidden)
 
 
 def sum_over_tokens(layout: FFNLayout | None, dw: Array, hidden_axis: int) -> Array:
-    """Returns the gradient of the stored part of a weight, from that of each device's
-    tokens, in its dtype."""
+    """Returns the gradient of a weight's stored part, summed over what each device's
+    tokens contribute, in the dtype of these parts."""
     if layout is None:
         return dw
     if layout.stored_shards > 1:
@@ -251,7 +257,7 @@ def sum_over_tokens(layout: FFNLayout | None, dw: Array, hidden_axis: int) -> Ar
 
 
 def own_key(layout: FFNLayout | None, key: Array | None) -> Array | None:
-    """Returns a key for this device: no two devices draw alike."""
+    """Returns a random key for this device, so that no two devices draw alike."""
     if layout is None or key is None:
         return key
     device = lax.axis_index((*layout.tokens, layout.hidden))
@@ -259,7 +265,7 @@ def own_key(layout: FFNLayout | None, key: Array | None) -> Array | None:
 
 
 def own_experts(layout: FFNLayout | None, experts: int) -> tuple[Any, int]:
-    """Returns the first of this device's experts, and how many it has."""
+    """Returns the index of this device's first expert, and how many experts it has."""
     if layout is None:
         return 0, experts
     count = experts // layout.hidden_shards
@@ -267,7 +273,8 @@ def own_experts(layout: FFNLayout | None, experts: int) -> tuple[Any, int]:
 
 
 def gather_experts(layout: FFNLayout | None, scores: Array) -> Array:
-    """Gathers (tokens, the experts of each device) to (tokens, all experts)."""
+    """Returns scores (tokens, all experts), gathered from each device's (tokens, its
+    experts)."""
     if layout is None or layout.hidden_shards == 1:
         return scores
     return lax.all_gather(scores, layout.hidden, axis=1, tiled=True)

@@ -28,8 +28,8 @@ from sparsejax.sparsity.patterns import NM
 
 
 def into_hidden(plan: FFNPlan, x: jax.Array, w: ReadWeights) -> Hidden:
-    """Returns the products of X with the weights into the hidden layer, (tokens,
-    d_hidden) each: Y1, or G and U."""
+    """Returns the products of X with the weights into the hidden layer, each (tokens,
+    d_hidden): (Y1,), or (G, U) of a gated FFN."""
     # (T, F) = (T, d) @ (d, F)
     up = multiply_by_weight(plan.up, x, w.up, w.packed_up)
     if plan.gate is None:
@@ -47,9 +47,9 @@ def keep_once(kept: jax.Array) -> jax.Array:
 def forward(
     static: Static, x: jax.Array, w: ReadWeights, expert_index: None
 ) -> tuple[jax.Array, Hidden]:
-    """Returns Y (tokens, d_model), and what the activation keeps for the backward:
-    masked where the backward re-uses the mask, because the zeros are all that it needs
-    of the mask."""
+    """Returns Y (tokens, d_model), and what the activation keeps for the backward.
+    Where the backward re-uses the mask, this is masked: its zeros are all that the
+    backward needs of the mask."""
     plan, activation = static.plan, static.plan.activation
     products = into_hidden(plan, x, w)
     kept = unmasked = activation.keep(products)
@@ -86,7 +86,8 @@ def backward(
 def _input_gradient(
     plan: FFNPlan, x: jax.Array, gradients: Hidden, w: ReadWeights
 ) -> jax.Array:
-    """Returns dX. That of a gated FFN is the sum of two products in float32."""
+    """Returns dX (tokens, d_model). In a gated FFN it is the sum of two products in
+    float32."""
     # (T, d) = (T, F) @ (F, d)
     if plan.d_input_gate is None:
         (dy_up,) = gradients
@@ -107,16 +108,17 @@ def weight_gradients(
     dy: jax.Array,
     key: jax.Array | None,
 ) -> FFNWeights:
-    """Returns x^T g for each g of `into_hidden`, and a^T dy, over all tokens; in
+    """Returns x^T g for each g of `into_hidden`, and a^T dy, summed over all tokens, in
     float32.
 
     With `token_sparsity` every g and a are 2:4 along the tokens, but for the features
     with most non-zeros in a.
 
     Args:
-      into_hidden: gradients before the activation, (tokens, d_hidden) each: dY1, or of
-        a gated FFN dG and dU.
-      a: after it, (tokens, d_hidden).
+      into_hidden: the gradients before the activation, (tokens, d_hidden) each: dY1, or
+        dG and dU of a gated FFN.
+      a: A, the result of the activation, (tokens, d_hidden).
+      key: a random key where `token_sparsity` draws; else None.
     """
     sparsity = plan.sparsity
     if sparsity.token_sparsity is not None:
@@ -146,7 +148,7 @@ def weight_gradients(
 
 
 def _by_fours(x: jax.Array) -> jax.Array:
-    """Returns zero rows appended up to a whole number of groups of four."""
+    """Returns x with rows of zeros appended up to a whole number of groups of four."""
     return jnp.pad(x, ((0, -x.shape[0] % 4), (0, 0)))
 
 

@@ -35,7 +35,8 @@ from sparsejax.sparsity.packed import Packed, unpack
 def forward(
     static: Static, x: jax.Array, w: ReadWeights, expert_index: None
 ) -> tuple[jax.Array, Activations | GatedActivations]:
-    """Returns Y (tokens, d_model), and what was kept for the backward."""
+    """Returns Y (tokens, d_model), and the packed activations that the backward
+    needs."""
     plan = static.plan
     kernels = plan.kernels
     assert kernels is not None
@@ -61,8 +62,9 @@ def backward(
     dy: jax.Array,
     key: jax.Array | None,
 ) -> tuple[jax.Array, FFNWeights]:
-    """Returns dX (tokens, d_model), and the gradients of the weights in float32: from
-    dense operands where GEMMs 5 and 6 are dense, else from packed ones."""
+    """Returns dX (tokens, d_model), and the gradients of the weights in float32. GEMMs
+    5 and 6 read operands packed along the tokens, or unpacked ones where they are
+    dense."""
     plan = static.plan
     kernels, groups = plan.kernels, None
     assert kernels is not None
@@ -88,7 +90,8 @@ def backward(
 def _input_gradient(
     plan: FFNPlan, x: jax.Array, gradients: tuple[Packed, ...], w: ReadWeights
 ) -> jax.Array:
-    """Returns dX. That of a gated FFN is the sum of two products in float32."""
+    """Returns dX (tokens, d_model). In a gated FFN it is the sum of two products in
+    float32."""
     assert plan.kernels is not None
     # (T, d) = (T, F) @ (F, d), the weights as they are stored
     multiply_by = partial(plan.kernels.matmul, b_k_major=True, transpose_out=False)
@@ -107,8 +110,8 @@ def _gradient(
     dy: jax.Array,
     a: Packed,
 ) -> tuple[Packed, OverTokens | None]:
-    """Returns dY1 packed along the features; and, where there are groups of tokens, A
-    and dY1 packed along those."""
+    """Returns dY1 packed along the features and, where there are groups of tokens, A
+    and dY1 packed along the tokens; else None."""
     kernels = plan.kernels
     assert kernels is not None
     # (T, F) = (T, d) @ (d, F)
@@ -136,8 +139,8 @@ def _gated_gradients(
     dy: jax.Array,
     kept: GatedActivations,
 ) -> tuple[tuple[Packed, Packed], OverTokens | None]:
-    """Returns dG and dU packed along the features; and, where there are groups of
-    tokens, A, dG and dU packed along those."""
+    """Returns dG and dU packed along the features and, where there are groups of
+    tokens, A, dG and dU packed along the tokens; else None."""
     kernels = plan.kernels
     assert kernels is not None
     # (T, F) = (T, d) @ (d, F)

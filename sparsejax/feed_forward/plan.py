@@ -1,4 +1,4 @@
-"""What runs an FFN: decided once for a call, and only read by forward and backward."""
+"""The plan of an FFN: what runs its GEMMs, decided once and only read by the passes."""
 
 from dataclasses import dataclass
 
@@ -18,43 +18,48 @@ from sparsejax.sparsity.patterns import VNM
 
 @dataclass(frozen=True, kw_only=True)
 class FFNPlan:
-    """What runs each GEMM of an FFN, and what is packed and fused. Hashable: a static
-    argument of what runs it. The numbers are those of `spec` and `gated_ffn`."""
+    """The decisions for an FFN: what runs each GEMM, what is packed, what is fused. A
+    plan is hashable: it is a static argument of the functions that run it. The GEMMs
+    are numbered as in `spec` and `gated_ffn`."""
 
     sparsity: FFNSparsity
     activation: Activation
     up: Decision
-    """1, Y1 = X W1; of a gated FFN 1b, U = X Wu."""
+    """GEMM 1, Y1 = X W1 (tokens, d_hidden); of a gated FFN GEMM 1b, U = X Wu."""
     down: Decision
-    """2, Y = A W2."""
+    """GEMM 2, Y = A W2 (tokens, d_model)."""
     d_hidden: Decision
-    """3, dA = dY W2^T."""
+    """GEMM 3, dA = dY W2^T (tokens, d_hidden)."""
     d_input: Decision
-    """4, dX = dY1 W1^T; of a gated FFN 4b, dX += dU Wu^T."""
+    """GEMM 4, dX = dY1 W1^T (tokens, d_model); of a gated FFN GEMM 4b, dX += dU
+    Wu^T."""
     d_up: Decision
-    """5, dW1 = X^T dY1; of a gated FFN 5b, dWu = X^T dU."""
+    """GEMM 5, dW1 = X^T dY1 (d_model, d_hidden); of a gated FFN GEMM 5b, dWu = X^T
+    dU."""
     d_down: Decision
-    """6, dW2 = A^T dY."""
+    """GEMM 6, dW2 = A^T dY (d_hidden, d_model)."""
     gate: Decision | None = None
-    """1a, G = X Wg."""
+    """GEMM 1a of a gated FFN, G = X Wg (tokens, d_hidden); None of a plain FFN."""
     d_input_gate: Decision | None = None
-    """4a, dX = dG Wg^T."""
+    """GEMM 4a of a gated FFN, dX = dG Wg^T (tokens, d_model); None of a plain FFN."""
     d_gate: Decision | None = None
-    """5a, dWg = X^T dG."""
+    """GEMM 5a of a gated FFN, dWg = X^T dG (d_model, d_hidden); None of a plain FFN."""
     kernels: KernelSet | None
-    """The set of kernels that runs some of the GEMMs, or None where none does."""
+    """The set of kernels that runs some of the GEMMs; None where none does."""
     up_writes_a: bool
-    """Whether GEMM 1 writes A packed, in its epilogue, and not Y1."""
+    """Whether GEMM 1 writes A, packed in its epilogue, in place of Y1."""
     d_hidden_writes_dy_up: bool
-    """Whether GEMM 3 writes dY1 packed, in its epilogue, and not dA."""
+    """Whether GEMM 3 writes dY1, packed in its epilogue, in place of dA."""
     over_tokens: bool
     """Whether GEMMs 5 and 6 read packed operands that are 2:4 along the tokens."""
     row_tile: int | None
-    """What an expert's rows are filled up to multiples of; None without experts."""
+    """The number that an expert's rows are padded to a multiple of; None without
+    experts."""
 
     @classmethod
     def of(cls, call: FFNCall, backend: Backend | None) -> "FFNPlan":
-        """Decides for a call, on the backend that is named or the fastest.
+        """Returns the plan of a call, on the backend that is named, or on the fastest
+        where it is None.
 
         Raises:
           NotImplementedError: the named backend cannot run one of the GEMMs.
@@ -81,7 +86,7 @@ class FFNPlan:
 
     @property
     def gemms(self) -> tuple[Decision, ...]:
-        """All of them, in the order of their numbers."""
+        """The decisions for all GEMMs, in the order of their numbers."""
         every = (
             self.gate,
             self.up,
@@ -97,8 +102,9 @@ class FFNPlan:
 
     @property
     def keeps_rows_of_x(self) -> bool:
-        """Whether the residuals have X sorted by expert, as GEMM 1 read it, and so need
-        no other. With several experts for a token that would be several times X."""
+        """Whether the residuals hold the rows of X sorted by expert, as GEMM 1 read
+        them, in place of X. With several experts per token the rows would take several
+        times the memory of X."""
         return self.sparsity.skip_blocks and self.sparsity.experts_per_token == 1
 
     @property
@@ -115,8 +121,8 @@ def _packs_over_tokens(sparsity: FFNSparsity, by_role: dict[str, Decision]) -> b
 
 
 def row_tile(sparsity: FFNSparsity, *, on_kernels: bool) -> int | None:
-    """Returns what an expert's rows are filled up to multiples of; None without
-    experts."""
+    """Returns the number that an expert's rows are padded to a multiple of; None
+    without experts."""
     pattern = sparsity.activations
     if not isinstance(pattern, VNM):
         return None

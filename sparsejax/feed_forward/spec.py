@@ -43,39 +43,40 @@ class FFNSparsity:
     """
 
     weights: NM | None = None
-    """GEMMs 1 and 3 read the soft-thresholded W1 and W2^T, groups along d."""
+    """The pattern of S(W1) and S(W2^T) in GEMMs 1 and 3, along d_model; None: dense."""
 
     activations: NM | VNM | None = None
-    """GEMMs 2 and 4: the pattern of A and of dY1 along the F neurons."""
+    """The pattern of A and dY1 in GEMMs 2 and 4, along the F neurons; None: dense."""
 
     router: Router = NEAREST_CENTRE
-    """V:N:M only: how a token chooses its experts; a registered name stands for it."""
+    """How a token chooses its experts (V:N:M only): a `Router` or its registered
+    name."""
 
     experts_per_token: int = 1
-    """V:N:M only: g of E experts per token; the density of A is g * n / m."""
+    """How many of E experts a token uses (V:N:M only): g; A has density g * n / m."""
 
     skip_blocks: bool = False
-    """V:N:M only: GEMM 1 computes just the neurons of the token's experts. GEMM 3 does
-    so too, where its weight is 2:4 even without (`da_by_expert`)."""
+    """Whether GEMM 1 computes just the neurons of a token's experts (V:N:M only). GEMM
+    3 does so where its weight is 2:4 even if this is False (`da_by_expert`)."""
 
     mask_reuse: bool = True
-    """The backward applies the forward's mask to Y1 before anything else. Without it
-    GEMM 4 selects anew in dY1 and GEMMs 5, 6 read unmasked activations: an ablation."""
+    """Whether the backward applies the forward's mask to Y1 first. If not, GEMM 4
+    selects anew in dY1 and GEMMs 5, 6 read unmasked activations: an ablation."""
 
     weight_gradients: WeightGradients = "dense"
-    """GEMMs 5 and 6: over all tokens, or per expert over the expert's tokens only."""
+    """How GEMMs 5 and 6 sum: over all tokens, or by expert over the expert's tokens."""
 
     token_sparsity: TokenSparsity | None = None
-    """GEMMs 5 and 6: A and dY1 are made 2:4 along the tokens as well, by magnitude or
-    by the minimum-variance unbiased estimator (exact or approximate, needs a key)."""
+    """How A and dY1 are made 2:4 along the tokens for GEMMs 5 and 6: by magnitude, or
+    by the minimum-variance unbiased estimator (needs a key). None: they are not."""
 
     dense_features: float = 0.05
-    """With `token_sparsity`: the share of features, those with most non-zeros, that
-    stay dense in GEMMs 5 and 6. Default from arXiv 2503.16672 (95/5 split)."""
+    """The share of features, those with most non-zeros, that stay dense in GEMMs 5 and
+    6 with `token_sparsity`. The default is the 95/5 split of arXiv 2503.16672."""
 
     permute_tokens: bool = True
-    """With `token_sparsity`: groups of four are taken in a fixed order, tokens a 64th
-    of all apart, because neighbours activate the same features (arXiv 2503.16672)."""
+    """Whether the groups of four of `token_sparsity` are tokens a 64th of all apart, in
+    a fixed order, since neighbours activate the same features (arXiv 2503.16672)."""
 
     def __post_init__(self) -> None:
         self._check_patterns()
@@ -131,7 +132,7 @@ class FFNSparsity:
             )
 
     def _check_patterns(self) -> None:
-        """What is no pattern at all gets the one that was meant."""
+        """Raises ValueError where a pattern is none, and says which one was meant."""
         if not isinstance(self.weights, NM | None):
             raise ValueError(
                 f"weights={self.weights!r} must be a 2:4 pattern, whose groups lie "
@@ -146,15 +147,15 @@ class FFNSparsity:
 
     @property
     def experts(self) -> int | None:
-        """E, or None where no router is used."""
+        """The number of experts E, or None where no router is used."""
         return self.activations.experts if isinstance(self.activations, VNM) else None
 
     @property
     def da_by_expert(self) -> bool:
         """Whether GEMM 3 computes dA for the neurons of a token's experts alone. A is
-        zero at all others, and so dY1 = dA * 2 relu(Y1), unless `mask_reuse=False` lets
-        dense weight gradients read them. A dense weight (no `skip_blocks`) is left to
-        one dense GEMM, which no loop over experts beats at every size."""
+        zero at all others, and so is dY1 = dA * 2 relu(Y1), unless `mask_reuse=False`
+        lets dense weight gradients read them. A dense weight (no `skip_blocks`) is left
+        to one dense GEMM, which no loop over experts beats at every size."""
         read_elsewhere = not self.mask_reuse and self.weight_gradients == "dense"
         two_four = self.weights is not None and not read_elsewhere
         return bool(self.experts) and (self.skip_blocks or two_four)
@@ -177,23 +178,23 @@ class FFNSparsity:
 DENSE = FFNSparsity()
 
 FEATURE_TILE = 16
-"""The features that stay dense in GEMMs 5 and 6 are rounded up to whole tiles of 16,
-the row granularity of the tensor-core instructions that multiply them."""
+"""The features of one tile. The dense features of GEMMs 5 and 6 are rounded up to whole
+tiles, the row granularity of the tensor-core instructions that multiply them."""
 
 
 def dense_feature_count(features: int, share: float) -> int:
-    """Returns how many features stay dense: `share` rounded up to whole feature
-    tiles."""
+    """Returns how many features stay dense: `share` of them, rounded up to whole
+    feature tiles."""
     return min(math.ceil(share * features / FEATURE_TILE) * FEATURE_TILE, features)
 
 
 GROUP_TILE = 128
-"""Rows of one expert that sparse tensor cores take together."""
+"""The number of rows of one expert that sparse tensor cores take together."""
 
 
 def group_tile(v: int) -> int:
-    """Returns what an expert's tokens are filled up to multiples of there, at least V.
-    It pads more, and changes no value."""
+    """Returns the number that sparse tensor cores pad an expert's rows to a multiple
+    of, at least V. It pads more than V does, and changes no value."""
     return math.ceil(v / GROUP_TILE) * GROUP_TILE
 
 
@@ -208,9 +209,9 @@ class FFNCall(ABC):
     sparsity: FFNSparsity = DENSE
     device: Device = CPU
     token_shards: int = 1
-    """Parts that the tokens are split into on a mesh; each device has one of them."""
+    """The number of parts that the tokens are split into on a mesh, one per device."""
     hidden_shards: int = 1
-    """Parts that the neurons are split into on a mesh; each device has one of them."""
+    """The number of parts that the neurons are split into on a mesh, one per device."""
 
     def __post_init__(self) -> None:
         check_value("sparsity", self.sparsity, FFNSparsity)
@@ -220,11 +221,12 @@ class FFNCall(ABC):
     @property
     @abstractmethod
     def kind(self) -> Activation:
-        """The activation between its GEMMs."""
+        """The activation between GEMM 1 and GEMM 2."""
 
     @abstractmethod
     def gemms(self) -> tuple[GemmSpec, ...]:
-        """The GEMMs of one device, forward and backward."""
+        """Returns the GEMMs of one device, forward and backward, in their numbers'
+        order."""
 
     def explain(self, backend: Backend | None = None) -> tuple[Decision, ...]:
         """Returns what runs each of the GEMMs, and why: see `choice.decide`.
@@ -235,17 +237,18 @@ class FFNCall(ABC):
         return decide(self.gemms(), backend, self.with_epilogues)
 
     def with_epilogues(self, decisions: Sequence[Decision]) -> tuple[Decision, ...]:
-        """Where a GEMM's kernel does more than multiply, its path says so."""
+        """Returns the decisions with paths that say what a kernel does besides
+        multiply."""
         return tuple(decisions)
 
 
 DTYPES = ("float32", "bfloat16", "float64")
-"""What an FFN's operands may be; float64, which no kernel takes, is for tests of
-gradients."""
+"""The dtypes that an FFN's operands may have; float64, which no kernel takes, is for
+tests of gradients."""
 
 
 def check_dtype(name: str, dtype: str) -> None:
-    """Raises ValueError where no FFN computes in the dtype of its operand `name`."""
+    """Raises ValueError where operand `name` has a dtype that no FFN computes in."""
     if dtype not in DTYPES:
         raise ValueError(
             f"{name} has dtype {dtype}, and an FFN computes in float32 or bfloat16 (in "
@@ -255,13 +258,13 @@ def check_dtype(name: str, dtype: str) -> None:
 
 
 def dtype_in_jax(array: Array) -> str:
-    """Returns the dtype that JAX computes with: of NumPy's float64 that is float32,
-    unless x64 is enabled."""
+    """Returns the dtype that JAX computes with: float32 for NumPy's float64, unless x64
+    is enabled."""
     return str(jnp.result_type(array))
 
 
 class FFNSpec(FFNCall):
-    """The static facts of one squared-ReLU FFN call."""
+    """The static facts of one call of a squared-ReLU FFN."""
 
     @property
     def kind(self) -> Activation:
@@ -278,8 +281,8 @@ class FFNSpec(FFNCall):
         token_shards: int = 1,
         hidden_shards: int = 1,
     ) -> "FFNSpec":
-        """Reads the shapes of a call. Raises ValueError where they do not fit, or where
-        a dtype is none that an FFN computes in."""
+        """Returns the spec of a call. Raises ValueError where the operands' shapes do
+        not fit, or where a dtype is none that an FFN computes in."""
         if x.ndim != 2 or w_up.ndim != 2 or w_down.ndim != 2:
             raise ValueError(
                 f"x {x.shape}, w_up {w_up.shape} and w_down {w_down.shape} must be "
@@ -377,7 +380,7 @@ class FFNSpec(FFNCall):
 
 
 def _packed_before(decision: Decision) -> Decision:
-    """Returns a GEMM whose operand another one has packed for it."""
+    """Returns the decision for a GEMM whose operand the GEMM before it has packed."""
     if decision.times is None:
         return decision
     times = replace(decision.times, packing_us=0.0)
@@ -387,21 +390,21 @@ def _packed_before(decision: Decision) -> Decision:
 def packs_its_result(
     sparsity: FFNSparsity, decision: Decision, following: Decision
 ) -> bool:
-    """Returns whether GEMM 1 writes A instead of Y1, or GEMM 3 dY1 instead of dA, 2:4
-    as the GEMM that follows reads it: in its kernel's epilogue, where both have the
-    same rows."""
+    """Returns whether the first GEMM packs its result 2:4 in its kernel's epilogue, as
+    the GEMM that follows reads it: GEMM 1 then writes A instead of Y1, GEMM 3 dY1
+    instead of dA. Both GEMMs must have the same rows."""
     same_rows = not sparsity.experts or decision.spec.experts is not None
     both = decision.on_kernels and following.on_kernels
     return sparsity.weights is not None and same_rows and both
 
 
 def why_not_packed_anew(sparsity: FFNSparsity) -> str | None:
-    """Returns why nothing packs what GEMM 4 reads, or None."""
+    """Returns why nothing packs the operand of GEMM 4, or None."""
     return None if sparsity.mask_reuse else "mask_reuse=False selects anew in dY1"
 
 
 def why_not_packed_over_tokens(sparsity: FFNSparsity) -> str | None:
-    """Returns why nothing packs what GEMMs 5 and 6 read, or None."""
+    """Returns why nothing packs the operands of GEMMs 5 and 6, or None."""
     if sparsity.activations is None:
         return "they are not 2:4 along the features"
     if sparsity.experts and sparsity.weight_gradients != "expert_columns":

@@ -86,8 +86,22 @@ class Attention(nnx.Module):
         mesh: Mesh | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        """`out_scale` multiplies the initial deviation of the output projection; `mesh`
-        has the axes of `sharding` and splits batch and heads."""
+        """Makes the projections, truncated normal by their fan-in.
+
+        Args:
+          d_model: width of the residual stream; a multiple of `heads`.
+          heads: query heads; a multiple of `kv_heads`.
+          kv_heads: key and value heads; None for as many as `heads`.
+          rope_base: base of the rotary frequencies.
+          dtype: compute dtype; the parameters are float32.
+          out_scale: factor of the initial deviation of the output projection.
+          mesh: a mesh with the axes of `distributed.mesh`, which splits batch and
+            heads; None for one device.
+          rngs: random streams; `params` is drawn from.
+        Raises:
+          ValueError: `heads` does not divide d_model, or `kv_heads` does not divide
+            `heads`.
+        """
         self.heads = heads
         self.kv_heads = heads if kv_heads is None else kv_heads
         if d_model % heads or self.heads % self.kv_heads:
@@ -110,8 +124,8 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch sequence d_model"], *, offset: int = 0
     ) -> Float[Array, "batch sequence d_model"]:
-        """Computes attention of every token to itself and those before it; `offset` is
-        the position of the first."""
+        """Returns the attention of every token to itself and to those before it, in the
+        compute dtype; `offset` is the position of the first token."""
         x = x.astype(self.dtype)
         positions = offset + jnp.arange(x.shape[1])
         rotate = partial(rotary_embedding, positions=positions, base=self.rope_base)

@@ -1,4 +1,4 @@
-"""How the weights of a model begin."""
+"""Initial values of a model's weights."""
 
 import jax
 import jax.numpy as jnp

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float
 
 
 class RMSNorm(nnx.Module):
-    """x / sqrt(mean(x^2) + epsilon) * scale, in float32, returned in `dtype`.
+    """Root-mean-square normalisation, x / sqrt(mean(x^2) + epsilon) * scale, computed
+    in float32 and returned in `dtype`.
 
     Source: Zhang and Sennrich 2019, arXiv 1910.07467.
     """

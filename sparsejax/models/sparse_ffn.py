@@ -30,33 +30,35 @@ from sparsejax.sparsity.masks import soft_threshold_scale
 
 
 class SoftThresholdScale(nnx.Variable[jax.Array]):
-    """beta of the soft threshold, one per sparse weight: frozen state, not trained."""
+    """The scale beta of the soft threshold, float32, one per sparse weight: frozen
+    state, not trained."""
 
 
 class RouterState(nnx.Variable[State]):
-    """The arrays that a router keeps, by name: state, not trained."""
+    """The arrays that a router keeps, by name: state that is not trained."""
 
 
 class PackedWeights(nnx.Variable[PackedFFN]):
-    """Compressed weights made from the masters: see `micro_batches`."""
+    """The 2:4 weights that were compressed from the masters: see `micro_batches`."""
 
 
 class SparseFFN(nnx.Module):
     """The feed-forward network, dense or sparse as `sparsity` says.
 
-    relu2: relu(X W1)^2 W2, W1 = `w_up` (d_model, d_hidden), W2 = `w_down`.
-    swiglu: (silu(X Wg) * X Wu) Wd, weights may be sparse, activations not.
-    reglu2: (relu(X Wg)^2 * X Wu) Wd, both may be, without a router.
+    relu2: relu(X W1)^2 W2, with W1 = `w_up` (d_model, d_hidden) and W2 = `w_down`.
+    swiglu: (silu(X Wg) * X Wu) Wd; the weights may be sparse, the activations not.
+    reglu2: (relu(X Wg)^2 * X Wu) Wd; both may be sparse, without a router.
 
-    State that is not trained: `scales`, beta per sparse weight in the order (gate,) up,
-    down; `router_state`, the arrays that the router of a V:N:M pattern keeps, None
-    where it keeps none. Expert e owns the neurons [e d_hidden / experts,
-    (e + 1) d_hidden / experts). Both belong to the weights: restore them together with
-    these, or make them anew (`refresh_scales`, `cluster`). Every call compresses 2:4
-    weights anew; `micro_batches` has what does so once for several calls.
+    State that is not trained: `scales` holds beta of each sparse weight in the order
+    (gate,) up, down; `router_state` holds the arrays that the router of a V:N:M pattern
+    keeps, and is None where it keeps none. Expert e owns the neurons [e d_hidden /
+    experts, (e + 1) d_hidden / experts). Scales and router state belong to the weights:
+    restore them together with the weights, or make them anew (`refresh_scales`,
+    `cluster`). Every call compresses 2:4 weights anew; `micro_batches` compresses them
+    once for several calls.
 
-    Sources: arXiv 2602.06183 (weights, router), 2503.16672 (activations),
-    2002.05202 (SwiGLU).
+    Sources: arXiv 2602.06183 (weights, router), 2503.16672 (activations), 2002.05202
+    (SwiGLU).
     """
 
     def __init__(
@@ -72,12 +74,20 @@ class SparseFFN(nnx.Module):
         layout: FFNLayout | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        """`down_scale` multiplies the initial deviation of w_down; `backend` names what
-        runs the sparse GEMMs (None: the best supported); `layout` says how the FFN lies
-        on a mesh of several devices.
+        """Makes the weights, truncated normal by their fan-in, and the state.
 
+        Args:
+          d_model, d_hidden: the widths of the FFN.
+          activation: "relu2", or "swiglu" or "reglu2" with a gate.
+          sparsity: which operand of which GEMM is sparse; dense by default.
+          dtype: compute dtype; the parameters are float32.
+          down_scale: factor of the initial deviation of w_down.
+          backend: what runs the sparse GEMMs; None for the fastest that can.
+          layout: how the FFN lies on a mesh of several devices; None on one device.
+          rngs: random streams; `params` is drawn from.
         Raises:
-          ValueError: a choice that is none, or a sparsity that does not fit: `check`.
+          ValueError: an argument is none of its choices, or the sparsity does not fit:
+            `check`.
         """
         check_value("activation", activation, ActivationName)
         check_value("backend", backend, Backend | None)
@@ -110,10 +120,16 @@ class SparseFFN(nnx.Module):
         token_ids: Int[Array, "*batch"] | None = None,
         key: Key[Array, ""] | None = None,
     ) -> Float[Array, "*batch d_model"]:
-        """Returns the FFN of every token, in `dtype`.
+        """Returns the FFN of every token, in the compute dtype.
 
-        `token_ids` is for a router that reads them, such as `TokenHash`; `key` for the
-        random estimators of `sparsity.token_sparsity`.
+        Args:
+          x: tokens; the last axis is d_model.
+          token_ids: ids of the tokens, for a router that reads them, such as
+            `TokenHash`.
+          key: a random key for the random estimators of `sparsity.token_sparsity`.
+        Raises:
+          ValueError: the shapes do not fit, the weights stack several layers, or the
+            sparsity needs an argument that is None.
         """
         if self.w_up[...].ndim != 2:
             raise ValueError(
@@ -162,11 +178,11 @@ class SparseFFN(nnx.Module):
         x: Float[Array, "tokens d_model"],
         token_ids: Int[Array, "*batch"] | None = None,
     ) -> Int[Array, "tokens experts_per_token"] | None:
-        """Returns the experts of each token; None where there are none, or where the
-        FFN itself finds them after GEMM 1. No gradient passes.
+        """Returns the experts of each token; None where there are no experts, or where
+        the FFN itself finds them after GEMM 1. No gradient passes.
 
         Raises:
-          ValueError: the router reads token ids, and there are no `token_ids`.
+          ValueError: the router reads token ids, and `token_ids` is None.
         """
         experts, router = self.sparsity.experts, self.sparsity.router
         if experts is None or not router.before_up:
@@ -190,7 +206,7 @@ class SparseFFN(nnx.Module):
 
     def check(self, sparsity: FFNSparsity) -> None:
         """Raises ValueError where groups or experts do not divide the widths, or where
-        a gated FFN cannot have these activations."""
+        a gated FFN cannot have the sparsity."""
         check_value("sparsity", sparsity, FFNSparsity)
         if self.activation != "relu2":
             check_gated(self.activation, sparsity)

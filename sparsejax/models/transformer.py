@@ -23,7 +23,7 @@ from sparsejax.ops.backend import Backend
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + ffn(norm(x))."""
+    """One layer of a transformer: x + attention(norm(x)), then x + ffn(norm(x))."""
 
     def __init__(
         self,
@@ -78,11 +78,11 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Embedding, `config.layers` blocks, final norm, head.
+    """A decoder-only transformer: embedding, `config.layers` blocks, final norm, head.
 
     The blocks' parameters are stacked, (layers, ...), under `blocks`: one block is
-    traced, whatever the depth, and with `scan_layers` compiled once. Residual stream in
-    `config.dtype`; norms, softmax and logits in float32.
+    traced, whatever the depth, and with `scan_layers` compiled once. The residual
+    stream is in `config.dtype`; norms, softmax and logits are float32.
     """
 
     def __init__(
@@ -94,8 +94,15 @@ class Transformer(nnx.Module):
         mesh: Mesh | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        """`backend` names what runs the sparse GEMMs (None: the best supported); `mesh`
-        is one of `sharding.make_mesh` (None: one device)."""
+        """Makes the parameters.
+
+        Args:
+          config: the sizes of the model, and what it computes.
+          sparsity: the sparsity of its FFNs; dense by default.
+          backend: what runs the sparse GEMMs; None for the fastest that can.
+          mesh: a mesh of `distributed.mesh.make_mesh`; None for one device.
+          rngs: random streams; `params` is drawn from.
+        """
         self.config = config
         self.mesh = mesh
         width, vocabulary = config.d_model, config.vocab_size
@@ -119,7 +126,7 @@ class Transformer(nnx.Module):
 
     @property
     def sparsity(self) -> FFNSparsity:
-        """What is sparse in the FFNs; `switching.switch` changes it."""
+        """The sparsity of the FFNs; `switching.switch` changes it."""
         return self.blocks.ffn.sparsity
 
     def __call__(
@@ -134,7 +141,7 @@ class Transformer(nnx.Module):
 
         Args:
           tokens: ids in [0, vocab_size), int32.
-          key: for `sparsity.needs_key`; every layer gets its own.
+          key: a random key for `sparsity.needs_key`; every layer gets its own.
           capture_ffn_inputs: also return the input of each FFN, (layers, batch,
             sequence, d_model) in `config.dtype`, as a second result.
         """
@@ -154,7 +161,8 @@ class Transformer(nnx.Module):
         Float[Array, "batch sequence d_model"],
         Float[Array, "layers batch sequence d_model"] | None,
     ]:
-        """Returns what the head reads, and the FFN inputs if asked for, else None."""
+        """Returns the features that the head reads, in `config.dtype`, and the inputs
+        of the FFNs if asked for, else None."""
         graph, stacked = nnx.split(self.blocks)
         keys = None
         if self.sparsity.needs_key and key is not None:
@@ -221,7 +229,7 @@ _accumulate_in_float32.defvjp(_accumulate_fwd, _accumulate_bwd)
 
 
 def rematerialise(block: Callable, remat: str, *, in_loop: bool = True) -> Callable:
-    """Returns `block`, told what its backward recomputes: `ModelConfig.remat`."""
+    """Returns `block` with a backward that recomputes what `ModelConfig.remat` says."""
     if remat == "none":
         return block
     policy = {
@@ -254,12 +262,12 @@ def greedy_sample(
     *,
     window: int = 256,
 ) -> Int[Array, " length"]:
-    """Returns the `length` most likely next tokens after the prompt, one after the
-    other.
+    """Returns the `length` most likely next tokens after the prompt, taken one after
+    the other.
 
     The model sees the last `window` tokens (give it the sequence length of training),
-    and is run anew on all of them for every token. Ties go to the lower id. Compiled
-    once per `length` and `window`, for prompts of any length.
+    and is run anew on all of them for every token. Ties go to the lower id. It is
+    compiled once per `length` and `window`, for prompts of any length.
 
     Raises:
       ValueError: the prompt is empty.

@@ -1,4 +1,4 @@
-"""Which implementation runs a GEMM, and why.
+"""The choice of the implementation that runs a GEMM, and the reasons for it.
 
 Every implementation of an operation answers `why_unsupported(spec)`. Without a request
 the first supported one in the order of `preference` is taken; a named backend runs or
@@ -23,7 +23,7 @@ Backend = Literal["reference", "xla", KernelSetName]
 
 
 def preference() -> tuple[Backend, ...]:
-    """Returns all backends, the fastest first."""
+    """Returns the names of all backends, the one to be preferred first."""
     return (*registry.names(), "xla", "reference")
 
 
@@ -38,8 +38,10 @@ Role = Literal[
     "d_gate",
     "d_down",
 ]
-"""What a GEMM computes in an FFN: Y1 (or U) and G; Y; dA; dX, or its parts through U
-and through G; dW1, dWg and dW2."""
+"""What a GEMM computes in an FFN: "up" and "gate" the products Y1 (U where the FFN is
+gated) and G, "down" Y, "d_hidden" dA, "d_input" dX (its part through U where the FFN is
+gated), "d_input_gate" the part of dX through G, "d_up", "d_gate" and "d_down" the
+gradients dW1, dWg and dW2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,37 +54,44 @@ class GemmSpec:
     """
 
     name: str
-    """The equation, as `Y1 = X W1`."""
+    """The equation that the GEMM computes, such as `Y1 = X W1`."""
     role: Role | None = None
-    """None: it is not an FFN's."""
+    """What the GEMM computes in an FFN; None where it is not part of one."""
     tokens: int
     d_in: int
     d_out: int
     dtype: str
     sparse_operand: Literal["input", "weight", "gradient"] | None = None
-    """Which of the two operands is sparse; "gradient" is that of the output."""
+    """Which of the two operands is sparse: "gradient" is the gradient of the output;
+    None where both are dense."""
     pattern: Pattern | None = None
-    """The sparse operand's pattern, along the axis that is summed over."""
+    """The sparse operand's pattern, along the axis that is summed over; None where both
+    operands are dense."""
     experts: int | None = None
-    """Grouped over this many experts: a row meets only its expert's weights."""
+    """The number of experts that the GEMM is grouped over, so that a row meets only its
+    expert's weights; None where it is not grouped."""
     experts_per_token: int = 1
     expert_features: int = 0
-    """Neurons of an expert."""
+    """The number of neurons of one expert; 0 where the GEMM is not one of an FFN by
+    expert."""
     group_tile: int = 0
-    """Rows that follow each other and have one expert."""
+    """The number of consecutive rows that share one expert; 0 where it is not
+    stated."""
     is_weight_gradient: bool = False
-    """It sums over the tokens, and its result is float32."""
+    """Whether the GEMM sums over the tokens; its result is then float32."""
     float32_out: bool = False
-    """The result is float32 though it is no weight gradient."""
+    """Whether the result is float32 though the GEMM is no weight gradient."""
     weight_transposed: bool = False
-    """The weight is stored as (d_out, d_in): d_in is its contiguous axis."""
+    """Whether the weight is stored as (d_out, d_in), with d_in as its contiguous
+    axis."""
     whole_features: int = 0
-    """Features of a sparse operand over tokens that lose nothing: they are multiplied
-    twice, as the sum of two 2:4 rows."""
+    """The number of dense features: those of a sparse operand over tokens that lose no
+    entry, because each is multiplied as the sum of two 2:4 rows."""
     why_not_packed: str | None = None
-    """Why nothing packs the sparse operand for tensor cores."""
+    """Why nothing packs the sparse operand for tensor cores; None where something
+    does."""
     device: Device = CPU
-    """What runs it."""
+    """The device that runs the GEMM."""
 
     @property
     def sparse_weight(self) -> bool:
@@ -109,7 +118,8 @@ class GemmSpec:
 
     @property
     def dense_flops(self) -> int:
-        """Multiplications and additions of the dense GEMM this one stands for."""
+        """The number of multiplications and additions of the dense GEMM that this one
+        stands for."""
         return 2 * self.tokens * self.d_in * self.d_out
 
 
@@ -120,11 +130,14 @@ class Implementation:
     run: Callable[..., jax.Array]
     why_unsupported: Callable[[GemmSpec], str | None]
     describe: Callable[[GemmSpec], tuple[str, float]]
-    """What runs, in words, and the share of the dense FLOPs that it executes."""
+    """Returns what runs a GEMM, in words, and the share of the dense GEMM's FLOPs that
+    it executes."""
     why_slower: Callable[[GemmSpec], str | None] = lambda spec: None
-    """Why it would not be faster than dense, so that it is not chosen unasked."""
+    """Returns why the implementation would not be faster than dense, so that it is not
+    chosen unasked; None where it may be."""
     times: Callable[[GemmSpec], "Times | None"] = lambda spec: None
-    """Where this GEMM or a similar one was measured."""
+    """Returns how long a GEMM takes, measured for it or for a similar one; None where
+    neither was measured."""
 
 
 def of_kernels(
@@ -134,7 +147,8 @@ def of_kernels(
     why_unsupported: Callable[["KernelSet", GemmSpec], str | None],
 ) -> Implementation:
     """Returns a set of kernels as an implementation of an operation whose sparse
-    operand is 2:4; nothing is loaded before it is asked for a device that can run it.
+    operand is 2:4. The set is loaded only once it is asked about a device that can run
+    it.
 
     Args:
       run: takes the set for the device that is traced for, then the operands.
@@ -156,25 +170,28 @@ def of_kernels(
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """How long a GEMM takes, and how that is known."""
+    """The times of a GEMM in microseconds, and how they are known."""
 
     kernel_us: float
-    """Microseconds of the kernel alone: measured, for this GEMM or the nearest number
-    of tokens and taken in proportion."""
+    """The time of the sparse kernel alone, in microseconds: measured for this GEMM, or
+    scaled in proportion from the nearest measured number of tokens."""
     dense_us: float
-    """Microseconds of the library's dense GEMM, likewise."""
+    """The time of the library's dense GEMM, in microseconds, known in the same way."""
     packing_us: float
-    """Microseconds of packing the sparse operand."""
+    """The time of packing the sparse operand, in microseconds."""
     estimated_from: str | None = None
-    """Where it was not: what was, a smaller GEMM or one on another GPU, in words."""
+    """What the times were estimated from, in words: a smaller GEMM, or one on another
+    GPU. None where this GEMM was measured."""
     measured_on: str | None = None
-    """The kind of that other GPU."""
+    """The kind of GPU that was measured, where it is another one than runs the GEMM;
+    else None."""
     least_gain: float = 1.0
-    """How many times as fast as dense the GEMM must be to be chosen unasked."""
+    """How many times as fast as dense the GEMM must be to be chosen unasked: 1 for
+    measured times, more for estimates."""
 
 
 type Implementations = Mapping[Backend, Implementation]
-"""Of one operation, by backend."""
+"""The implementations of one operation, by the name of their backend."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,21 +201,23 @@ class Decision:
     spec: GemmSpec
     backend: Backend
     path: str
-    """What runs, in words."""
+    """A description of what runs the GEMM, in words."""
     executed_share: float
-    """FLOPs executed / FLOPs of the dense GEMM (rows that pad to V not counted)."""
+    """The FLOPs that are executed over those of the dense GEMM; rows that only pad to V
+    are not counted."""
     reason: str
     times: Times | None = None
-    """None where nothing was measured that tells them."""
+    """How long the GEMM takes, sparse and dense; None where nothing was measured that
+    tells."""
 
     @property
     def on_kernels(self) -> bool:
-        """Whether a set of kernels runs it."""
+        """Whether a set of kernels runs the GEMM."""
         return self.backend in registry.names()
 
 
 def current_device() -> Device:
-    """Returns what an operation traced now will run on."""
+    """Returns the device that an operation traced now will run on."""
     device = jax.config.jax_default_device
     if device is None or isinstance(device, str):
         # One of this process: what others have, a backend may not tell.
@@ -211,7 +230,8 @@ def choose_backend(
     requested: Backend | None,
     implementations: Implementations,
 ) -> Decision:
-    """Returns the decision for `spec`.
+    """Returns the decision for `spec`: the named backend, or the first in the order of
+    `preference` that can run the GEMM and is not known to be slower than dense.
 
     Raises:
       ValueError: `requested` is no backend at all.
@@ -256,8 +276,8 @@ def choose_backend(
 
 
 def _times(spec: GemmSpec, implementations: Implementations) -> Times | None:
-    """Returns the times of the first backend that was measured and can run the GEMM,
-    chosen or not."""
+    """Returns the times that are known to the first backend that can run the GEMM and
+    was measured, whether it is chosen or not; None where no backend was measured."""
     for backend in preference():
         if _why_unsupported(spec, backend, implementations) is None:
             times = implementations[backend].times(spec)

@@ -1,8 +1,8 @@
 """The rows of experts, copied from the tokens and summed back into them.
 
-`dispatch.gather_rows` and `dispatch.combine_rows`, and where there is a set of kernels
-one that does either in one pass. Nothing here is differentiated: the FFN's backward is
-written out.
+With a set of kernels, either is one pass of its `sum_rows`; without one, XLA runs
+`dispatch.gather_rows` and `dispatch.combine_rows`. Nothing here is differentiated: the
+FFN's backward is written out.
 """
 
 import jax
@@ -17,7 +17,7 @@ from sparsejax.routing.dispatch import Dispatch
 def gather_rows(
     kernels: KernelSet | None, x: Float[Array, "tokens d"], routed: Dispatch
 ) -> Float[Array, "rows d"]:
-    """Returns the token of every row; zeros in padding rows."""
+    """Returns for every row a copy of its token, and zeros for padding rows."""
     if kernels is None:
         return dispatch.gather_rows(x, routed)
     return kernels.sum_rows(x, dispatch.token_of_row(routed)[:, None])
@@ -26,8 +26,8 @@ def gather_rows(
 def combine_rows(
     kernels: KernelSet | None, y: Float[Array, "rows d"], routed: Dispatch
 ) -> Float[Array, "tokens d"]:
-    """Returns for every token the sum of its rows, in float32, in the order of its
-    choices."""
+    """Returns for every token the sum of its rows, taken in float32 and in the order of
+    the token's choices."""
     if kernels is None:
         return dispatch.combine_rows(y, routed)
     return kernels.sum_rows(y, routed.token_rows)
@@ -39,7 +39,7 @@ def used_tiles(routed: Dispatch) -> Int[Array, ""]:
 
 
 def looked_up(routed: Dispatch) -> ExpertRows:
-    """Returns the rows as kernels look them up."""
+    """Returns the rows of a dispatch in the form in which kernels look them up."""
     return ExpertRows(
         tile_expert=routed.tile_expert,
         used_tiles=used_tiles(routed),

@@ -37,7 +37,8 @@ def grouped_matmul(
     *,
     backend: Backend | None = None,
 ) -> Float[Array, "rows n"]:
-    """Returns `out[r] = rows[r] @ weights[expert of r]`, zero beyond the used tiles.
+    """Returns `out[r] = rows[r] @ weights[expert of r]`, with zeros beyond the used
+    tiles.
 
     Accumulated in float32, rounded once to the dtype of `rows`. The expert of a row is
     that of its tile, `tile_expert[r // v]` with `v = rows / tiles`.
@@ -70,13 +71,20 @@ def grouped_outer(
     """Returns `out[e] = lhs[rows of e].T @ rhs[rows of e]` in float32: a ragged
     reduction.
 
-    It is the weight gradient of `grouped_matmul`. Padding rows must be zero in `lhs`
-    or in `rhs` (and finite in the other). Experts without rows give zeros.
+    It is the weight gradient of `grouped_matmul`. Padding rows must be zero in `lhs` or
+    in `rhs` (and finite in the other). Experts without rows give zeros.
 
     Args:
+      lhs, rhs: rows sorted by expert, as in `grouped_matmul`.
+      tile_expert: expert of each tile, non-decreasing.
+      used_tiles: tiles that hold any row; the others add nothing.
+      experts: number of experts, the size of the result's expert axis.
       expert_axis: 0 for (experts, m, n), 1 for (m, experts, n), as the experts' columns
         of one weight lie in memory.
-    Otherwise, and errors, as there.
+      backend: None for the fastest that can; a name runs or raises.
+    Raises:
+      ValueError: the shapes do not fit, or `expert_axis` is neither 0 nor 1.
+      NotImplementedError: the named backend cannot run this GEMM; says why.
     """
     check_value("expert_axis", expert_axis, Literal[0, 1])
     if lhs.shape[0] != rhs.shape[0]:
@@ -155,7 +163,8 @@ _grouped_matmul.defvjp(_fwd, _bwd)
 
 
 def _tile_ranges(tile_expert, used_tiles, experts: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the first tile of each expert, and the one after its last."""
+    """Returns the first tile of each expert and the tile after its last one, both
+    (experts,) int32."""
     used = jnp.arange(tile_expert.shape[0]) < used_tiles
     tiles = jnp.zeros(experts, jnp.int32).at[tile_expert].add(used.astype(jnp.int32))
     end = jnp.cumsum(tiles, dtype=jnp.int32)
@@ -163,7 +172,8 @@ def _tile_ranges(tile_expert, used_tiles, experts: int) -> tuple[jax.Array, jax.
 
 
 def _matmul_by_tiles(rows, weights, tile_expert, used_tiles):
-    """Returns a loop over experts, inside it over the expert's tiles.
+    """Multiplies every row by its expert's weights in a loop over the experts, and
+    inside it over the expert's tiles.
 
     Time over the dense GEMM's on 2 cores, 4096 x 512 x 2048 in bfloat16, E = 4, here
     and in the weight gradient: `lax.ragged_dot` 0.61 and 1.44, this loop 0.19 and 0.26
@@ -205,19 +215,20 @@ def _outer_by_tiles(lhs, rhs, tile_expert, used_tiles, experts):
 
 
 CHUNK_ROWS: int = 2048
-"""Rows per GEMM of the loop on GPU. A larger chunk has more rows that are not its
-expert's, a smaller one leaves the GPU idle. Time over the dense GEMM's, for 512, 1024,
-2048 rows, on an H200 in bfloat16 with E = 4: (16384 x 4096 x 16384) 0.95, 0.74, 0.76;
-(8192 x 2048 x 8192) 1.51, 1.21, 1.14 (experiments/bench/gemm.py)."""
+"""The number of rows that one GEMM of the loop on a GPU multiplies. A larger chunk has
+more rows that are not its expert's, a smaller one leaves the GPU idle. Time over the
+dense GEMM's, for 512, 1024, 2048 rows, on an H200 in bfloat16 with E = 4: (16384 x 4096
+x 16384) 0.95, 0.74, 0.76; (8192 x 2048 x 8192) 1.51, 1.21, 1.14
+(experiments/bench/gemm.py)."""
 
 
 def _chunks(rows: int, v: int, tile_expert, used_tiles, experts: int):
-    """Returns for each chunk the expert, the first row, and how many rows are the
-    expert's.
+    """Returns for each chunk its expert, its first row, and how many of its rows belong
+    to the expert.
 
-    As many chunks as any distribution over the experts needs, a static number, since
-    a loop on GPU waits for the host where its length is data. Unused ones start at
-    row `rows`.
+    There are as many chunks as any distribution over the experts needs, a static
+    number, since a loop on a GPU waits for the host where its length is data. Unused
+    chunks start at row `rows`.
     """
     size = min(CHUNK_ROWS, rows)
     first, end = _tile_ranges(tile_expert, used_tiles, experts)
@@ -233,7 +244,8 @@ def _chunks(rows: int, v: int, tile_expert, used_tiles, experts: int):
 
 
 def _matmul_by_chunks(rows, weights, tile_expert, used_tiles):
-    """Returns one loop over chunks of rows, each multiplied with one expert's weights.
+    """Multiplies every row by its expert's weights in one loop over chunks of rows,
+    each chunk with the weights of one expert.
 
     On GPU XLA expands `lax.ragged_dot` into one dense GEMM over all experts, which
     took 1.13 to 1.31 times the dense GEMM that it was to replace (H200).
@@ -289,7 +301,7 @@ def _outer_xla(lhs, rhs, tile_expert, used_tiles, experts, expert_axis):
 
 
 def _own(tile_expert, used_tiles, v: int, expert: int) -> jax.Array:
-    """Returns (rows, 1) booleans: whether the row belongs to a used tile of
+    """Returns (rows, 1) booleans that are True where a row belongs to a used tile of
     `expert`."""
     tiles = jnp.arange(tile_expert.shape[0])
     return jnp.repeat((tile_expert == expert) & (tiles < used_tiles), v)[:, None]
@@ -370,8 +382,8 @@ def _dense_outer_on_kernels() -> dict[Backend, Implementation]:
 
 
 def implementations() -> Implementations:
-    """Returns the implementations of `grouped_matmul`, by backend. Where a set of
-    kernels has packed rows or weights, an FFN calls the kernels by itself."""
+    """Returns the implementations of `grouped_matmul`, by backend. Where rows or
+    weights are packed for a set of kernels, an FFN calls these kernels itself."""
     return {
         **sparse_matmul.on_kernels(),
         "reference": Implementation(
@@ -386,7 +398,8 @@ def implementations() -> Implementations:
 
 
 def outer_implementations() -> Implementations:
-    """Returns the implementations of the weight gradient, by backend."""
+    """Returns the implementations of `grouped_outer`, the dense weight gradient by
+    expert, by backend."""
     return {
         **_dense_outer_on_kernels(),
         "reference": Implementation(
@@ -401,6 +414,6 @@ def outer_implementations() -> Implementations:
 
 
 def sparse_outer_implementations() -> Implementations:
-    """Returns the implementations of a weight gradient with an operand that is 2:4
-    along the rows, by backend."""
+    """Returns the implementations of a weight gradient by expert with an operand that
+    is 2:4 along the rows, by backend."""
     return {**outer_implementations(), **sparse_matmul.on_kernels()}

@@ -142,8 +142,8 @@ _sparse_matmul.defvjp(_fwd, _bwd)
 
 
 def _oriented(w: jax.Array, like: Compressed) -> jax.Array:
-    """Returns (k, n) from the stored orientation of `like`, and back: its own
-    inverse."""
+    """Returns `w` turned from the stored orientation of `like` to (k, n), or from (k,
+    n) back: the function is its own inverse."""
     return w if like.axis % 2 == 0 else w.T
 
 
@@ -154,8 +154,8 @@ def _logical(operand: Compressed | Packed) -> Compressed:
 def _cotangent(
     operand: Compressed | Packed, cotangent: jax.Array
 ) -> Compressed | Packed:
-    """Returns the cotangent of the operand: `cotangent` at the positions of its values;
-    that of integers is none."""
+    """Returns the cotangent of the operand: `cotangent` at the positions of its values,
+    and None for its integer arrays."""
     like = _logical(operand)
 
     def dense(values: jax.Array) -> jax.Array:
@@ -187,8 +187,8 @@ def _describe(spec: GemmSpec) -> tuple[str, float]:
 
 
 def why_not_packed(rows: int, k: int, dtype: str, out_dtype: jnp.dtype) -> str | None:
-    """Returns why `pack_weight` cannot pack a (rows, k) weight on the device here, or
-    None."""
+    """Returns why `pack_weight` cannot pack a (rows, k) weight on the current device,
+    or None where it can."""
     device = current_device()
     found = registry.kernels_of(device)
     if found is None:
@@ -203,16 +203,18 @@ def pack_weight(
     axis: int,
     dtype: jnp.dtype,
 ) -> Packed:
-    """Returns beta S(w), 2:4 along `axis`, in one read of `w`, packed for sparse tensor
-    cores.
+    """Returns beta S(w), 2:4 along `axis`, packed for sparse tensor cores in one read
+    of `w`.
 
-    The same values as `compress(scale * soft_threshold(w))` with the magnitude mask,
-    and a constant where it is differentiated.
+    It holds the same values as `compress(scale * soft_threshold(w))` with the magnitude
+    mask, and is a constant where it is differentiated.
 
     Args:
-      w: (*layers, rows, k) with axis=-1, or (*layers, k, rows) with axis=-2.
+      w: the weights, (*layers, rows, k) with axis=-1, or (*layers, k, rows) with
+        axis=-2.
       scale: beta of each matrix, float32.
-      dtype: of the values.
+      axis: the axis of w, -1 or -2, that the groups of four run along.
+      dtype: dtype of the packed values.
     """
     *layers, first, second = w.shape
     rows, k = (first, second) if axis == -1 else (second, first)
@@ -236,7 +238,8 @@ def _multiply_on(kernel_set: KernelSet, lhs: Any, rhs: Any) -> jax.Array:
 
 
 def on_kernels() -> dict[Backend, Implementation]:
-    """Returns the sets of kernels, each as an implementation."""
+    """Returns every registered set of kernels as an implementation of a GEMM with a 2:4
+    operand, by backend."""
     return {
         each.name: of_kernels(
             each,

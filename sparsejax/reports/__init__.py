@@ -1,1 +1,1 @@
-"""What a run says of itself: records, metrics, throughput, the times of its steps."""
+"""The reports of a run: records, metrics, throughput, the times of its steps."""

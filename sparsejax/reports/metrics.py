@@ -1,4 +1,5 @@
-"""What a run reports: speed, each figure with its definition, and the FFNs' health."""
+"""The metrics of a run: its speed, each figure with its definition, and its FFNs'
+health."""
 
 import statistics
 import time
@@ -36,15 +37,15 @@ ONE_DEVICE = MeshConfig(data=1)
 
 @dataclass(frozen=True, kw_only=True)
 class DensePeak:
-    """The TFLOP/s that utilisation is a share of: always of a dense GEMM."""
+    """The TFLOP/s that a utilisation is a share of: always those of a dense GEMM."""
 
     tflops: float
     source: str
 
 
 def dense_peak(dtype: str, device: jax.Device | None = None) -> DensePeak:
-    """Returns the data sheet's dense peak of the device, or where it is not in our
-    table the best of five measured dense GEMMs of size 2048."""
+    """Returns the dense peak of the device from its data sheet or, where it is not in
+    our table, the best of five measured dense GEMMs of size 2048."""
     device = jax.devices()[0] if device is None else device
     listed = dense_peak_tflops(device.device_kind, dtype)
     if listed is not None:
@@ -73,9 +74,9 @@ def ffn_decisions(
     mesh: MeshConfig = ONE_DEVICE,
     device: Device | None = None,
 ) -> tuple[Decision, ...]:
-    """Returns what runs each FFN GEMM of this model on one device of the mesh, and why,
-    for `tokens` tokens on all of it: on `device`, which need not be there, or by
-    default on the one here."""
+    """Returns the decision for each FFN GEMM of a model on one device of the mesh, for
+    `tokens` tokens on the whole mesh. `device` need not be there; None stands for the
+    current one."""
     return ffn_spec(config, sparsity, tokens, mesh=mesh, device=device).explain(backend)
 
 
@@ -87,7 +88,7 @@ def ffn_spec(
     mesh: MeshConfig = ONE_DEVICE,
     device: Device | None = None,
 ) -> FFNCall:
-    """Returns the FFN call that `ffn_decisions` is about."""
+    """Returns the spec of the FFN call that `ffn_decisions` decides about."""
     kind = FFNSpec
     if config.activation != "relu2":
         kind = partial(GatedFFNSpec, activation=config.activation)
@@ -138,12 +139,13 @@ def router_seconds(
     tokens: int,
     decisions: Sequence[Decision],
 ) -> float:
-    """Returns what one FFN call of so many tokens spends on its router, forward and
-    backward, where its GEMMs run as in `decisions`.
+    """Returns the seconds that one FFN call of so many tokens spends on its router,
+    forward and backward, where its GEMMs run as in `decisions`.
 
-    Choosing the experts, sorting the tokens by expert, and moving rows: X and dY to
-    their experts, Y and dX back. On random numbers, timed by itself, so that within a
-    step it can be less; the shortest of five. 0 without a router.
+    What is timed is choosing the experts, sorting the tokens by expert, and moving
+    rows: X and dY to their experts, Y and dX back. It runs on random numbers and by
+    itself, so that within a step it can take less; the shortest of five times is
+    returned, and 0 without a router.
     """
     if sparsity.experts is None:
         return 0.0
@@ -192,10 +194,10 @@ def ffn_statistics(
     *,
     w_gate: Float[Array, "d_model d_hidden"] | None = None,
 ) -> dict[str, Array]:
-    """Returns the health of one FFN with a squared ReLU on the tokens x.
+    """Returns the health of one FFN with a squared ReLU on the tokens x, float32.
 
-    Mass is A^2, A = relu(Y1)^2, or relu(G)^2 U of a gated one. All shares are means
-    over tokens that have any mass.
+    Mass is A^2, with A = relu(Y1)^2, or relu(G)^2 U of a gated FFN. All shares are
+    means over tokens that have any mass.
       natural_density: non-zeros of A before any mask, a share of tokens x neurons.
       density: the same after router and 2:4.
       two_four_mass: mass inside the router's experts (all neurons without a router)
@@ -205,9 +207,12 @@ def ffn_statistics(
         inside the best g experts; random_mass, g / E; tokens_per_expert (E,).
 
     Args:
+      x: the tokens that the FFN reads.
       w_read: W1 (gated: Wu) as GEMM 1 reads it: S(W) where it is sparse.
-      expert_index: None without a router, or with one that reads Y1.
-      w_gate: Wg of a gated FFN, likewise.
+      sparsity: the sparsity of the FFN.
+      expert_index: the experts of each token; None without a router, or with one that
+        reads Y1.
+      w_gate: Wg as GEMM 1 reads it; None of a plain FFN.
     """
     multiply = partial(jnp.matmul, x, preferred_element_type=jnp.float32)
     y_up = multiply(w_read.astype(x.dtype))
@@ -259,7 +264,8 @@ def _mean_share(part: Array, whole: Array) -> Array:
 def model_statistics(
     model: Transformer, tokens: Int[Array, "batch sequence"]
 ) -> dict[str, Array]:
-    """Returns `ffn_statistics` of every layer, each value (layers, ...), and beta.
+    """Returns the `ffn_statistics` of every layer, each value (layers, ...), and the
+    betas.
 
     A SwiGLU FFN has no squared ReLU: only beta (gate, up, down) is reported.
     """
@@ -293,7 +299,8 @@ def model_statistics(
 
 
 def weight_masks(model: nnx.Module) -> list[Bool[Array, "..."]]:
-    """Returns the 2:4 masks that S keeps, of every weight that GEMM 1 or 3 reads."""
+    """Returns the 2:4 masks that S keeps, boolean, for every weight that GEMM 1 or 3
+    reads."""
     masks = []
     for ffn in sparse_ffns(model):
         if ffn.d_model % 4 == 0:
@@ -305,7 +312,8 @@ def weight_masks(model: nnx.Module) -> list[Bool[Array, "..."]]:
 def mask_flip_rate(
     before: Sequence[Bool[Array, "..."]], after: Sequence[Bool[Array, "..."]]
 ) -> Float[Array, " layers"]:
-    """Returns the share of mask entries that differ, per layer, mean over the weights.
+    """Returns the share of mask entries that differ, per layer, as a mean over the
+    weights; float32.
 
     Between two consecutive optimiser steps it is r_k of arXiv 2404.01847.
     """

@@ -1,4 +1,5 @@
-"""metrics.jsonl: the records of a run, one JSON object per line; its folder."""
+"""The records of a run in metrics.jsonl, one JSON object per line; and the run's
+folder."""
 
 import json
 import math
@@ -11,22 +12,24 @@ from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
-"""Has "event", "step", and "phase" and "kind" of the step's phase."""
+"""A record of a run: it has "event" and "step", and "phase" and "kind" of the step's
+phase."""
 
 
 def append_record(path: Path, record: Record) -> None:
-    """Adds a line at the end."""
+    """Appends a record to the file as one line."""
     with path.open("a") as file:
         file.write(json.dumps(record) + "\n")
 
 
 def records_until(path: Path, step: int, kinds: Sequence[str]) -> str:
-    """Returns the lines that are whole records of no later than `step`; the rest is of
-    a process that was killed, or damaged.
+    """Returns the lines that are whole records of no later than `step`; all other lines
+    are damaged, or come from a process that was killed.
 
     Args:
-      path: may be absent.
-      kinds: of the phases.
+      path: the file, which may be absent.
+      step: the last step whose records are returned.
+      kinds: the kinds of the run's phases, in their order.
     """
     if not path.exists():
         return ""
@@ -35,16 +38,17 @@ def records_until(path: Path, step: int, kinds: Sequence[str]) -> str:
 
 
 def first_step(records: Sequence[Record]) -> int:
-    """Returns how many steps were done before the run's first: 0, or those of the trunk
-    that a branch began with."""
+    """Returns the number of steps done before the run's first: 0, or of a branch those
+    of its trunk."""
     return next((r["step"] for r in records if r["event"] == "start"), 0)
 
 
 def training_seconds(
     records: Sequence[Record], tokens_per_step: int
 ) -> dict[int, float]:
-    """Returns the seconds of the training steps up to each step with a record, and up
-    to the first step, which is 0 or, of a branch, what its trunk took.
+    """Returns the seconds that the training steps took up to each step with a record,
+    by step. The first entry is of the step that the run began at: 0 seconds, or of a
+    branch what its trunk took.
 
     Validation, saving and compilation are left out, so that they do not depend on how
     often a run was resumed. A record without a rate, as the first of a phase and of a
@@ -67,22 +71,22 @@ def training_seconds(
 
 
 def _seconds_before(records: Sequence[Record]) -> float:
-    """Returns what the steps took that a branch began with; NaN where that is not
-    known."""
+    """Returns the seconds that the trunk's steps took before a branch began, 0 of a run
+    that is no branch; NaN where they are not known."""
     starts = (r["branch"] for r in records if r["event"] == "start" and "branch" in r)
     seconds = next((of["seconds"] for of in starts), 0.0)
     return math.nan if seconds is None else seconds
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replaces the content of a file, as a whole or not at all."""
+    """Replaces the content of a file as a whole or not at all."""
     draft = path.with_suffix(".draft")
     draft.write_text(text)
     draft.replace(path)
 
 
 def check_writable(folder: Path) -> None:
-    """Tries to write where `folder` is, or would be made, and leaves nothing behind.
+    """Checks that a run can write in `folder`, or make it, and leaves nothing behind.
 
     Raises:
       ValueError: names the folder, and why a run cannot write in it.
@@ -106,7 +110,7 @@ def check_writable(folder: Path) -> None:
 
 
 def _is_record(line: str, step: int, kinds: Sequence[str]) -> bool:
-    """Returns whether a line is a whole record, of no later than `step`."""
+    """Returns whether a line is a whole record of no later than `step`."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

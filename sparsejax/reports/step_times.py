@@ -1,4 +1,4 @@
-"""How long the steps of a run take, dense and sparse, timed before the first of them.
+"""The times of a run's steps, dense and sparse, measured before the first of them.
 
 Whether a sparse phase is worth running is a question about whole steps on the GPU at
 hand: kernels timed one by one leave out packing, routing, and the driver, which lowers
@@ -25,52 +25,54 @@ from sparsejax.training.recipe import Phase
 from sparsejax.training.step import Run, TrainState
 
 WARM_SECONDS = 1.5
-"""For how long steps run before they are timed: compilation aside, the first steps of a
-process find the GPU at another clock than later ones."""
+"""The seconds that steps run before they are timed: compilation aside, the first steps
+of a process find the GPU at another clock than later ones."""
 
 ROUND_SECONDS = 1.0
-"""For how long at least each round of timed steps runs."""
+"""The seconds that each round of timed steps runs at least."""
 
 ROUNDS = 3
 
 NEW_PROCESS_SECONDS = 40.0
-"""What it takes to begin a dense phase in a process of its own (experiments/LOG.md,
-2026-11-22)."""
+"""The seconds that it takes to begin a dense phase in a process of its own
+(experiments/LOG.md, 2026-11-22)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseTime:
-    """How long a step of one sparse phase takes; the mean over its steps where some of
+    """The time of a step of one sparse phase: the mean over its steps where some of
     them have another sparsity."""
 
     phase: int
-    """The phase's number in the run, from 0."""
+    """The number of the phase in the run, from 0."""
     step_ms: float
-    """Milliseconds, the median over the rounds."""
+    """The time of one step in milliseconds, the median over the rounds."""
     fastest_ms: float
     slowest_ms: float
     dense_after_ms: float
-    """A dense step right after, in the same process and so at its clock."""
+    """The time of a dense step right after, in milliseconds, in the same process and so
+    at its clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """How long the steps of a run take on the devices that will run it."""
+    """The times of a run's steps on the devices that will run it."""
 
     device: str
-    """The model of the devices, as `jax.Device.device_kind`."""
+    """The model of the devices, as in `jax.Device.device_kind`."""
     devices: int
     dense_ms: float
-    """A dense step before any sparse one: milliseconds, the median over the rounds."""
+    """The time of a dense step before any sparse one, in milliseconds, the median over
+    the rounds."""
     fastest_dense_ms: float
     slowest_dense_ms: float
     sparse: tuple[PhaseTime, ...]
-    """One for each sparse phase, in their order."""
+    """The times of the sparse phases, in the order of the phases."""
     seconds: float
-    """What the timing took, compilation included."""
+    """The seconds that the timing took, compilation included."""
 
     def speedup(self, phase: int) -> float | None:
-        """Returns how many times as fast as a dense step one of this phase is; None
+        """Returns how many times as fast as a dense step a step of the phase is; None
         where the phase was not timed."""
         times = [of.step_ms for of in self.sparse if of.phase == phase]
         return self.dense_ms / times[0] if times else None
@@ -82,24 +84,26 @@ def to_json(times: StepTimes) -> dict[str, Any]:
 
 
 def from_json(values: Any) -> StepTimes:
-    """Returns the inverse of `to_json`. Raises ValueError where the values are none of
-    it."""
+    """Returns the times that `to_json` wrote. Raises ValueError where the values are
+    not of that form."""
     return from_plain(StepTimes, values)
 
 
 def phases_run_dense(
     times: StepTimes, phases: Sequence[Phase], *, new_process_minutes: float | None
 ) -> tuple[int, ...]:
-    """Returns which sparse phases to train dense, since sparse they would lose time.
+    """Returns the numbers of the sparse phases to train dense, since sparse they would
+    lose time.
 
     A phase of n steps saves n (dense - sparse). What follows it in the same process
     before the next phase that stays sparse, m dense steps, takes m (dense after -
     dense) longer; a new process for them spares that and costs `NEW_PROCESS_SECONDS`. A
-    phase that saves no more than it costs is trained dense. One of which no step is
-    left is not asked.
+    phase that saves no more than it costs is trained dense. A phase without a step left
+    is never returned.
 
     Args:
-      phases: of the run, as long as what is left of them.
+      times: the times of the run's steps.
+      phases: the phases of the run, each as long as what is left of it.
       new_process_minutes: dense phases that take as long begin a process of their own;
         None where none does.
     """
@@ -121,7 +125,7 @@ def phases_run_dense(
 
 
 def with_dense(phases: Sequence[Phase], run_dense: Sequence[int]) -> tuple[Phase, ...]:
-    """Returns the phases, those named by number with all GEMMs dense."""
+    """Returns the phases, those whose number is in `run_dense` with all GEMMs dense."""
     return tuple(
         phase.as_dense() if number in run_dense else phase
         for number, phase in enumerate(phases)
@@ -129,14 +133,17 @@ def with_dense(phases: Sequence[Phase], run_dense: Sequence[int]) -> tuple[Phase
 
 
 def time_steps(config: TrainConfig, corpus: Corpus) -> StepTimes:
-    """Times the steps of a run on all devices, on the first tokens of a corpus.
+    """Returns the times of a run's steps on all devices, on the first tokens of a
+    corpus.
 
-    First dense ones, then each sparse phase's, entered by the switch that the run will
-    make, each followed by dense ones again. The state is dropped afterwards, but what
-    the driver does to the clock stays with the process: call this in one of its own.
+    First come dense steps, then those of each sparse phase, entered by the switch that
+    the run will make, each followed by dense ones again. The state is dropped
+    afterwards, but what the driver does to the clock stays with the process: call this
+    in one of its own.
 
     Args:
-      corpus: the run's, or a piece of it that holds some steps.
+      config: the settings of the run.
+      corpus: the corpus of the run, or a piece of it that holds some steps.
     """
     begin = time.perf_counter()
     run = Run(config, corpus=corpus)
@@ -191,7 +198,8 @@ class _Stepper:
         self.phase = phase
 
     def steps(self, count: int, sparsity: FFNSparsity) -> float:
-        """Runs so many steps of one sparsity; the seconds that they took."""
+        """Runs `count` steps of one sparsity, and returns the seconds that they
+        took."""
         step = self.run.step(sparsity, self.phase.held)
         begin = time.perf_counter()
         for _ in range(count):
@@ -200,8 +208,9 @@ class _Stepper:
         return time.perf_counter() - begin
 
     def time(self) -> list[float]:
-        """Returns the milliseconds of a step in each round: of each sparsity of the
-        phase by itself, and then their mean, as the phase's steps have them."""
+        """Returns the milliseconds of a step in each round. Each sparsity of the phase
+        is timed by itself, and the times are averaged by its share of the phase's
+        steps."""
         rounds = [self.time_one(sparsity) for sparsity in self.phase.sparsities]
         shares = self.phase.shares
         return [
@@ -210,7 +219,7 @@ class _Stepper:
         ]
 
     def time_one(self, sparsity: FFNSparsity) -> list[float]:
-        """Does `time` for steps of one sparsity."""
+        """Returns the milliseconds of a step of one sparsity in each round."""
         steps = partial(self.steps, sparsity=sparsity)
         steps(1)  # compiles
         # Steps are taken by all processes together: they have to agree on how many.
@@ -225,6 +234,6 @@ class _Stepper:
 
 
 def _within(seconds: float, one: float) -> int:
-    """Returns how many steps of `one` second take so long, at least one and at most
-    1,000."""
+    """Returns how many steps of `one` seconds take `seconds` together, at least 1 and
+    at most 1,000."""
     return min(max(1, round(seconds / max(one, 1e-6))), 1000)

@@ -1,4 +1,4 @@
-"""How fast a run goes: what its step records say of speed, without what is no step."""
+"""Training throughput, without compilation, evaluation and saving."""
 
 import math
 import time
@@ -29,21 +29,22 @@ class Pace:
         self.compiled: set[FFNSparsity] = set()
 
     def start(self, step: int) -> None:
-        """Steps after this one are timed, the first of them alone: it compiles."""
+        """Times the steps after this one; the first of them is not part of a rate, for
+        it compiles."""
         self.clock = Clock(step)
         self.compiled.clear()
 
     def compiling(self, sparsity: FFNSparsity) -> AbstractContextManager[None]:
-        """Around the call of a step: the first of a sparsity compiles, which is no part
-        of the steps' time."""
+        """Returns a context for the call of a step, in which the clock stands still
+        where the step is the first of its sparsity: that one compiles."""
         is_new = sparsity not in self.compiled
         self.compiled.add(sparsity)
         return self.clock.stopped() if is_new else nullcontext()
 
     def of_steps(self, step: int, phase: Phase) -> dict[str, float]:
-        """Returns what a record says of the steps up to this one; nothing of the first.
-        Where some steps of the phase have another sparsity, means over all of its
-        steps."""
+        """Returns the figures of speed that a record of this step has, none at the
+        first. Where some steps of the phase have another sparsity, they are means over
+        all of its steps."""
         rate = self.clock.tokens_per_second(step, self.config.tokens_per_step)
         if not math.isfinite(rate):
             return {}
@@ -57,7 +58,7 @@ class Pace:
     def _speed(
         self, rate: float, sparsity: FFNSparsity, phase: Phase
     ) -> dict[str, float]:
-        """Returns what a record says of the speed of a phase's steps of one
+        """Returns the figures of speed for the steps of a phase that have one
         sparsity."""
         length = self.config.data.sequence_length
         model = model_of(phase, self.config.model)
@@ -71,11 +72,12 @@ class Pace:
         return speed
 
     def minutes_of(self, steps: int) -> float:
-        """Returns what so many steps would take as fast as the last ones."""
+        """Returns the minutes that so many steps would take at the speed of the last
+        ones."""
         return steps * self.config.tokens_per_step / self.tokens_per_second / 60
 
     def decisions(self, sparsity: FFNSparsity) -> tuple[Decision, ...]:
-        """Returns what runs the FFNs' GEMMs on a device, for a micro-batch."""
+        """Returns the decisions for the FFN's GEMMs of a micro-batch, on one device."""
         config = self.config
         return metrics.ffn_decisions(
             config.model,
@@ -100,7 +102,8 @@ class Pace:
 
 
 class Clock:
-    """Tokens per second of the steps of one phase, without what is not a step."""
+    """The tokens per second of the steps of one phase, without the time of anything
+    else."""
 
     def __init__(self, step: int) -> None:
         self.step = step

@@ -20,7 +20,7 @@ def balanced_clusters(
     iterations: int = 20,
     initial: Int[Array, " d_hidden"] | None = None,
 ) -> tuple[Int[Array, " d_hidden"], Float[Array, "experts d_model"]]:
-    """Groups neurons with similar input weights into E clusters of equal size.
+    """Returns E clusters of equal size that group neurons with similar input weights.
 
     This is spherical k-means over the unit columns n_f of `w_up`, with F / E neurons in
     each cluster e:
@@ -29,9 +29,9 @@ def balanced_clusters(
 
     Neurons are placed by deferred acceptance: every unplaced neuron proposes to the
     best expert it has not tried, every expert keeps the F / E best of those it holds
-    and those that propose. The best assignment seen is returned, so the objective is
-    at least that of `initial`. The result is deterministic and computed in float32.
-    Under jit `experts` and `iterations` are static.
+    and those that propose. The best assignment seen is returned, so the objective is at
+    least that of `initial`. The result is deterministic and computed in float32. Under
+    jit `experts` and `iterations` are static.
 
     Args:
       w_up: the up projection. Columns that are zero or not finite fit everywhere.
@@ -112,7 +112,8 @@ def _clusters(
 def contiguous_order(
     assignment: Int[Array, " d_hidden"], experts: int
 ) -> Int[Array, " d_hidden"]:
-    """Returns the neurons cluster by cluster, in their old order inside a cluster.
+    """Returns the indices of the neurons cluster by cluster, int32, in their old order
+    inside a cluster.
 
     Permuting columns and rows alike, `w_up[:, order]` and `w_down[order, :]`, leaves
     the FFN's function unchanged. Expert e then has the neurons from e F / E.
@@ -150,7 +151,8 @@ def _unit_rows(sums):
 
 
 def _spread_columns(units, experts: int):
-    """Returns columns far from each other, (E, d), starting far from the mean."""
+    """Returns E columns that are far from each other, (E, d), starting far from the
+    mean."""
     mean = jnp.mean(units, axis=1)
     likeness = jnp.einsum("df,d->f", units, mean, precision=lax.Precision.HIGHEST)
     zero = jnp.all(units == 0, axis=0)
@@ -164,7 +166,8 @@ def _spread_columns(units, experts: int):
 
 
 def _place(cosines):
-    """Returns a balanced assignment by deferred acceptance, (F,) int32."""
+    """Returns a balanced assignment of neurons to experts by deferred acceptance, (F,)
+    int32."""
     d_hidden, experts = cosines.shape
     capacity = d_hidden // experts
     preference = jnp.argsort(-cosines, axis=1, stable=True).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""Which rows of a grouped GEMM the tokens of an FFN get, and the way there and back.
+"""The rows of a grouped GEMM that the tokens of an FFN get, and the way there and back.
 
 A token is dispatched to g of the E experts and has a row for each of them. The rows of
 an expert lie together and are padded to a multiple of v, so that every tile of v rows
@@ -58,7 +58,7 @@ def dispatch(
     *,
     token_order: Int[Array, " tokens"] | None = None,
 ) -> Dispatch:
-    """Gives every token its rows, sorted by expert.
+    """Returns the rows of every token, sorted by expert.
 
     Inside an expert the rows follow `token_order`, then the choice j. Empty experts
     take no tile. The arithmetic is that of integers, and so the result is the same on
@@ -129,8 +129,8 @@ def _first_choices(expert_index: Int[Array, "tokens g"]) -> Int[Array, "tokens g
 def gather_rows(
     x: Float[Array, "tokens d"], dispatch: Dispatch
 ) -> Float[Array, "rows d"]:
-    """Copies to every row its token, and zeros to padding rows. `combine_rows` is the
-    transpose."""
+    """Returns for every row a copy of its token, and zeros for padding rows.
+    `combine_rows` is the transpose."""
     rows = x[dispatch.row_token]
     return jnp.where(dispatch.row_valid[:, None], rows, jnp.zeros((), x.dtype))
 

@@ -1,4 +1,4 @@
-"""How many come before: exclusive prefix sums of counts."""
+"""Exclusive prefix sums: for each entry, the sum of the entries before it."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -6,17 +6,18 @@ from jaxtyping import Array, Bool, Int
 
 BLOCK = 16
 MOST_AT_ONCE = 256
-"""Entries whose sums are all taken at a time: of so many, each adds up all others."""
+"""The number of entries up to which all sums are taken at once, in a masked sum of
+O(n^2)."""
 
 
 def sums_before(
     x: Int[Array, "... n"] | Bool[Array, "... n"],
 ) -> Int[Array, "... n"]:
-    """Returns for each entry the sum of what comes before it along the last axis,
+    """Returns for each entry the sum of the entries before it along the last axis,
     int32.
 
-    In blocks of 16, and these in blocks again: on a GPU a few short kernels, where a
-    cumulative sum or a sort takes long.
+    The sums are taken in blocks of 16, and over these in blocks again: on a GPU these
+    are a few short kernels, where a cumulative sum or a sort takes long.
     """
     *rest, n = x.shape
     if n <= BLOCK:

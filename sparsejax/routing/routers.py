@@ -18,11 +18,12 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 Reads = Literal["x", "token_ids", "y_up"]
-"""What a router reads: the tokens X (tokens, d_model), their ids (tokens,), or the
-pre-activations Y1 (tokens, d_hidden), the clusters of neurons contiguous."""
+"""The array that a router reads: "x", the tokens X (tokens, d_model); "token_ids",
+their ids (tokens,); or "y_up", the pre-activations Y1 (tokens, d_hidden) with the
+clusters of neurons contiguous."""
 
 State = Mapping[str, Array]
-"""The arrays that a router keeps, by name. They are not trained; checkpoints have
+"""The arrays that a router keeps, by name. They are not trained; checkpoints hold
 them."""
 
 NO_STATE: State = {}
@@ -39,7 +40,7 @@ class Router(ABC):
     """
 
     name: ClassVar[str]
-    """What settings, records and the printed plan call it."""
+    """The name of the router in settings, records and the printed plan."""
     reads: ClassVar[Reads]
 
     @abstractmethod
@@ -80,12 +81,12 @@ class Router(ABC):
 
     @property
     def before_up(self) -> bool:
-        """Whether it can be asked before GEMM 1, as `skip_blocks` needs."""
+        """Whether the router can be asked before GEMM 1, as `skip_blocks` needs."""
         return self.reads != "y_up"
 
     @property
     def has_state(self) -> bool:
-        """Whether it keeps any arrays."""
+        """Whether the router keeps any arrays."""
         return _has_state(self)
 
     def choose(
@@ -113,7 +114,8 @@ def _has_state(router: Router) -> bool:
 
 @dataclass(frozen=True)
 class NearestCentre(Router):
-    """A token chooses the experts whose centres have the largest cosine with it.
+    """The router by which a token chooses the experts whose centres have the largest
+    cosine with it.
 
     For unit centres these are the centres at the smallest distance from the token made
     unit norm. The products are those of float32, whatever the dtype of the token.
@@ -143,7 +145,7 @@ class NearestCentre(Router):
         w_up: Float[Array, "d_model d_hidden"],
         centres: Float[Array, "experts d_model"],
     ) -> State:
-        """Returns the centres of the clusters."""
+        """Returns the centres of the clusters, as `{"centres": (experts, d_model)}`."""
         del w_up
         return {"centres": centres}
 
@@ -172,7 +174,7 @@ class NearestCentre(Router):
 
 @dataclass(frozen=True)
 class TokenHash(Router):
-    """A token chooses its experts by a fixed hash of its id.
+    """The router by which a token chooses its experts by a fixed hash of its id.
 
     Each (token, expert) pair is mixed to 32 bits and the largest g win, so that the
     first expert does not depend on g. The choice is the same on every backend and in
@@ -188,7 +190,7 @@ class TokenHash(Router):
     def scores(
         self, read: Int[Array, " tokens"], experts: int, state: State
     ) -> Int[Array, "tokens experts"]:
-        """Returns 31 bits of the hash of each pair, int32."""
+        """Returns 31 bits of the hash of each (token, expert) pair, int32."""
         del state
         ids = _mix(read.astype(jnp.uint32))[:, None]
         every_expert = jnp.arange(experts, dtype=jnp.uint32)[None, :]
@@ -199,7 +201,8 @@ class TokenHash(Router):
 
 @dataclass(frozen=True)
 class ActivationEnergy(Router):
-    """A token chooses the experts whose neurons carry the most of its activation.
+    """The router by which a token chooses the experts whose neurons carry the most of
+    its activation.
 
     The energy of expert e is the squared mass of A = relu(y)^2 in its neurons,
 
@@ -235,18 +238,19 @@ class ActivationEnergy(Router):
 NEAREST_CENTRE = NearestCentre()
 
 ROUTERS: tuple[Router, ...] = (NEAREST_CENTRE, TokenHash(), ActivationEnergy())
-"""Every router that settings can name. A new one is registered here and nowhere
+"""Every router that settings can name; a new one is registered here and nowhere
 else."""
 
 FORMER_NAMES = {"true_mass": "activation_energy"}
-"""Names that settings of earlier versions have for routers, which are read still."""
+"""The names of routers in settings of earlier versions, which are still read, and the
+present name of each."""
 
 
 def named_router(name: Any) -> Router:
     """Returns the registered router of a name, which may be a former one.
 
     Raises:
-      ValueError: there is no router of that name; the message lists those there are.
+      ValueError: there is no router of that name; the message lists all names.
     """
     routers = {router.name: router for router in ROUTERS}
     if isinstance(name, str):
@@ -294,7 +298,7 @@ def best_experts(
 
 
 def _bfloat16_parts(x: jax.Array) -> list[jax.Array]:
-    """Returns three arrays that sum to x, large first."""
+    """Returns three bfloat16 arrays that sum to x, the largest first."""
     parts = []
     for _ in range(3):
         # XLA must not take the rounding for the identity.
@@ -305,8 +309,8 @@ def _bfloat16_parts(x: jax.Array) -> list[jax.Array]:
 
 
 def _mix(x):
-    """Returns the 32-bit finaliser of MurmurHash3: every input bit reaches every output
-    bit."""
+    """Returns each number mixed by MurmurHash3's 32-bit finaliser, by which every input
+    bit reaches every output bit."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

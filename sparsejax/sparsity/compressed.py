@@ -1,4 +1,4 @@
-"""Compressed arrays: kept values and where they stood, in logical order."""
+"""Compressed arrays: the kept values and their positions, in logical order."""
 
 import operator
 from dataclasses import dataclass, field
@@ -33,13 +33,13 @@ class Compressed:
     """
 
     values: Array
-    """Kept entries in order; the dense shape with `axis` of size K n / m."""
+    """The kept entries in order; the dense shape, but `axis` has the size K n / m."""
     metadata: Array
-    """uint8, shape of `values`: position in the group of m (V:N:M: among the four
-    chosen columns)."""
+    """The position of each kept entry in its group of m (V:N:M: among the four chosen
+    columns), uint8, in the shape of `values`."""
     columns: Array | None
-    """V:N:M: (..., ceil(rows / v), cols / m, 4) uint16, ascending offsets in the block.
-    N:M: None."""
+    """The chosen columns of a V:N:M array as ascending offsets in their block, (...,
+    ceil(rows / v), cols / m, 4) uint16; None of an N:M array."""
     pattern: Pattern = field(metadata={"static": True})
     axis: int = field(metadata={"static": True})
     """The reduction axis, counted from the end: always negative."""
@@ -61,7 +61,7 @@ class Compressed:
 
     @property
     def density(self) -> float:
-        """Kept fraction."""
+        """The fraction of entries that are kept."""
         return self.pattern.density
 
 
@@ -75,7 +75,7 @@ def compress(
     """Returns the entries of `w` where `mask` is True, with their positions.
 
     Kept values are copied bit for bit, except that XLA's CPU backend flushes bfloat16
-    subnormals. No sort and no gather: XLA fuses it.
+    subnormals. There is no sort and no gather, so that XLA fuses it.
 
     Args:
       w: any shape; for V:N:M (..., rows, cols), leading axes independent.
@@ -87,8 +87,9 @@ def compress(
     Returns:
       the compressed array.
     Raises:
-      ValueError: no pattern, a size is not a multiple of m, the mask does not fit `w`
-        or the pattern, or V:N:M with another axis than the last.
+      ValueError: `pattern` is no pattern, a size is not a multiple of m, the mask does
+        not fit `w` or the pattern, or V:N:M is asked for along another axis than the
+        last.
     Source: 2:4 as in sparse tensor cores; V:N:M as in arXiv 2310.02065.
     """
     check_value("pattern", pattern, Pattern)
@@ -116,8 +117,8 @@ def compress(
 def decompress(c: Compressed) -> Num[Array, "..."]:
     """Returns the dense array: kept values bit for bit, exactly +0.0 elsewhere.
 
-    Built of comparisons, so that XLA fuses it into what reads it. Differentiable in
-    `c.values`.
+    It is built of comparisons, so that XLA fuses it into what reads it, and is
+    differentiable in `c.values`.
     """
     pattern = c.pattern
     if isinstance(pattern, NM):
@@ -145,9 +146,9 @@ def pack_positions(
     """Returns the positions 0 to 3 as two bits each, four consecutive ones along `axis`
     per byte.
 
-    The first of four is in the lowest bits. An axis of size K becomes ceil(K / 4). What
-    a 2:4 weight needs on the wire: with its kept bfloat16 values 9 / 16 of the dense
-    weight.
+    The first of four is in the lowest bits. An axis of size K becomes ceil(K / 4). This
+    is what a 2:4 weight needs on the wire: with its kept bfloat16 values 9 / 16 of the
+    dense weight.
     """
     axis = axis % metadata.ndim
     fill = [(0, 0)] * metadata.ndim
@@ -163,7 +164,7 @@ def pack_positions(
 def unpack_positions(
     packed: UInt8[Array, "..."], size: int, *, axis: int = -1
 ) -> UInt8[Array, "..."]:
-    """Returns the inverse of `pack_positions` for an axis of `size`."""
+    """Returns the positions that `pack_positions` has packed, for an axis of `size`."""
     axis = axis % packed.ndim
     members = [(packed >> (2 * j)) & 3 for j in range(4)]
     fours = jnp.stack(members, axis=axis + 1)
@@ -234,7 +235,8 @@ def _pack(x, kept, n: int, axis: int):
 
 @partial(jax.jit, static_argnames=("m", "axis"), inline=True)
 def _unpack(packed, positions, m: int, axis: int):
-    """Groups of m along `axis` with the packed entries at their positions."""
+    """Returns groups of m along `axis` that hold the packed entries at their positions,
+    and zeros elsewhere."""
     shape = list(packed.shape)
     shape[axis] = m
     index = lax.broadcasted_iota(jnp.int32, shape, axis)

@@ -1,4 +1,4 @@
-"""Gradients that are biased or stochastic, named as such."""
+"""Estimators of gradients that are biased or stochastic, and named as such."""
 
 import functools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def straight_through(fn: Callable[..., Array]) -> Callable[..., Array]:
     """Returns `fn` with a biased gradient: that of the identity in its first argument.
 
     The value is `fn(w, *args, **kwargs)`, bit for bit; the cotangent goes to `w`
-    unchanged; the other arguments get none. Forward and reverse mode.
+    unchanged; the other arguments get none. It works in forward and reverse mode.
 
     Raises:
       ValueError: when called, where the result has another shape than `w`.
@@ -51,18 +51,18 @@ def mvue(
     """Returns a random 2:4 array whose mean is `x`.
 
     Of each four entries along `axis` two are kept, and scaled so that the mean is
-    right. Exact: the estimator of least variance, a table of probabilities over the
-    pairs. Otherwise: two are drawn without replacement in proportion to their
-    magnitude and divided by the probability of being drawn; cheaper to describe, with
-    about 1.3 times the variance. Computed in float32, relative to the largest
-    magnitude of the group (below the smallest normal float32: zeros); rounding to
-    x.dtype is not stochastic.
+    right. The exact estimator has the least variance; it draws by a table of
+    probabilities over the pairs. The other one draws two without replacement, in
+    proportion to their magnitude, and divides them by the probability of being drawn:
+    it is cheaper to describe, with about 1.3 times the variance. Both are computed in
+    float32, relative to the largest magnitude of the group (below the smallest normal
+    float32: zeros); rounding to x.dtype is not stochastic.
 
     Args:
-      key: one draw per key.
+      key: a random key; each key gives one draw.
       x: any shape; the size of `axis` is a multiple of four.
       axis: the axis that the groups of four lie along.
-      exact: which of the two.
+      exact: whether to draw by the exact estimator.
     Returns:
       shape and dtype of `x`; +0.0 where not kept. A group with NaN keeps a NaN.
     Raises:
@@ -110,7 +110,8 @@ def _members(grouped, axis: int) -> list[Array]:
 
 
 def _draw_exact(draw, magnitudes, ranks):
-    """Returns new magnitudes: two of each four, the others zero."""
+    """Returns the magnitudes of the exact estimate: two of each four, the other two
+    zero."""
     ascending = [_at_rank(magnitudes, ranks, rank) for rank in (3, 2, 1, 0)]
     probabilities, shared, dominant = _pair_table(*ascending)
     pair = _first_above(draw, probabilities)
@@ -130,11 +131,11 @@ def _draw_exact(draw, magnitudes, ranks):
 
 
 def _pair_table(a1, a2, a3, a4):
-    """Returns the probability of each pair, the value of both kept, whether a4
-    dominates.
+    """Returns the probability of each pair, the value that both its members get, and
+    whether a4 dominates.
 
-    Where it does, a4 is always kept at its own value and the other of the pair gets
-    a1 + a2 + a3 (the pairs 1,4  2,4  3,4); otherwise both get half of the sum.
+    Where a4 dominates, it is always kept at its own value and the other of the pair
+    gets a1 + a2 + a3 (the pairs 1,4 2,4 3,4); otherwise both get half of the sum.
     """
     rest = a1 + a2 + a3
     total = rest + a4
@@ -160,7 +161,8 @@ def _pair_table(a1, a2, a3, a4):
 
 
 def _draw_without_replacement(draw, magnitudes):
-    """Returns new magnitudes: two of each four over their inclusion probability."""
+    """Returns the magnitudes of the other estimate: two of each four, drawn without
+    replacement and divided by their inclusion probability."""
     others = [sum(magnitudes[:i] + magnitudes[i + 1 :]) for i in range(4)]
     total = magnitudes[0] + others[0]
     first = _first_above(draw[0] * total, magnitudes)
@@ -182,7 +184,7 @@ def _draw_without_replacement(draw, magnitudes):
 
 
 def _at_rank(members, ranks, rank: int):
-    """Returns the member of each group that has this rank."""
+    """Returns the member of each group that has the rank `rank`."""
     picked = members[0]
     for member, its_rank in zip(members[1:], ranks[1:], strict=True):
         picked = jnp.where(its_rank == rank, member, picked)
@@ -190,8 +192,8 @@ def _at_rank(members, ranks, rank: int):
 
 
 def _first_above(draw, weights):
-    """Returns the index of the first weight whose running sum exceeds `draw`, else the
-    last."""
+    """Returns the index of the first weight whose running sum exceeds `draw`, or of the
+    last weight where none does."""
     index = jnp.zeros(draw.shape, jnp.int32)
     running = jnp.zeros_like(draw)
     for weight in weights[:-1]:

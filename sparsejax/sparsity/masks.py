@@ -1,4 +1,4 @@
-"""Scores to masks: N:M, V:N:M, transposable; the soft threshold and its scale.
+"""Masks from scores: N:M, V:N:M, transposable; the soft threshold and its scale.
 
 Masks are boolean, True = kept. Everywhere ties go to the lower index, -0.0 equals
 0.0, NaN counts as largest, and a group keeps exactly `n` entries, zeros included.
@@ -26,7 +26,8 @@ def nm_mask(
 ) -> Bool[Array, "..."]:
     """Returns the mask of the `n` largest signed scores of every `m` along `axis`.
 
-    Only comparisons: no sort, so that XLA fuses the mask into what uses it.
+    It is made by comparisons alone, without a sort, so that XLA fuses the mask into
+    what uses it.
 
     Args:
       scores: any shape and real dtype.
@@ -56,9 +57,10 @@ def vnm_mask(
 ) -> Bool[Array, "... rows cols"]:
     """Returns the V:N:M mask by magnitude.
 
-    In every v x m block the four columns of largest L1 norm, then in each row the n
-    largest magnitudes of those four. Norms are summed in float32, so two backends may
-    differ where norms agree to rounding. Leading axes are independent matrices.
+    In every v x m block it chooses the four columns of largest L1 norm, and then keeps
+    in each row the n largest magnitudes of those four. Norms are summed in float32, so
+    two backends may differ where norms agree to rounding. Leading axes are independent
+    matrices.
 
     Args:
       w: the last block of rows may be short; `cols` is a multiple of m.
@@ -94,10 +96,10 @@ def transposable_mask(
 ) -> Bool[Array, "... rows cols"]:
     """Returns the mask that is 2:4 along the rows and along the columns.
 
-    In every 4x4 tile the pattern of largest kept L1 norm, of the 90 patterns with two
-    ones per row and per column. Norms are summed in float32; ties go to the pattern
-    that comes first when read row by row with True before False. A tile with NaN
-    keeps at least one of them.
+    In every 4x4 tile it takes the pattern of largest kept L1 norm, of the 90 patterns
+    with two ones per row and per column. Norms are summed in float32; ties go to the
+    pattern that comes first when read row by row with True before False. A tile with
+    NaN keeps at least one of them.
 
     Raises:
       ValueError: fewer than two axes, or a size that is not a multiple of four.
@@ -194,7 +196,8 @@ def soft_threshold_scale(
 def flip_rate(
     before: Bool[Array, "..."], after: Bool[Array, "..."]
 ) -> Float[Array, ""]:
-    """Returns the fraction of mask entries that changed, float32 (arXiv 2404.01847)."""
+    """Returns the fraction of mask entries that differ between the two masks, float32
+    (arXiv 2404.01847)."""
     return jnp.mean(before != after, dtype=jnp.float32)
 
 
@@ -211,8 +214,8 @@ def split_groups(
 
 @partial(jax.jit, static_argnames="axis", inline=True)
 def group_ranks(grouped: Num[Array, "..."], axis: int) -> Num[Array, "..."]:
-    """Returns the position of each entry in the descending order of its group, the
-    whole `axis`."""
+    """Returns the position of each entry in the descending order of its group, int32; a
+    group is the whole `axis`."""
     keys = ordered_keys(grouped)
     index = lax.broadcasted_iota(jnp.int32, keys.shape, axis)
     ranks = jnp.zeros(keys.shape, jnp.int32)
@@ -250,8 +253,8 @@ def split_row_blocks(x: Num[Array, "... rows cols"], pattern: VNM) -> Array:
 
 
 def repeat_row_blocks(x: Num[Array, "... blocks groups m"], pattern: VNM, rows: int):
-    """Returns, as (..., rows, groups, m), what belongs to a block of rows for each of
-    its rows."""
+    """Returns the values that belong to blocks of rows, repeated for each row of its
+    block: (..., rows, groups, m)."""
     return jnp.repeat(x, pattern.v, axis=-3)[..., :rows, :, :]
 
 

@@ -19,30 +19,32 @@ from sparsejax.sparsity.compressed import Compressed
 from sparsejax.sparsity.patterns import NM, TWO_FOUR
 
 BLOCK = 64
-"""Rows, and columns, whose positions are stored together."""
+"""The number of rows, and of columns, whose positions are stored together."""
 
 WGMMA_ORDER = "wgmma.mma_async.sp"
-"""The order that `pack` makes and Hopper's instruction of this name reads."""
+"""The name of the order that `pack` makes and that Hopper's instruction of this name
+reads."""
 
 
 def in_blocks(size: int) -> int:
-    """Returns `size` rows or columns, filled up to whole blocks."""
+    """Returns `size` rows or columns, rounded up to whole blocks."""
     return math.ceil(size / BLOCK) * BLOCK
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Packed:
-    """A (..., rows, k) matrix that is 2:4 along k; a pytree. 9 / 16 of dense bfloat16.
+    """A (..., rows, k) matrix that is 2:4 along k; a pytree. It takes 9 / 16 of the
+    memory of dense bfloat16.
 
     Made by `pack`, or by a kernel; the constructor does not check.
     """
 
     values: Array
-    """(..., rows, k / 2): kept entries in order, as in `Compressed`."""
+    """The kept entries in order, as in `Compressed`: (..., rows, k / 2)."""
     metadata: Array
-    """In `WGMMA_ORDER` (..., ceil(rows / 64), k / 64, 128) uint32: thread t of a
-    warpgroup reads word t.
+    """The positions of the kept entries; in `WGMMA_ORDER` (..., ceil(rows / 64), k /
+    64, 128) uint32, where thread t of a warpgroup reads word t.
 
     With w = t // 32, q = t % 32 // 4 and p = t % 4 the lower half of the word is for
     row 16 w + q of the block, the upper one for row 16 w + q + 8: columns 16 p to
@@ -54,12 +56,12 @@ class Packed:
     their own."""
 
     axis: ClassVar[int] = -1
-    """The reduction axis, as of `Compressed`."""
+    """The reduction axis, counted from the end as in `Compressed`."""
     pattern: ClassVar[NM] = TWO_FOUR
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The dense shape."""
+        """The shape of the dense matrix."""
         return (*self.values.shape[:-1], 2 * self.values.shape[-1])
 
     @property
@@ -72,11 +74,12 @@ class Packed:
 
 
 def pack(c: Compressed) -> Packed:
-    """Returns `c`, or its transpose where it is 2:4 along the last axis but one.
+    """Returns the packed form of `c`, or of its transpose where `c` is 2:4 along the
+    last axis but one.
 
     Raises:
-      ValueError: not 2:4, sparse along another axis than the last two, or the size of
-        the sparse axis is not a multiple of 64.
+      ValueError: `c` is not 2:4, it is sparse along another axis than the last two, or
+        the size of its sparse axis is not a multiple of 64.
     """
     if c.pattern != TWO_FOUR:
         raise ValueError(f"pattern={c.pattern} is not 2:4, all that tensor cores read")
@@ -101,7 +104,7 @@ def unpack(p: Packed) -> Compressed:
     """Returns the matrix in logical order, sparse along the last axis.
 
     Raises:
-      ValueError: it is packed in another order than `WGMMA_ORDER`.
+      ValueError: the matrix is packed in another order than `WGMMA_ORDER`.
     """
     if p.layout != WGMMA_ORDER:
         raise ValueError(

@@ -8,7 +8,8 @@ from sparsejax.annotations import check_fields
 
 @dataclass(frozen=True)
 class NM:
-    """`n` kept of every `m` consecutive entries along the reduction axis.
+    """The pattern that keeps `n` of every `m` consecutive entries along the reduction
+    axis.
 
     Raises:
       ValueError: not ints, or not `1 <= n <= m <= 256` (positions are stored in one
@@ -33,17 +34,19 @@ class NM:
 
     @property
     def density(self) -> float:
-        """Kept fraction, n / m."""
+        """The fraction of entries that are kept, n / m."""
         return self.n / self.m
 
     def check_divides(self, size: int, name: str) -> None:
-        """Raises ValueError where the axis `name` of `size` is not whole groups."""
+        """Raises ValueError where `size`, the size of the axis `name`, is not whole
+        groups."""
         _check_groups(self, size, name)
 
 
 @dataclass(frozen=True)
 class VNM:
-    """In every `v` x `m` block four columns are kept, and `n` of those four per row.
+    """The pattern that keeps four columns of every `v` x `m` block, and `n` of those
+    four in each row.
 
     Source: arXiv 2310.02065.
 
@@ -75,12 +78,12 @@ class VNM:
 
     @property
     def density(self) -> float:
-        """Kept fraction, n / m."""
+        """The fraction of entries that are kept, n / m."""
         return self.n / self.m
 
     @property
     def experts(self) -> int:
-        """E, the number of equal neuron clusters: `m = 4 E`.
+        """The number E of equal neuron clusters: `m = 4 E`.
 
         Raises:
           ValueError: `m` is not a multiple of four, so there are no equal clusters.
@@ -93,7 +96,8 @@ class VNM:
         return self.m // 4
 
     def check_divides(self, size: int, name: str) -> None:
-        """Raises ValueError where the axis `name` of `size` is not whole blocks.
+        """Raises ValueError where `size`, the size of the axis `name`, is not whole
+        blocks.
 
         The rows need no such check: the last block of rows may be short.
         """
@@ -104,7 +108,7 @@ Pattern = NM | VNM
 
 
 def named_pattern(text: str) -> Pattern:
-    """Reads a pattern's name: "N:M" as "2:4", or "V:N:M" as "128:2:32".
+    """Returns the pattern of a name: N:M as in "2:4", or V:N:M as in "128:2:32".
 
     Raises:
       ValueError: the text is neither, or names a pattern that cannot be.
@@ -118,12 +122,12 @@ def named_pattern(text: str) -> Pattern:
 
 
 def name_of(pattern: Pattern) -> str:
-    """Returns the inverse of `named_pattern`."""
+    """Returns the name of a pattern, which `named_pattern` reads."""
     return ":".join(map(str, astuple(pattern)))
 
 
 TWO_FOUR = NM(2, 4)
-"""What sparse tensor cores run."""
+"""The pattern that sparse tensor cores run."""
 
 
 def _check_groups(pattern: Pattern, size: int, name: str) -> None:

@@ -1,1 +1,1 @@
-"""A run: its phases, its step, its loop and its records."""
+"""The parts of a run: its phases, its step, its loop and its records."""

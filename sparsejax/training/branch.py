@@ -1,4 +1,4 @@
-"""Runs that begin with what a checkpoint of another run holds: a branch and its trunk.
+"""Runs that begin with the checkpoint of another run: a branch and its trunk.
 
 A branch has the trunk's parameters, moments, step, position in the data, random key,
 router centres and scales, and goes on under settings of its own, in a run folder of its
@@ -31,24 +31,25 @@ from sparsejax.training.recipe import Phase, phases
 
 @dataclass(frozen=True)
 class Branch:
-    """Where a run begins: at a checkpoint of another one, its trunk."""
+    """The place where a run begins: a checkpoint of another run, its trunk."""
 
     folder: Path
-    """The trunk's run folder."""
+    """The run folder of the trunk."""
     step: int | None = None
-    """The checkpoint's number of steps; None: the latest checkpoint."""
+    """The number of steps of the checkpoint; None for the trunk's latest checkpoint."""
 
     @classmethod
     def named(cls, text: str) -> "Branch":
-        """Reads "RUN@STEP", or "RUN", which means that run's latest checkpoint."""
+        """Returns the branch that a text names: "RUN@STEP", or "RUN", which means the
+        latest checkpoint of that run."""
         stated = re.fullmatch(r"(.+)@(\d+)", text)
         return (
             cls(Path(text)) if stated is None else cls(Path(stated[1]), int(stated[2]))
         )
 
     def step_among(self, steps: Sequence[int]) -> int:
-        """Returns the step that the branch begins at, where its trunk has checkpoints
-        of these.
+        """Returns the step that the branch begins at, given the steps of the trunk's
+        checkpoints.
 
         Raises:
           ValueError: there is no such checkpoint; lists those that there are.
@@ -68,14 +69,15 @@ class Branch:
         return step
 
     def first_step(self) -> int:
-        """Returns `step_among` of the checkpoints that this process sees."""
+        """Returns the step that the branch begins at, among the checkpoints that this
+        process sees."""
         folder = self.folder / "checkpoints"
         held = CheckpointFolder(folder, keep=None, keep_every=0)
         return self.step_among(list(held.newest_paths()))
 
     def check_begun(self, origin: dict[str, Any] | None, folder: Path) -> None:
-        """Raises ValueError where the run in `folder`, whose checkpoints say `origin`
-        of where it began, is not this branch."""
+        """Raises ValueError where the run in `folder` is not this branch. `origin` is
+        what its checkpoints say of where it began, None where it is no branch."""
         if origin is None:
             raise ValueError(
                 f"{folder} holds a run that is no branch of {self.folder}; go on with "
@@ -92,17 +94,18 @@ class Branch:
 
 
 class Trunk:
-    """A run at one of its checkpoints, as a branch of it reads it; nothing is written.
+    """A run at one of its checkpoints, as a branch reads it; nothing is written.
 
     Use as a context manager. All processes of the branch make it at the same point.
     """
 
     def __init__(self, branch: Branch, config: TrainConfig, folder: Path) -> None:
-        """`config` and `folder` are the branch's.
+        """Reads the checkpoint's record; `config` and `folder` are the branch's.
 
         Raises:
-          ValueError: the folder is the trunk's own, there is no such checkpoint, it is
-            damaged, a setting differs that may not, or no step is left to train.
+          ValueError: the folder is the trunk's own, there is no such checkpoint, the
+            checkpoint is damaged, a setting differs that may not, or no step is left to
+            train.
         """
         if branch.folder.resolve() == folder.resolve():
             raise ValueError(
@@ -120,7 +123,7 @@ class Trunk:
         """What the branch's checkpoints and its first record say of where it began."""
 
     def _read(self, branch: Branch, config: TrainConfig) -> None:
-        """Finds the checkpoint, and what it says besides its arrays."""
+        """Finds the checkpoint, and reads its settings and its record."""
         self.step = branch.step_among(self._checkpoints.steps())
         if self.step >= config.steps:
             raise ValueError(
@@ -152,7 +155,7 @@ class Trunk:
     @property
     def run_dense(self) -> tuple[int, ...]:
         """The numbers of the trunk's phases that were trained dense because they were
-        timed slower."""
+        timed slower sparse."""
         return tuple(self._metadata.get("run_dense", ()))
 
     @property
@@ -173,12 +176,12 @@ class Trunk:
         return float(np.asarray(schedule(self.step)))
 
     def restore(self, template: PyTree) -> Restored:
-        """Returns the state and position in the data: see `Checkpoints.restore`."""
+        """Returns the state and the position in the data: see `Checkpoints.restore`."""
         return self._checkpoints.restore(self.step, template=template)
 
     def seconds(self) -> float | None:
-        """Returns what the trunk's training steps took up to the checkpoint, or None
-        where its records do not say."""
+        """Returns the seconds that the trunk's training steps took up to the
+        checkpoint, or None where its records do not say."""
         kinds = [phase.kind for phase in self.phases]
         path, steps = self._folder / "metrics.jsonl", self.config.steps
         lines = records_until(path, steps, kinds).splitlines()
@@ -191,6 +194,6 @@ class Trunk:
 
 
 def _from(folder: Path, trunk: Path) -> str:
-    """Returns the way to the trunk from the branch's folder: it stays where both are
-    moved."""
+    """Returns the relative path from the branch's folder to the trunk: it stays right
+    where both are moved together."""
     return os.path.relpath(trunk.resolve(), folder.resolve())

@@ -1,4 +1,4 @@
-"""A smaller model in the place of a run's for some phases, and how it grows.
+"""A smaller model that takes the place of a run's in some phases, and how it grows.
 
 An FFN grows by neurons behind those that it has: their columns of W1 (and Wg) are as at
 initialisation, their rows of W2 are zero. A model grows by layers behind those that it
@@ -24,7 +24,7 @@ from sparsejax.training.recipe import Phase
 from sparsejax.training.switching import NEURON_AXES
 
 ENDS_OF_BRANCHES = ("w_out", "w_down")
-"""The weights that write into the residual stream."""
+"""The names of the weights that write into the residual stream."""
 
 
 def model_of(phase: Phase, whole: ModelConfig) -> ModelConfig:
@@ -37,7 +37,8 @@ def model_of(phase: Phase, whole: ModelConfig) -> ModelConfig:
 
 
 def check_grows(before: ModelConfig, after: ModelConfig) -> None:
-    """Raises ValueError where a model of the size `before` cannot become `after`."""
+    """Raises ValueError where a model of the size `before` cannot grow to the size
+    `after`."""
     for name in ("d_hidden", "layers"):
         small, large = getattr(before, name), getattr(after, name)
         if small > large:
@@ -49,8 +50,8 @@ def check_grows(before: ModelConfig, after: ModelConfig) -> None:
 
 
 def grown(params: nnx.State, fresh: nnx.State) -> nnx.State:
-    """Returns the parameters of a smaller model in the places of a larger one's, which
-    is `fresh` from its initialisation."""
+    """Returns the parameters of a smaller model in their places in a larger one, whose
+    other parameters come from `fresh`, its initialisation."""
 
     def of_leaf(path: tuple, new: jax.Array, present: jax.Array) -> jax.Array:
         return _grown_leaf(_name(path), present, new)
@@ -59,8 +60,8 @@ def grown(params: nnx.State, fresh: nnx.State) -> nnx.State:
 
 
 def padded(state: PyTree, shapes: PyTree) -> PyTree:
-    """Returns the moments of a smaller model with zeros for what a larger one has
-    besides."""
+    """Returns the moments of a smaller model, padded with zeros to the shapes of a
+    larger one."""
 
     def of_leaf(present: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
         if present.shape == like.shape:
@@ -72,8 +73,8 @@ def padded(state: PyTree, shapes: PyTree) -> PyTree:
 
 
 def _grown_leaf(name: str, present: jax.Array, fresh: jax.Array) -> jax.Array:
-    """Returns one parameter: `grown`. Those of blocks have the layers as their first
-    axis."""
+    """Returns one parameter as `grown` makes it. The parameters of blocks have the
+    layers as their first axis."""
     if present.shape == fresh.shape:
         return present
     layers, axis = present.shape[0], NEURON_AXES.get(name)

@@ -1,4 +1,4 @@
-"""The gradient over several micro-batches, 2:4 weights compressed once for all of them.
+"""The gradient over several micro-batches, with 2:4 weights compressed once for all.
 
 A `SparseFFN` compresses its 2:4 weights at every call. Over the micro-batches of one
 optimiser step the weights are the same, so once is enough. The compressed weights are
@@ -30,12 +30,13 @@ def loss_and_gradient(
     The micro-batches are run one after the other, in a loop that is compiled once;
     losses and gradients are added up in the dtype of the parameters. Other state of the
     model (counters of random streams, statistics) goes from one micro-batch to the next
-    and into `model` at the end. Under a transformation such as `nnx.jit` or outside.
+    and into `model` at the end. The function works under a transformation such as
+    `nnx.jit` and outside of any.
 
     Args:
       loss_of: called with the model and one micro-batch. It reads the weights and must
         not assign to them: a `SparseFFN` reads what was compressed before.
-      model: anything, with `SparseFFN`s or without.
+      model: any module, with `SparseFFN`s or without.
       batches: pytrees of arrays whose leading axis is n, the number of micro-batches,
         as keys made by `jax.random.split(key, n)`.
       place: applied to the gradient of each micro-batch before it is added, such as a

@@ -39,8 +39,9 @@ def learning_rate(
     config: OptimizerConfig, steps: int, phases: Sequence[Phase] = ()
 ) -> optax.Schedule:
     """Returns the learning rate of step 0, 1, ..., steps - 1: a linear rise over the
-    first w = round(warmup_share steps) of them, then what `config.schedule` names; in
-    each of the `phases` times its `learning_rate_scale`."""
+    first w = round(warmup_share steps) of them, then the course that `config.schedule`
+    names. In each of the `phases` it is multiplied by the phase's
+    `learning_rate_scale`."""
     rate = _over_all_steps(config, steps)
     scales = np.array([phase.learning_rate_scale for phase in phases], np.float32)
     if np.all(scales == 1):
@@ -55,7 +56,7 @@ def learning_rate(
 
 
 def _over_all_steps(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Returns `learning_rate` without phases."""
+    """Returns the learning rate without the scales of the phases."""
     warmup = round(config.warmup_share * steps)
     peak = config.peak_learning_rate
     after = AFTER_WARMUP[config.schedule](config, steps, steps - warmup)
@@ -67,11 +68,13 @@ def _over_all_steps(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 def cosine(config: OptimizerConfig, steps: int, after_warmup: int) -> optax.Schedule:
     """Returns one cosine over the steps that are left after the warm-up, to final_ratio
-    x peak after the last of them. Source: arXiv 1608.03983, without restarts.
+    x peak after the last of them.
 
     Args:
-      steps: those of the run.
+      config: the settings of the learning rate.
+      steps: the number of steps of the run.
       after_warmup: how many of them this schedule has; it counts from the first.
+    Source: arXiv 1608.03983, without restarts.
     """
     return optax.cosine_decay_schedule(
         config.peak_learning_rate, max(after_warmup, 1), config.final_ratio
@@ -81,12 +84,14 @@ def cosine(config: OptimizerConfig, steps: int, after_warmup: int) -> optax.Sche
 def warmup_stable_decay(
     config: OptimizerConfig, steps: int, after_warmup: int
 ) -> optax.Schedule:
-    """Constant at the peak; over the last d = round(decay_share steps), with t from 0
-    at the first of them to 1 after the last,
+    """Returns a rate that is constant at the peak, and then decays over the last d =
+    round(decay_share steps); with t from 0 at the first of them to 1 after the last,
 
         rate(t) = peak (final_ratio + (1 - final_ratio) (1 - sqrt(t)))
 
-    Source: the "1 - sqrt" form of arXiv 2405.18392. Arguments as in `cosine`.
+    Arguments are those of `cosine`.
+
+    Source: the "1 - sqrt" form of arXiv 2405.18392.
     """
     decay = min(round(config.decay_share * steps), after_warmup)
     stable = after_warmup - decay

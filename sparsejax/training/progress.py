@@ -1,4 +1,4 @@
-"""Where a run is: its state, step and phase, and what it records and saves."""
+"""The progress of a run: its state, step and phase, and what it records and saves."""
 
 import math
 import time
@@ -23,7 +23,7 @@ from sparsejax.training.recipe import Phase
 from sparsejax.training.step import Run, TrainState
 
 JUMP = 0.1
-"""Nats by which the loss may rise at a switch before tail steps are spent on repair
+"""The nats by which the loss may rise at a switch before tail steps are spent on repair
 (found in our study of the recipe, 27 M parameters)."""
 
 
@@ -36,14 +36,14 @@ class Progress:
     """The state of a run between two steps.
 
     Attributes:
-      state: all arrays that the next step reads; set by whoever begins the run.
-      batches: the training batches, and where in them the run is.
-      step: optimiser steps done.
+      state: all arrays that the next step reads; set when the run begins.
+      batches: the training batches, and the position of the run in them.
+      step: number of optimiser steps done.
       stop_after_sparse: whether a long dense tail is left to a new process.
       phases: the phases as they are trained, those in `run_dense` with all GEMMs dense.
-      phase_index: the number of the phase that `state` belongs to.
+      phase_index: number of the phase that `state` belongs to.
       origin: the trunk that the run branched from, as checkpoints name it, or None.
-      saving_seconds: what saves have taken since the last record of a step.
+      saving_seconds: seconds that saves have taken since the last record of a step.
     """
 
     state: TrainState
@@ -76,12 +76,13 @@ class Progress:
         return self.phases[self.phase_index]
 
     def phase_start(self) -> int:
-        """Returns the steps before the present phase."""
+        """Returns the number of steps before the present phase."""
         return sum(phase.steps for phase in self.phases[: self.phase_index])
 
     @property
     def run_of_phase(self) -> Run:
-        """What computes with the present state, whose model may be a smaller one."""
+        """The run that computes with the present state, whose model may be a smaller
+        one."""
         return self.run.of_phase(self.phase)
 
     def model(self) -> Transformer:
@@ -91,18 +92,18 @@ class Progress:
         return self.run_of_phase.model(self.state, phase.sparsity, phase.held)
 
     def learning_rate_of(self, step: int) -> float:
-        """Returns the learning rate of the step that follows `step` steps."""
+        """Returns the learning rate of the step after `step` steps."""
         of = self.config
         schedule = learning_rate(of.optimizer, of.steps, self.run.phases)
         return float(jnp.asarray(schedule(step)))
 
     def train_dense(self, phases: Sequence[int]) -> None:
-        """Makes the phases with these numbers dense."""
+        """Makes the phases with the given numbers dense."""
         self.run_dense = tuple(phases)
         self.phases = with_dense(self.phases, phases)
 
     def where_it_is_safe(self) -> str:
-        """Returns the last good checkpoint, in words."""
+        """Returns a sentence that names the last good checkpoint."""
         good = self.checkpoints.last_good()
         if good is None:
             return "There is no checkpoint yet"
@@ -122,13 +123,14 @@ class Progress:
         )
 
     def validation_loss(self, phase: Phase, *, masks: bool = True) -> float:
-        """Returns the validation loss of a state of this phase: see `Run.validate`."""
+        """Returns the validation loss in nats per token of the present state, which
+        belongs to `phase`: see `Run.validate`."""
         run = self.run.of_phase(phase)
         return run.validate(self.state, phase.sparsity, phase.held, masks=masks)
 
     def switch(self, before: Phase, index: int) -> None:
-        """Brings a state of the phase `before` to the phase of the number `index`, with
-        a validation on both sides."""
+        """Brings a state of the phase `before` to the phase number `index`, with a
+        validation on both sides."""
         after = self.phases[index]
         losses = {
             "before": self.validation_loss(before),
@@ -171,7 +173,8 @@ class Progress:
         self.saving_seconds += time.perf_counter() - begin
 
     def tell_save(self) -> None:
-        """Tells the observer where the last good checkpoint is, once it is complete."""
+        """Tells the observer which checkpoint is the last good one, once a save is
+        complete."""
         if self.is_save_untold and not self.checkpoints.saving:
             self.is_save_untold = False
             good = self.checkpoints.last_good()
@@ -179,7 +182,7 @@ class Progress:
                 self.observe_only("saved", checkpoint=str(good))
 
     def record(self, event: str, **values: Any) -> None:
-        """Writes a record, and shows it to the observer."""
+        """Writes a record to metrics.jsonl, and shows it to the observer."""
         record = self.observe_only(event, **values)
         if jax.process_index() == 0:
             with self.writing(self.metrics_file):
@@ -187,7 +190,8 @@ class Progress:
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """Says of an error which file it was, and what is safe."""
+        """Adds to an OSError inside the block which file could not be written, and
+        which checkpoint is safe."""
         try:
             yield
         except OSError as error:
@@ -197,8 +201,8 @@ class Progress:
             ) from error
 
     def observe_only(self, event: str, **values: Any) -> Record:
-        """Makes a record of what belongs to this process and not to the run, as a
-        resume does, shows it to the observer, and returns it."""
+        """Returns a record that belongs to this process and not to the run, such as
+        that of a resume, after showing it to the observer."""
         record = {
             "event": event,
             "step": self.step,

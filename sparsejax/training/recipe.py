@@ -1,4 +1,4 @@
-"""The phases of a training run: how many steps, and how sparse."""
+"""The phases of a training run: how many steps each has, and how sparse they are."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,45 +16,47 @@ from sparsejax.feed_forward.spec import DENSE, FFNSparsity, check_divisible
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Consecutive steps that share one form of the state: all with one sparsity, and so
-    with one compiled step, or some of them with another one."""
+    """Consecutive steps that share one form of the state. All have one sparsity, and so
+    one compiled step, or some of them have another sparsity."""
 
     kind: str
-    """The phase's name; in the recipes "warm-up", "sparse" or "dense"."""
+    """The name of the phase; in the recipes "warm-up", "sparse" or "dense"."""
     steps: int
     sparsity: FFNSparsity
-    """What is sparse in its steps and validations."""
+    """The sparsity of the phase's steps and validations."""
     every: Interleaved | None = None
-    """The steps of the phase that have another sparsity, if any."""
+    """The steps of the phase that have another sparsity; None where there are none."""
     learning_rate_scale: float = 1.0
     d_hidden: int | None = None
-    """Neurons per FFN where that is not the run's number: `training.growth`."""
+    """The neurons per FFN where their number is not the run's (see `training.growth`);
+    else None."""
     layers: int | None = None
-    """Layers where that is not the run's number."""
+    """The number of layers where it is not the run's; else None."""
 
     @property
     def sparsities(self) -> tuple[FFNSparsity, ...]:
-        """`sparsity`, and that of the steps in between where there are any."""
+        """The sparsity of the phase and, if it has any, that of the steps in
+        between."""
         between = () if self.every is None else (self.every.sparsity,)
         return (self.sparsity, *between)
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The share of its steps that each of `sparsities` has."""
+        """The share of the phase's steps that each of `sparsities` has."""
         if self.every is None:
             return (1.0,)
         return (1 - 1 / self.every.steps, 1 / self.every.steps)
 
     @property
     def is_dense(self) -> bool:
-        """Whether all six GEMMs are dense in all of its steps."""
+        """Whether all six GEMMs are dense in all steps of the phase."""
         return all(sparsity.is_dense for sparsity in self.sparsities)
 
     @property
     def held(self) -> FFNSparsity:
-        """The sparsity that its state belongs to, which fits all of its steps: with
-        what a router keeps where some of them have one that does, and scales that are
-        kept where some of them have 2:4 weights."""
+        """The sparsity that the phase's state belongs to, which fits all of its steps:
+        the state has the arrays of a router if the router of some steps keeps any, and
+        scales if some steps have 2:4 weights."""
         with_experts = [of for of in self.sparsities if of.experts]
         with_state = [of for of in with_experts if of.router.has_state]
         first = (with_state or with_experts or self.sparsities)[0]
@@ -62,32 +64,32 @@ class Phase:
         return replace(first, weights=weights[0] if weights else None)
 
     def sparsity_of(self, number: int) -> FFNSparsity:
-        """Returns the sparsity of one of its steps, which are counted from 1."""
+        """Returns the sparsity of one step of the phase; steps are counted from 1."""
         if self.every is not None and number % self.every.steps == 0:
             return self.every.sparsity
         return self.sparsity
 
     def as_dense(self) -> "Phase":
-        """Returns this phase with all GEMMs dense in all of its steps."""
+        """Returns the phase with all GEMMs dense in all of its steps."""
         return replace(self, sparsity=DENSE, every=None)
 
 
 def phase_at(planned: Sequence[Phase], step: int) -> int:
     """Returns the number of the phase that the step after `step` steps belongs to; for
-    a run that is over, the number of its last one."""
+    a run that is over, the number of its last phase."""
     ends = accumulate(phase.steps for phase in planned)
     return next((i for i, end in enumerate(ends) if step < end), len(planned) - 1)
 
 
 def are_alike(left: Sequence[Phase], right: Sequence[Phase]) -> bool:
-    """Returns whether both are the same phases, however long."""
+    """Returns whether the phases on both sides are the same but for their lengths."""
     return [replace(of, steps=0) for of in left] == [
         replace(of, steps=0) for of in right
     ]
 
 
 def steps_left(planned: Sequence[Phase], step: int) -> tuple[Phase, ...]:
-    """Returns the phases as long as what is left of each after `step` steps."""
+    """Returns the phases, each as long as what is left of it after `step` steps."""
     ends = accumulate(phase.steps for phase in planned)
     return tuple(
         replace(phase, steps=min(phase.steps, max(0, end - step)))
@@ -147,7 +149,7 @@ def recipe_schedule(
 
 
 def _steps_of(schedule: Sequence[PhaseConfig], steps: int) -> list[int]:
-    """Returns how many of the steps each phase has."""
+    """Returns the number of steps of each phase."""
     shares = [phase.share for phase in schedule]
     takes_the_rest = shares.index(None) if None in shares else len(shares) - 1
     counts, left = [0] * len(shares), steps

@@ -1,4 +1,4 @@
-"""How a run begins: anew, as a branch of another one, or where it was stopped."""
+"""The beginning of a run: anew, as a branch of another one, or where it was stopped."""
 
 from dataclasses import asdict
 from typing import Any
@@ -21,14 +21,14 @@ from sparsejax.training.recipe import are_alike, phase_at, steps_left
 def begin_or_resume(
     progress: Progress, step_times: StepTimes | None, branch: Branch | None
 ) -> None:
-    """Brings the run to where the first step of this process begins.
+    """Brings the run to the point where the first step of this process begins.
 
     Args:
-      progress: of the run, before any step.
-      step_times: what its steps take, where they were timed.
+      progress: the run, before any step.
+      step_times: how long its steps take, or None where they were not timed.
       branch: the checkpoint of another run that a new one begins with, or None.
     Raises:
-      ValueError: every checkpoint is damaged, or what is there does not fit the
+      ValueError: every checkpoint is damaged, or the checkpoint does not fit the
         settings, the tokens or the branch.
     """
     checkpoints, folder = progress.checkpoints, progress.folder
@@ -63,7 +63,8 @@ def begin_or_resume(
 def _begin_as_branch(
     progress: Progress, trunk: Trunk, step_times: StepTimes | None
 ) -> None:
-    """Takes the trunk's state and data, and switches to the phase that goes on."""
+    """Takes over the trunk's state and position in the data, and switches to the phase
+    in which the branch goes on."""
     _check_corpus(progress, trunk.corpus)
     trunk_run = progress.run.of_phase(trunk.phase)
     trunk_run.check_shardable(*trunk.phase.sparsities)
@@ -93,7 +94,7 @@ def _begin_as_branch(
 def _record_start(
     progress: Progress, step_times: StepTimes | None, **values: Any
 ) -> None:
-    """Writes the first records of a run, into a file without any."""
+    """Writes the first records of a run, into an emptied file."""
     if jax.process_index() == 0:
         with progress.writing(progress.metrics_file):
             progress.metrics_file.write_text("")
@@ -111,7 +112,7 @@ def _record_start(
 
 
 def _leave_out_slower_phases(progress: Progress, times: StepTimes) -> None:
-    """Trains dense what would lose time sparse, by what was timed."""
+    """Makes the phases dense that would lose time sparse, by the step times."""
     if progress.config.keep_slower:
         return
     minutes = (
@@ -122,7 +123,8 @@ def _leave_out_slower_phases(progress: Progress, times: StepTimes) -> None:
 
 
 def _check_corpus(progress: Progress, fingerprint: Any) -> None:
-    """Raises ValueError where a checkpoint of these tokens is not of the run's."""
+    """Raises ValueError where `fingerprint`, that of a checkpoint's tokens, is not the
+    fingerprint of the run's tokens."""
     if fingerprint != progress.run.corpus.fingerprint:
         raise ValueError(
             f"the checkpoint was trained on other tokens than "
@@ -132,10 +134,11 @@ def _check_corpus(progress: Progress, fingerprint: Any) -> None:
 
 
 def _restore(progress: Progress, branch: Branch | None) -> None:
-    """The newest checkpoint, and metrics.jsonl as it was then.
+    """Restores the newest checkpoint, and metrics.jsonl as it was when that was saved.
 
     Raises:
-      ValueError: it is of other settings or tokens, or not of the branch named.
+      ValueError: the checkpoint has other settings or tokens, or is not of the branch
+        that is named.
     """
     metadata = progress.checkpoints.metadata()
     before = from_json(metadata["config"])
@@ -165,7 +168,7 @@ def _restore(progress: Progress, branch: Branch | None) -> None:
 def _check_phase(
     progress: Progress, step: int, index: int, kind: str, steps_before: int
 ) -> None:
-    """Raises ValueError where another `steps` moves `step` into another phase."""
+    """Raises ValueError where a new number of steps moves `step` into another phase."""
     ends = progress.run.phase_ends()
     phases = progress.phases
     start = ends[index - 1] if 0 < index < len(ends) else 0

@@ -46,7 +46,7 @@ from sparsejax.training.recipe import Phase, phases
 from sparsejax.training.switching import relabel_neurons, set_sparsity, switch
 
 GROWTH = 2**32 - 1
-"""Folded into the key where a model grows; the number of no step."""
+"""The number that is folded into the random key where a model grows; no step has it."""
 
 
 @jax.tree_util.register_dataclass
@@ -55,14 +55,14 @@ class TrainState:
     """All arrays that the next step reads."""
 
     step: Int[Array, ""]
-    """Optimiser steps done."""
+    """The number of optimiser steps done, int32."""
     params: nnx.State
-    """float32 masters."""
+    """The float32 master weights."""
     buffers: nnx.State
-    """State that is not trained: beta, what the routers keep."""
+    """State that is not trained: the scales beta, and the arrays that routers keep."""
     moments: optax.OptState
     key: Key[Array, ""]
-    """Never changes: a step draws from `fold_in(key, step)`."""
+    """The random key, which never changes: a step draws from `fold_in(key, step)`."""
 
 
 def train_step(
@@ -71,7 +71,8 @@ def train_step(
     state: TrainState,
     tokens: Int[Array, "micro_batches batch sequence_plus_one"],
 ) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
-    """Returns one optimiser step on the mean gradient over all micro-batches.
+    """Returns the state after one optimiser step on the mean gradient over all
+    micro-batches, and the loss and gradient norm, float32.
 
     The sparse weights are packed once, before the first micro-batch. Gradients are
     accumulated in float32.
@@ -105,8 +106,9 @@ class Run:
         devices: Sequence[jax.Device] | None = None,
         corpus: Corpus | None = None,
     ) -> None:
-        """`devices` are those of the mesh (None: all of all processes); `corpus` holds
-        the tokens of `config.data` (None: they are loaded)."""
+        """Builds everything. `devices` are those of the mesh (None: all devices of all
+        processes); `corpus` holds the tokens of `config.data` (None: they are
+        loaded)."""
         self.config = config
         self.phases = phases(config)
         self.mesh = make_mesh(config.mesh, devices)
@@ -143,7 +145,7 @@ class Run:
         the phase has a smaller model, one with that model and all else in common.
 
         Raises:
-          ValueError: the mesh cannot share that model.
+          ValueError: the mesh cannot share the smaller model.
         """
         model = model_of(phase, self.config.model)
         return self if model == self.config.model else self._sized(model)
@@ -156,19 +158,20 @@ class Run:
         return other
 
     def check_shardable(self, *sparsities: FFNSparsity) -> None:
-        """Raises ValueError where the mesh cannot share a model of these."""
+        """Raises ValueError where the mesh cannot share a model with one of these
+        sparsities."""
         resolved = self.config.mesh.resolve(self.mesh.size)
         check_shardable(
             self.config.model, sparsities, resolved, micro_batch=self._micro_batch
         )
 
     def phase_ends(self) -> list[int]:
-        """Returns the step after the last of each phase."""
+        """Returns for each phase the number of steps that are done at its end."""
         return list(np.cumsum([phase.steps for phase in self.phases]))
 
     def batches(self):
-        """Returns the endless training batches, from the first: of each micro-batch the
-        rows of this process, for `place`."""
+        """Returns the endless training batches, from the first on: of each micro-batch
+        the rows of this process, for `place`."""
         return train_batches(
             self.corpus,
             self.config.data,
@@ -180,12 +183,13 @@ class Run:
     def place(
         self, tokens: Int[np.ndarray, "micro_batches rows sequence_plus_one"]
     ) -> Int[Array, "micro_batches batch sequence_plus_one"]:
-        """Returns what `batches` of all processes yielded, on the mesh."""
+        """Returns one batch on the mesh, put together from the rows that `batches`
+        yielded in all processes."""
         return place_rows(tokens, self.mesh, axis=1, size=self._micro_batch)
 
     def sample_of_validation(self, *, tokens: int) -> Int[Array, "batch sequence"]:
         """Returns held-out sequences without their targets: at least one for every part
-        of a batch, and no more than hold `tokens`."""
+        of a batch and, beyond that, no more than hold `tokens` tokens."""
         parts = batch_parts(self.mesh)
         sequences = tokens // self.config.data.sequence_length
         sequences = max(parts, sequences // parts * parts)
@@ -197,8 +201,8 @@ class Run:
 
     def _held_out(self) -> list[Int[np.ndarray, "batch sequence_plus_one"]]:
         """Returns the batches of a validation. Their sequences are those that one
-        device would read, so that losses compare whatever the mesh; where it cannot
-        share them equally all are repeated, which leaves their mean as it is."""
+        device would read, so that losses compare whatever the mesh; where the mesh
+        cannot share them equally all are repeated, which leaves their mean as it is."""
         config, parts = self.config, batch_parts(self.mesh)
         batches = validation_batches(
             self.corpus,
@@ -215,8 +219,8 @@ class Run:
     def build(
         self, sparsity: FFNSparsity, key: Key[Array, ""] | None = None
     ) -> Transformer:
-        """Returns a freshly initialised model, from `key` or, without one, from the
-        seed."""
+        """Returns a freshly initialised model, drawn from `key` or, where that is None,
+        from the seed."""
         return Transformer(
             self.config.model,
             sparsity=sparsity,
@@ -226,16 +230,15 @@ class Run:
         )
 
     def initial_state(self, sparsity: FFNSparsity | None = None) -> TrainState:
-        """Returns the state before the first step, deterministic from the seed; it
-        belongs to `sparsity`, by default to what the first phase's does (`Phase.held`).
-        """
+        """Returns the state before the first step, deterministic from the seed. It
+        belongs to `sparsity`; None stands for `Phase.held` of the first phase."""
         sparsity = self.phases[0].held if sparsity is None else sparsity
         shardings = self._shardings(sparsity)
         return jax.jit(partial(self._init, sparsity), out_shardings=shardings)()
 
     def _template(self, sparsity: FFNSparsity) -> TrainState:
-        """Returns the shapes, dtypes and places of the state of a phase, nothing
-        allocated."""
+        """Returns the shapes, dtypes and shardings of a state that belongs to
+        `sparsity`; nothing is allocated."""
         shapes = jax.eval_shape(partial(self._init, sparsity))
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(
@@ -261,15 +264,15 @@ class Run:
     def graph(
         self, sparsity: FFNSparsity, held: FFNSparsity | None = None
     ) -> nnx.GraphDef[Transformer]:
-        """Returns the graph of a model that computes with `sparsity` on a state of
-        `held` (None: to the same)."""
+        """Returns the graph of a model that computes with `sparsity` on a state that
+        belongs to `held` (None: to `sparsity`)."""
         return self._graphs(sparsity, held or sparsity)
 
     def step(
         self, sparsity: FFNSparsity, held: FFNSparsity | None = None
     ) -> jax.stages.Wrapped:
-        """Returns the compiled `train_step`, with sparsities as in `graph`. It takes
-        the place of the state given, which is gone."""
+        """Returns the compiled `train_step`, with sparsities as in `graph`. The state
+        that it returns takes the place of the one given, which is gone."""
         return self._steps(sparsity, held or sparsity)
 
     def _graph(
@@ -306,8 +309,8 @@ class Run:
         *,
         masks: bool = True,
     ) -> float:
-        """Returns the mean loss over the held-out batches, with sparsities as in
-        `graph`; without `masks` as a dense network."""
+        """Returns the mean loss over the held-out batches in nats per token, with
+        sparsities as in `graph`; without `masks` that of the dense network."""
         losses = self.batch_losses(state, sparsity, held, masks=masks)
         return float(np.mean(losses))
 
@@ -330,13 +333,13 @@ class Run:
     def switch_phase(
         self, state: TrainState, before: Phase, after: Phase
     ) -> TrainState:
-        """Returns the state for the phase after a switch, which takes the place of the
-        one given. Weights are folded where the phases themselves leave 2:4 weights, not
-        the steps in between that have another sparsity. A model that grows does so
-        first, dense as it is then.
+        """Returns the state for the phase `after`, which takes the place of the one
+        given. Weights are folded where a phase with 2:4 weights is followed by one
+        without; the steps in between that have another sparsity do not count. A model
+        that grows does so first, dense as it is then.
 
         Raises:
-          ValueError: it would shrink.
+          ValueError: the model would shrink.
         """
         run, small = self.of_phase(after), self.of_phase(before)
         if small is not run:
@@ -350,7 +353,7 @@ class Run:
     def _switch_phase(
         self, state: TrainState, before: Phase, after: Phase
     ) -> TrainState:
-        """Returns `switch_phase` of a model that keeps its size."""
+        """Returns the result of `switch_phase` for a model that keeps its size."""
         folds = bool(before.sparsity.weights) and not after.sparsity.weights
         if folds and after.held.weights:
             # Folded weights have other scales, which are taken on entering 2:4 anew.
@@ -367,8 +370,8 @@ class Run:
         *,
         fold: bool = True,
     ) -> TrainState:
-        """Returns the state after `switching.switch`, folded if `fold` and the settings
-        say so. It takes the place of the one given, which is gone."""
+        """Returns the state after `switching.switch`, folded if both `fold` and the
+        settings say so. It takes the place of the one given, which is gone."""
 
         @partial(jax.jit, donate_argnums=0, out_shardings=self._shardings(after))
         def apply(state: TrainState) -> TrainState:
@@ -380,9 +383,9 @@ class Run:
         return apply(state)
 
     def grow(self, state: TrainState) -> TrainState:
-        """Returns the dense state of a smaller model, grown to this run's:
-        `training.growth`. What is new is drawn from the state's key and step, by no
-        step's numbers."""
+        """Returns the dense state of a smaller model, grown to this run's size: see
+        `training.growth`. New weights are drawn from the state's key and step, by
+        numbers that no step draws."""
 
         @partial(jax.jit, out_shardings=self._shardings(DENSE))
         def apply(state: TrainState) -> TrainState:
@@ -398,7 +401,8 @@ class Run:
         return apply(state)
 
     def _recluster(self, sparsity: FFNSparsity) -> Callable:
-        """Returns the state after a warm-started new clustering of all neurons."""
+        """Returns a function from a state to the state after a warm-started new
+        clustering of all neurons."""
 
         @partial(jax.jit, donate_argnums=0, out_shardings=self._shardings(sparsity))
         def apply(state: TrainState) -> TrainState:

@@ -1,4 +1,4 @@
-"""What happens to a model and to its optimiser between two steps of different sparsity.
+"""The switch of a model and its optimiser between two steps of different sparsity.
 
 A switch happens between two optimiser steps, in this order:
   leaving 2:4 weights: fold, W1 := beta S(W1), so that the dense network computes what
@@ -25,7 +25,7 @@ from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.sparsity.masks import soft_threshold
 
 type Path = tuple[str, ...]
-"""Where a parameter lies in a model, name by name."""
+"""The place of a parameter in a model, name by name."""
 
 NEURON_AXES = {"w_up": -1, "w_gate": -1, "w_down": -2}
 """The axis of an FFN's weight that counts its neurons."""
@@ -37,12 +37,12 @@ def switch[O](
     """Brings every `SparseFFN` of the model to `sparsity`, in place.
 
     Args:
-      model: anything that contains `SparseFFN`s, stacked or not, or is one.
+      model: a module that contains `SparseFFN`s, stacked or not, or is one.
       optimizer: an `nnx.Optimizer` of the model, which is updated in place, or the
         state of an optax optimiser, or None where there is none. A leaf belongs to the
-        parameter with the longest path that the leaf's own path ends with; what belongs
-        to an FFN's weights is permuted with its neurons, all else stays as it is.
-      sparsity: what the next steps compute.
+        parameter with the longest path that the leaf's own path ends with. Leaves of an
+        FFN's weights are permuted with its neurons, all others stay as they are.
+      sparsity: the sparsity of the next steps.
       fold: on leaving 2:4 weights, set W1 to beta S(W1), which the forward has used.
     Returns:
       the optimiser given, or the state for the relabelled neurons.
@@ -74,11 +74,14 @@ def switch[O](
 
 
 def set_sparsity(model: nnx.Module, sparsity: FFNSparsity) -> None:
-    """As `switch`, for a model by itself, and without folding: a model that leaves 2:4
-    weights computes with its masters again, as a look at it without its masks needs.
+    """Brings every `SparseFFN` of a model without an optimiser to `sparsity`, in place
+    and without folding.
+
+    It is `switch` but for these: a model that leaves 2:4 weights computes with its
+    masters again, as one does who looks at it without its masks.
 
     Raises:
-      ValueError: as `switch`; or neurons would have to be clustered, which renumbers
+      ValueError: as in `switch`; or neurons would have to be clustered, which renumbers
         them, and the moments of an optimiser would have to follow.
     """
     for path, ffn in _ffns_to_change(model, sparsity).items():
@@ -101,6 +104,7 @@ def relabel_neurons[O](
     The dense function of the model stays as it is.
 
     Args:
+      model: a module that contains `SparseFFN`s, or is one.
       optimizer: as in `switch`.
       warm_start: begin at the present grouping and not at a spread-out one.
     Returns:
@@ -126,7 +130,8 @@ def relabel_neurons[O](
 
 
 def fold_weights(ffn: SparseFFN) -> None:
-    """W := beta S(W) for the weights that GEMM 1 reads (W1; Wg and Wu if gated)."""
+    """Sets W to beta S(W), in place, for the weights that GEMM 1 reads (W1; Wg and Wu
+    if gated)."""
     for index, w in enumerate(ffn.into_hidden):
         scale = ffn.scales[...][..., index, None, None]
         w[...] = scale * soft_threshold(w[...], axis=-2)
@@ -141,11 +146,10 @@ def _sparse_ffns_by_path(model: nnx.Module) -> dict[Path, SparseFFN]:
 
 
 def _ffns_to_change(model: nnx.Module, sparsity: FFNSparsity) -> dict[Path, SparseFFN]:
-    """Returns those whose sparsity is another one; all of the model can have the new
-    one.
+    """Returns the FFNs of the model whose sparsity is not `sparsity`, by their path.
 
     Raises:
-      ValueError: the model has none at all, or one of them cannot have it.
+      ValueError: the model has no FFN, or one of them cannot have the sparsity.
     """
     ffns = _sparse_ffns_by_path(model)
     if not ffns:
@@ -159,11 +163,12 @@ def _ffns_to_change(model: nnx.Module, sparsity: FFNSparsity) -> dict[Path, Spar
 
 
 class _Neurons(NamedTuple):
-    """Where a leaf of an optimiser's state has the neurons of an FFN."""
+    """The FFN whose neurons a leaf of an optimiser's state holds, and the axis that
+    they lie along."""
 
     ffn: Path
     axis: int
-    """Counted from the end."""
+    """The axis of the leaf that counts the neurons, from the end."""
 
 
 class _Moments[O](NamedTuple):
@@ -172,7 +177,8 @@ class _Moments[O](NamedTuple):
     optimizer: O
     state: PyTree
     neurons: Mapping[int, _Neurons]
-    """By the leaf's number in `jax.tree.leaves(state)`."""
+    """The neurons that a leaf holds, by the leaf's number in
+    `jax.tree.leaves(state)`."""
 
     @classmethod
     def of(
@@ -181,10 +187,11 @@ class _Moments[O](NamedTuple):
         optimizer: O,
         ffns: Mapping[Path, SparseFFN],
     ) -> "_Moments[O]":
-        """Finds the leaves that belong to these FFNs of the model.
+        """Returns the state with the leaves that belong to the weights of `ffns`.
 
         Raises:
-          ValueError: a leaf of theirs, or one that may be, cannot be permuted.
+          ValueError: a leaf that belongs to these weights, or may belong to them,
+            cannot be permuted.
         """
         state = optimizer
         if isinstance(optimizer, nnx.Optimizer):
@@ -223,8 +230,8 @@ class _Moments[O](NamedTuple):
         return cls(optimizer, state, neurons)
 
     def follow(self, orders: Mapping[Path, Int[Array, "*layers d_hidden"]]) -> O:
-        """Returns the optimiser once neuron i of an FFN is its former neuron
-        order[i]."""
+        """Returns the optimiser after neuron order[i] of an FFN has become its neuron
+        i."""
         if not self.neurons:
             return self.optimizer
         leaves, structure = jax.tree.flatten(self.state)
@@ -251,14 +258,17 @@ def _axis_in(
     names: Sequence[str],
 ) -> int | None:
     """Returns the axis of a leaf, counted from the end, that counts a parameter's
-    neurons; None where the leaf has none of them.
+    neurons; None where the leaf does not have the neurons.
 
-    A leaf has the parameter's shape, or that without one axis (the factored moments of
-    Adafactor), or a single number that stands for no moment.
+    A leaf has the parameter's shape, or that shape without one axis (the factored
+    moments of Adafactor), or is a single number that stands for no moment.
 
     Args:
-      axis: the neurons' in the parameter, from the end.
+      shape: the shape of the leaf.
+      of_param: the shape of the parameter.
+      axis: the axis of the neurons in the parameter, counted from the end.
       layers: how many leading axes of the parameter stack layers.
+      names: the path of the leaf, for the error.
     Raises:
       ValueError: the shape is another one, or leaves open which axis is missing.
     """
@@ -285,8 +295,8 @@ def _axis_in(
 def take_neurons(
     leaf: jax.Array, order: Int[Array, "*layers d_hidden"], axis: int
 ) -> jax.Array:
-    """Returns the array with neuron i replaced by neuron order[i] along `axis`, which
-    counts from the end; with stacked layers each of them by its own order."""
+    """Returns the array with neuron order[i] in the place of neuron i along `axis`,
+    which counts from the end. With stacked layers each layer has its own order."""
     if order.ndim == 1:
         return jnp.take(leaf, order, axis=axis)
     # Layer by layer: on a mesh, a layer that is permuted is whole on every device.
@@ -294,8 +304,8 @@ def take_neurons(
 
 
 def _names(keys: Sequence[object]) -> Path:
-    """Returns a leaf's path name by name, without the attribute of a Variable that
-    holds it."""
+    """Returns a leaf's path as names, without the attribute of the Variable that holds
+    it."""
     if keys and getattr(keys[-1], "name", None) in ("value", "raw_value"):
         keys = keys[:-1]
     return tuple(str(_name(key)) for key in keys)

@@ -44,7 +44,7 @@ from sparsejax.training.step import Run, TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run ended."""
+    """The result of a run that has ended."""
 
     state: TrainState
     model: Transformer
@@ -52,11 +52,13 @@ class Outcome:
     folder: Path
     """The run folder."""
     completed: bool
-    """False when it ended early, with everything saved."""
+    """Whether all steps are done; False where the run ended early, with everything
+    saved."""
     resume_in_new_process: bool
-    """It ended early after the last sparse phase: see `train`."""
+    """Whether the run ended early after its last sparse phase, to go on in a new
+    process: see `train`."""
     checkpoint: Path
-    """The last one."""
+    """The last checkpoint."""
 
 
 def train(
@@ -128,7 +130,7 @@ def train(
 
 
 class _Loop(Progress):
-    """A running `train`."""
+    """A run inside `train`, from its first step to its last."""
 
     def __init__(
         self,
@@ -224,8 +226,8 @@ class _Loop(Progress):
         )
 
     def do_step(self, tokens: jax.Array) -> dict[str, jax.Array]:
-        """Returns the next optimiser step, with the sparsity that it has in its
-        phase."""
+        """Takes the next optimiser step, with the sparsity that it has in its phase,
+        and returns its report."""
         sparsity = self.phase.sparsity_of(self.step + 1 - self.phase_start())
         step = self.run_of_phase.step(sparsity, self.phase.held)
         with self.pace.compiling(sparsity):
@@ -233,8 +235,8 @@ class _Loop(Progress):
         return report
 
     def left_sparse_kernels(self) -> bool:
-        """Returns whether, at the end of a phase, that ran on sparse tensor cores and
-        the next one is dense."""
+        """Returns whether the run has just left a phase that ran on sparse tensor cores
+        for a dense one."""
         at_the_end = self.step == self.config.steps
         if at_the_end or self.phase_index == 0 or not self.phase.is_dense:
             return False
@@ -258,8 +260,9 @@ class _Loop(Progress):
         return every > 0 and step % every == 0
 
     def check(self, step: int, report: dict[str, jax.Array]) -> None:
-        """Raises NonFiniteLoss. Called before anything of the step is saved: a NaN
-        gradient behind a finite loss would be in the masters."""
+        """Raises NonFiniteLoss where the loss or the gradient of a step is not finite.
+        It is called before anything of the step is saved: a NaN gradient behind a
+        finite loss would be in the masters."""
         self.refuse_non_finite(step, {name: float(x) for name, x in report.items()})
 
     def log(self, report: dict[str, jax.Array]) -> None:
@@ -307,7 +310,7 @@ class _Loop(Progress):
         self.record("ffn", **values)
 
     def end_phase(self, *, validated: bool) -> None:
-        """Validates, switches to the next phase if there is one, saves for good."""
+        """Validates, switches to the next phase if there is one, and saves for good."""
         if not validated:
             self.validate()
         last = self.phase_index + 1 == len(self.phases)

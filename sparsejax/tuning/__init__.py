@@ -1,1 +1,1 @@
-"""Timing the GEMMs that a run needs, before it starts."""
+"""The timing of the GEMMs that a run needs, before the run starts."""

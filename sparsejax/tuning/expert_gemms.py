@@ -1,7 +1,8 @@
-"""The FFN's GEMMs of experts with a 2:4 operand, alone: random operands as they lie in
-memory, a token in one expert each.
+"""The FFN's GEMMs of experts with a 2:4 operand, each by itself: their operands are
+random and lie as in memory, with each token in one expert.
 
-Numbered as in `ffn_gemms`. The dense GEMM that each stands for is over all neurons.
+They are numbered as in `ffn_gemms`. The dense GEMM that each stands for is over all
+neurons.
 """
 
 from collections.abc import Callable
@@ -34,15 +35,17 @@ class Problem(NamedTuple):
     tuned: TunedGemm
     """What its times are looked up by."""
     sparse: Callable[..., Any]
-    """The kernel's GEMM, as a function of its config and the operands."""
+    """Runs the kernel's GEMM, as a function of its config and the operands."""
     operands: tuple
     dense: Callable[[jax.Array, jax.Array], jax.Array]
     of_dense: tuple[jax.Array, jax.Array]
     pack: Callable[..., Any]
-    """Makes the sparse operand of `source`; of 5 and 6 those of both."""
+    """Makes the sparse operand from `source`; for GEMMs 5 and 6 the operands of
+    both."""
     source: tuple
     expected: Callable[[], tuple[Callable[[Any], jax.Array], np.ndarray]]
-    """Takes some of the result, and what that is in float32."""
+    """Returns a function that takes some of the result, and these numbers in
+    float32."""
 
     @property
     def shape(self) -> Shape:
@@ -59,11 +62,13 @@ def make_problem(
     *,
     dense_share: float = DENSE_SHARE,
 ) -> Problem:
-    """Returns random operands of a size, the tokens in the experts of `routed`, one
-    each.
+    """Returns a GEMM with random operands of a size.
 
     Args:
-      dense_share: of an expert's features, those that stay dense in GEMMs 5 and 6.
+      gemm: the number of the GEMM.
+      tokens, d_model, d_hidden: the sizes of the FFN.
+      routed: the rows of the tokens, each token in one expert.
+      dense_share: the share of an expert's features that stay dense in GEMMs 5 and 6.
     """
     experts, v = routed.experts, routed.v
     used = int(used_tiles(routed))
@@ -188,7 +193,7 @@ def _gradient(da: jax.Array, kept: PackedRows) -> Packed:
 
 
 def error(problem: Problem, call: Callable[[], Any]) -> float:
-    """Returns the error of what a kernel computes, relative to float32, on some of its
+    """Returns the relative error of a kernel's result against float32, on some of its
     rows."""
     some, expected = problem.expected()
     got = np.asarray(some(call()), np.float32)

@@ -1,4 +1,5 @@
-"""The FFN's GEMMs with a 2:4 operand, alone: random operands as they lie in memory.
+"""The FFN's GEMMs with a 2:4 operand, each by itself: their operands are random and lie
+as in memory.
 
 `C = A B` of the kernel is, with A the sparse operand,
 
@@ -8,8 +9,8 @@
     5      dW1^T = dY1^T X        dY1 2:4 along T, written as dW1 (d, F), float32
     6      dW2 = A^T dY           A 2:4 along T, float32
 
-In 5 and 6 the features that stay dense have a second row below all others, and so a
-result apart; the dense GEMM has each row once.
+In 5 and 6 the dense features have a residual row below all others, and so a result
+apart; the dense GEMM has each row once.
 """
 
 from collections.abc import Callable
@@ -38,12 +39,12 @@ from sparsejax.sparsity.packed import Packed, in_blocks, unpack
 Gemm = Literal["1", "2", "4", "5", "6"]
 
 DENSE_FEATURES = 0.05
-"""Of GEMMs 5 and 6 with packing: the recipe's."""
+"""The share of features that stay dense in GEMMs 5 and 6 with packing: the recipe's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One GEMM, its operands, and how the sparse one is made."""
+    """One GEMM, its operands, and how its sparse operand is made."""
 
     gemm: Gemm
     tokens: int
@@ -52,22 +53,23 @@ class Problem:
     tuned: TunedGemm
     """What its times are looked up by."""
     source: Any
-    """What is packed: W, Y1, dA, or A by token."""
+    """The array or arrays that are packed: W, Y1, dA, or A by token."""
     copied: jax.Array
-    """The numbers in it: a copy of them is what packing is compared with."""
+    """The numbers in `source`; packing is compared with a copy of them."""
     packed: Packed
-    """A (m, k)."""
+    """The sparse operand A (m, k), packed."""
     residual_rows: int
-    """How many of A's last rows are residual: second rows of features kept dense."""
+    """The number of A's last rows that are residual: second rows of dense features."""
     masked: jax.Array
-    """A dense, as it lies in memory: (m, k), or (k, m) where k counts tokens."""
+    """A with zeros in place of what is dropped, as it lies in memory: (m, k), or (k, m)
+    where k counts tokens."""
     masked_once: jax.Array
-    """Without second rows: what a dense GEMM multiplies."""
+    """The array `masked` without residual rows, which a dense GEMM multiplies."""
     b: jax.Array
     pack: Callable[[Any], Packed]
     pack_and_multiply: Callable[[Any, jax.Array], jax.Array]
-    """Of `source` and `b`, everything that a training step does; for GEMMs 5 and 6 with
-    the features that stay dense."""
+    """Does to `source` and `b` everything that a training step does; for GEMMs 5 and 6
+    with the features that stay dense."""
 
     @property
     def shape(self) -> Shape:
@@ -75,8 +77,8 @@ class Problem:
         return self.tuned.shape()
 
     def sparse(self, config: Config, packed: Packed, b: jax.Array) -> Any:
-        """Returns the kernel alone; of GEMMs 5 and 6 the product of A's residual rows
-        apart."""
+        """Returns the result of the kernel alone; for GEMMs 5 and 6 the product of A's
+        residual rows comes second, by itself."""
         kernels, transpose_out = hopper_kernels(config), self.shape.transpose_out
         if self.gemm in ("5", "6"):
             return kernels.weight_gradient(
@@ -91,7 +93,7 @@ class Problem:
         )
 
     def whole(self, results: Any) -> jax.Array:
-        """Returns C of all rows of A."""
+        """Returns C for all rows of A as one matrix."""
         if self.gemm not in ("5", "6"):
             return results
         if not self.residual_rows:
@@ -99,13 +101,13 @@ class Problem:
         return jnp.concatenate(results, axis=int(self.shape.transpose_out))
 
     def dense(self, masked: jax.Array, b: jax.Array) -> jax.Array:
-        """Returns the library's GEMM."""
+        """Returns the result of the library's dense GEMM."""
         factors = self._factors(masked, b)
         return jnp.matmul(*factors, preferred_element_type=self._out_dtype)
 
     def exact(self, rows: slice) -> jax.Array:
-        """Returns rows of C as it is written, those of second rows of A too, in
-        float32."""
+        """Returns rows of C in float32, as C is written, those of A's residual rows
+        included."""
         lhs, rhs = self._factors(self.masked, self.b)
         lhs, rhs = lhs[rows].astype(jnp.float32), rhs.astype(jnp.float32)
         return jnp.matmul(lhs, rhs, precision="highest")
@@ -129,12 +131,14 @@ def make_problem(
     dense_share: float | None = None,
     float32_out: bool = False,
 ) -> Problem:
-    """Returns random operands of a size.
+    """Returns a GEMM with random operands of a size.
 
     Args:
-      dense_share: of the features, those that stay dense in GEMMs 5 and 6; None for
+      gemm: the number of the GEMM.
+      tokens, d_model, d_hidden: the sizes of the FFN.
+      dense_share: the share of features that stay dense in GEMMs 5 and 6; None for
         `DENSE_FEATURES`.
-      float32_out: whether GEMM 4 writes float32, to be added to another one.
+      float32_out: whether GEMM 4 writes float32, to be added to another product.
     Raises:
       ValueError: no kernel runs this size; says why.
     """
@@ -215,11 +219,11 @@ def _tuned_gemm(
 
 
 def errors(problem: Problem, candidate: jax.Array) -> tuple[float, float, float]:
-    """Returns the relative errors against float32 of the candidate, the largest that is
-    right, and of the dense GEMM; over all rows, some at a time: in float32 the product
-    is large.
+    """Returns three errors relative to float32: that of the candidate, the largest that
+    counts as right, and that of the dense GEMM.
 
-    Right is a tenth above the dense GEMM's; and where both accumulate and store
+    They are taken over all rows, some at a time: in float32 the product is large. An
+    error is right up to a tenth above the dense GEMM's; where both accumulate and store
     float32, both are exact.
     """
     results = candidate, problem.dense(problem.masked, problem.b)
@@ -235,8 +239,8 @@ def errors(problem: Problem, candidate: jax.Array) -> tuple[float, float, float]
 
 
 def hopper_kernels(config: Config | None = None) -> HopperKernels:
-    """Returns the kernels of the GPU that is traced for, all GEMMs cut up as `config`
-    says."""
+    """Returns the kernels of the current GPU; all GEMMs take `config`, or where that is
+    None each its own."""
     kernels = kernels_of(current_device())
     assert isinstance(kernels, HopperKernels)
     return replace(kernels, fixed_config=config)

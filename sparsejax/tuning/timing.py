@@ -1,4 +1,4 @@
-"""Times callables against each other: interleaved, so that drifts hit all alike."""
+"""Interleaved timing of callables against each other, so that drifts hit all alike."""
 
 import random
 import statistics
@@ -10,31 +10,32 @@ from typing import Any
 import jax
 
 Span = tuple[float, float]
-"""Start and end, by `time.perf_counter`."""
+"""The start and the end of a measurement, in seconds of `time.perf_counter`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """One callable's times over all rounds, and its ratio to the baseline."""
+    """The times of one callable over all rounds, and its ratio to the baseline."""
 
     name: str
     time_ms: float
-    """Median."""
+    """The median time of one call, in milliseconds."""
     time_ms_min: float
     time_ms_max: float
     ratio: float
-    """Median over the rounds of time / baseline's time in the same round."""
+    """The median over the rounds of its time over the baseline's in the same round."""
     ratio_min: float
     ratio_max: float
     rounds: int
 
 
 def over_alone(timing: Timing, alone: Timing) -> dict[str, Any]:
-    """Returns how many times as fast as a baseline that was timed by itself, before: of
-    the medians, and of the worst and the best pair. What a benchmark's row has of it.
+    """Returns the fields of a benchmark's row that compare a timing with a baseline
+    timed by itself, before: how many times as fast it is, by the medians, and by the
+    worst and the best pair.
 
-    For a dense baseline of sparse kernels: the first of them that a process launches
-    makes the driver of a Hopper GPU keep the clock lower for all that follows
+    This is for a dense baseline of sparse kernels: the first of them that a process
+    launches makes the driver of a Hopper GPU keep the clock lower for all that follows
     (experiments/LOG.md, 2026-11-22).
     """
     return {
@@ -86,12 +87,12 @@ def time_queued(
     settle_seconds: float = 0.08,
     seed: int = 0,
 ) -> tuple[list[Timing], dict[str, list[Span]]]:
-    """Times per call where calls follow each other without a gap, as in a training
-    step; and when each callable was timed.
+    """Returns the time per call of every callable where calls follow each other without
+    a gap, as in a training step; and when each was timed.
 
-    As `time_interleaved`, but a round runs every callable for `settle_seconds` unheard
-    (clock and power of a GPU follow what runs on it, and lag behind), then queues
-    `seconds` worth of calls and waits for the last.
+    It works as `time_interleaved`, but a round runs every callable for `settle_seconds`
+    without timing it (clock and power of a GPU follow what runs on it, and lag behind),
+    then queues `seconds` worth of calls and waits for the last.
     """
     _check(calls, baseline, rounds)
     counts = {name: _calls_in(call, seconds) for name, call in calls.items()}

@@ -1,4 +1,4 @@
-"""Times the 2:4 GEMMs of a run on its own GPU, where nobody has yet.
+"""The tuning of a run: its 2:4 GEMMs that nobody has timed are timed on its own GPU.
 
 Which config of a kernel is fastest, and whether that is faster than a dense GEMM, is
 looked up by `pallas_kernels.tuning`. What is not known of this very GPU at a run's own
@@ -42,36 +42,38 @@ from sparsejax.tuning.ffn_gemms import Gemm
 from sparsejax.tuning.timing import time_queued
 
 WAIT_SECONDS = 1800
-"""How long other processes wait for the one that tunes."""
+"""The seconds that other processes wait for the one that tunes."""
 
 FINALISTS = 3
-"""How many configs of a GEMM are timed with care, after a short look at all."""
+"""The number of configs of a GEMM that are timed with care, after a short look at
+all."""
 
 EXPERTS_ERROR = 3e-3
-"""Relative, of a product of bfloat16 rounded to it: half of its last bit is 2e-3."""
+"""The largest relative error of a right product of bfloat16 that is rounded to
+bfloat16: half of its last bit is 2e-3."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One GEMM on random operands, compiled: functions without arguments."""
+    """One GEMM on random operands, compiled to functions without arguments."""
 
     gemm: TunedGemm
     sparse: Mapping[Config, Callable[[], Any]]
-    """The kernel alone, by config."""
+    """The kernel alone, as one function per config."""
     dense: Callable[[], Any]
-    """What it stands for."""
+    """The dense GEMM that the kernel stands for."""
     pack: Callable[[], Any]
     """Makes the sparse operand."""
     gemms_packed: int
-    """How many GEMMs read what one `pack` makes."""
+    """The number of GEMMs that read what one call of `pack` makes."""
     is_correct: Callable[[Callable[[], Any]], bool]
-    """Whether one of `sparse` computes the GEMM."""
+    """Returns whether one of the functions in `sparse` computes the GEMM."""
 
 
 def gemms_of_run(config: TrainConfig) -> list[GemmSpec]:
-    """Returns the FFN GEMMs of a run's sparse phases, of one micro-batch on one of the
-    devices here; none where a backend without these kernels is named. Raises ValueError
-    where the mesh does not fit the devices."""
+    """Returns the FFN GEMMs of a run's sparse phases, for one micro-batch on one of the
+    devices here; none where a backend other than Hopper's kernels is named. Raises
+    ValueError where the mesh does not fit the devices."""
     if config.backend not in (None, HOPPER.name):
         return []
     mesh = config.mesh.resolve(jax.device_count())
@@ -89,8 +91,8 @@ def gemms_of_run(config: TrainConfig) -> list[GemmSpec]:
 
 
 def runnable(specs: Iterable[GemmSpec]) -> dict[TunedGemm, GemmSpec]:
-    """Finds the GEMMs that the kernels of their device could run with a 2:4 operand,
-    one of each key of the tables."""
+    """Returns the GEMMs that the kernels of their device could run with a 2:4 operand,
+    one for each entry of the tables."""
     found: dict[TunedGemm, GemmSpec] = {}
     for spec in specs:
         if HOPPER.why_unavailable(spec.device) is not None or spec.dtype != "bfloat16":
@@ -101,8 +103,8 @@ def runnable(specs: Iterable[GemmSpec]) -> dict[TunedGemm, GemmSpec]:
 
 
 def missing(specs: Iterable[GemmSpec], device: Device) -> dict[TunedGemm, GemmSpec]:
-    """Finds the `runnable` GEMMs that nobody has measured on `device` near their number
-    of tokens."""
+    """Returns the `runnable` GEMMs that nobody has measured on `device` near their
+    number of tokens, as the tables name them."""
     return {
         gemm: spec
         for gemm, spec in runnable(specs).items()
@@ -116,14 +118,15 @@ def tune_missing(
     report: Callable[[str], None],
     measure: Callable[[Trial], tuning.Entry] | None = None,
 ) -> list[tuning.Entry]:
-    """Measures the GEMMs that `missing` finds and keeps them in the user's cache. On
-    anything but a Hopper GPU nothing is done.
+    """Measures the GEMMs that `missing` finds, keeps them in the user's cache, and
+    returns them. On anything but a Hopper GPU nothing is done.
 
     Args:
+      specs: the GEMMs of a run.
       report: takes a line about each GEMM, and one about all.
-      measure: what times a GEMM; None for `measured`.
+      measure: the function that times a GEMM; None for `measured`.
     Raises:
-      ValueError: a kernel computes none of its configs correctly on this GPU.
+      ValueError: no config of a kernel computes right on this GPU.
     """
     device = current_device()
     if device.why_not_hopper() is not None:
@@ -162,9 +165,9 @@ def tune_missing(
 def tune_for_all(
     specs: Sequence[GemmSpec], *, tune: bool, report: Callable[[str], None]
 ) -> None:
-    """What a run does before it is planned, on every process: process 0 tunes, if
-    `tune`, and all others take its user's entries instead of their own. With different
-    ones they would choose, and compile, different programs.
+    """Tunes before a run is planned, on every process: process 0 tunes, if `tune`, and
+    all others take its user's entries instead of their own. With different ones they
+    would choose, and compile, different programs.
 
     Raises:
       ValueError: as `tune_missing`.
@@ -183,7 +186,8 @@ def tune_for_all(
 
 
 def measured(trial: Trial) -> tuning.Entry:
-    """Times a GEMM: its correct configs in turn with the dense one, and packing.
+    """Returns the times of a GEMM: its correct configs are timed in turn with the dense
+    one, and packing by itself.
 
     Raises:
       ValueError: no config is correct.
@@ -229,7 +233,7 @@ def measured(trial: Trial) -> tuning.Entry:
 
 
 def trial_of(spec: GemmSpec) -> Trial:
-    """Returns the operands of a GEMM that `missing` has found, and its programs."""
+    """Returns the trial of a GEMM that `missing` has found."""
     gemm: Gemm
     if spec.is_weight_gradient:
         gemm = "5" if spec.sparse_operand == "gradient" else "6"
@@ -330,12 +334,13 @@ def _trial_of_experts(
 
 def _share(whole: int, features: int) -> float:
     """Returns the share of the features that `dense_feature_count` rounds up to
-    `whole`: half a tile less, whichever way the division is rounded."""
+    `whole`: half a tile less, so that it does not matter how the division is
+    rounded."""
     return max(0.0, (whole - FEATURE_TILE / 2) / features)
 
 
 def trial_of_problem(problem: ffn_gemms.Problem) -> Trial:
-    """Returns the programs of one GEMM of all neurons."""
+    """Returns the trial of one GEMM over all neurons."""
     configs = _candidates(problem.shape)
     operands = problem.packed, problem.b
     calls = compile_all(
@@ -368,7 +373,7 @@ def trial_of_problem(problem: ffn_gemms.Problem) -> Trial:
 
 
 def trial_of_experts(problem: expert_gemms.Problem) -> Trial:
-    """Returns the programs of one GEMM of experts."""
+    """Returns the trial of one GEMM of experts."""
     configs, operands = _candidates(problem.shape), problem.operands
     calls = compile_all(
         {config: (partial(problem.sparse, config), operands) for config in configs}
@@ -393,8 +398,8 @@ def _candidates(shape: Shape) -> list[Config]:
 
 
 def compile_all(jobs: Mapping[Any, tuple[Callable[..., Any], tuple]]) -> dict:
-    """Compiles functions with their arguments side by side: every config is a program
-    of its own."""
+    """Returns functions compiled with their arguments, side by side: every config is a
+    program of its own."""
 
     def one(job: tuple[Callable[..., Any], tuple]) -> Callable[[], Any]:
         function, arguments = job

@@ -1,1 +1,2 @@
-"""Parts that the GEMM kernels share: tiles, splits, the instruction, the epilogue."""
+"""The parts that the GEMM kernels share: tiles, splits, the instruction, the
+epilogue."""

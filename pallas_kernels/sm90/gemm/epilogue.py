@@ -85,10 +85,11 @@ def copy_epi_tile(
       out_gmem: C; or two results, C's rows before `split_row` and those from there on.
       origin: row and column of C where the epilogue tile begins.
       expert: the index along `expert_axis`; None where C has no such axis.
-      expert_axis: which axis of C counts experts.
-      split_row: the first row of C that belongs to the second result.
+      expert_axis: the axis of C that counts experts.
+      split_row: the first row of C that belongs to the second result; None where there
+        is one result.
       transpose: whether the tile is one of C^T, and the results are transposed.
-      add: whether the tile is added to what C has there; None: it is not.
+      add: whether the tile is added to what C has there; None: it is written.
     """
     row, column = origin
     lines, rows, line = smem.shape

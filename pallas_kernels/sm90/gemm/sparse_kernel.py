@@ -39,10 +39,10 @@ from pallas_kernels.sm90.sparse_matmul_configs import (
 )
 
 Epilogue = Callable[..., None]
-"""Writes what it makes of an epilogue tile of C, 64 rows by `out_columns` in registers,
-in place of the tile itself. Called with the shape, the tile, the tile's own shared
-memory, the epilogue's inputs, all outputs, and (row, column) of C where the tile
-begins."""
+"""A function that writes what it makes of an epilogue tile of C, 64 rows by
+`out_columns` in registers, in place of the tile itself. It is called with the shape,
+the tile, the tile's own shared memory, the epilogue's inputs, all outputs, and (row,
+column) of C where the tile begins."""
 
 
 def sparse_kernel(
@@ -59,11 +59,12 @@ def sparse_kernel(
     inputs: int,
     parts: RowParts | None,
 ) -> None:
-    """The body of the kernel, for a grid of `clusters` clusters and `config.warpgroups`
-    + 1 warpgroups a block; the arguments are those of `sparse_matmul.launch`.
+    """Runs the kernel's body, on a grid of `clusters` clusters with `config.warpgroups`
+    + 1 warpgroups in a block; the arguments are those of `sparse_matmul.launch`.
 
     Args:
-      refs: the epilogue's inputs, what the order of the tiles looks up, the results.
+      refs: the epilogue's inputs, the arrays in which the order of the tiles is looked
+        up, and the results.
     """
     inputs_gmem, refs = refs[:inputs], refs[inputs:]
     walk, reduction, out_gmem = _walk(shape, config, parts, refs)
@@ -272,7 +273,8 @@ def _walk(
     shape: Shape, config: Config, parts: RowParts | None, refs: Sequence
 ) -> tuple[Walk, OrderedReduction, Sequence]:
     """Returns the order of the tiles, the reduction over parts of k, and the results'
-    references, which follow what the order looks up in `refs`."""
+    references. In `refs` the results follow the arrays in which that order is looked
+    up."""
     tiling = tiling_of(shape, config)
     if not shape.group_tile:
         return EveryTile(tiling), OrderedReduction(), refs
@@ -311,7 +313,7 @@ def _by_eight(ref):
 
 def _reads_beyond(shape: Shape, config: Config, half: int) -> bool:
     """Returns whether a half of a pair may be copied from beyond A: past its last rows,
-    or past k where that is half a pair too short. What is there is zero."""
+    or past k where k ends with half a pair. What is read there is zero."""
     tail = half == 1 and shape.k % (2 * TILE_K) != 0
     return tail or shape.m % (config.tile_m * config.cluster) != 0
 

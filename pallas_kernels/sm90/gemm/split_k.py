@@ -22,22 +22,22 @@ TILE = 256
 fixed, so that results do not depend on the config."""
 
 MOST_PARTS = 8
-"""The most parts that all rows are cut into: each waits for the one before it."""
+"""The most parts that all rows are cut into: each part waits for the one before it."""
 
 
 class Part(NamedTuple):
     """Consecutive rows of one expert, which one task sums over."""
 
     expert: Any
-    """The expert whose rows these are."""
+    """The expert that the rows belong to."""
     first: Any
-    """The group tile where the part begins."""
+    """The index of the group tile where the part begins."""
     length: Any
-    """How many group tiles it has."""
+    """The number of group tiles of the part."""
     number: Any
-    """Its number among the parts of its expert, from 0."""
+    """The number of the part among the parts of its expert, from 0."""
     after: Any
-    """How many parts of its expert follow it."""
+    """The number of parts of the same expert that follow it."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class RowParts:
     """
 
     experts: int
-    """How many experts there are."""
+    """The number of experts."""
     tiles: int
-    """How many group tiles all rows fill."""
+    """The number of group tiles that all rows fill."""
     size: int
-    """The length that parts have about, in group tiles."""
+    """The approximate length of a part, in group tiles."""
 
     @classmethod
     def of(
@@ -141,18 +141,19 @@ def _rows(ends, expert) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class OrderedReduction:
-    """Adds the parts of a tile of C in their order, inside the kernel. The first part
-    writes the tile, each later one waits for the flag of the part before it and adds.
+    """The addition of the parts of a tile of C in their order, inside the kernel. The
+    first part writes the tile, each later one waits for the flag of the part before it
+    and adds.
 
     A task waits for an earlier task only, and the grid must have no more blocks than
     can run at a time: then some block can always go on.
     """
 
     flags: Any = None
-    """Semaphores in main memory, (tasks, blocks of a cluster, warpgroups), which say
-    that a part has been added; None where no tile has two parts."""
+    """The semaphores in main memory, (tasks, blocks of a cluster, warpgroups), which
+    say that a part has been added; None where no tile has two parts."""
     tiles_of_c: int = 0
-    """How many tiles one C has: as many tasks lie between two parts of one tile."""
+    """The number of tiles of one C: as many tasks lie between two parts of one tile."""
 
     @classmethod
     def of(

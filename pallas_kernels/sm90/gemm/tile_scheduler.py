@@ -1,4 +1,4 @@
-"""Which tile of a GEMM a block works on, and where its operands are.
+"""The tile of a GEMM that a block works on, and where its operands are.
 
 Everything here is traced in the kernel. A `Walk` has all tasks in their order; those
 of one cluster of blocks are every so many of them (`OwnTasks`). Numbers are int32, or
@@ -27,40 +27,40 @@ class Task(NamedTuple):
     expert: Any = None
     """The expert whose operands are multiplied; None where there are no experts."""
     first_step: Any = 0
-    """Where the task begins along k, in the kernel's steps."""
+    """The step along k where the task begins, in the kernel's steps."""
     steps: Any = None
-    """How many steps it takes; None for all that k has."""
+    """The number of steps that the task takes; None for all that k has."""
     index: Any = None
-    """The task's number among all tasks. Given where k is split, since several tasks
-    then have the same tile."""
+    """The number of the task among all tasks; None unless k is split, since several
+    tasks then have the same tile."""
     part: Any = None
-    """Which part of its expert's k the task has, from 0."""
+    """The part of its expert's k that the task sums, from 0; None unless k is split."""
     parts_after: Any = None
-    """How many parts of the same expert follow it."""
+    """The number of parts of the same expert that follow it; None unless k is split."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """C (m, n) cut into tiles."""
+    """The cut of C (m, n) into tiles."""
 
     tile_m: int
-    """Rows of C in the tile of a whole cluster."""
+    """The number of rows of C in the tile of a whole cluster."""
     tile_n: int
-    """Columns of C in a tile."""
+    """The number of columns of C in a tile."""
     rows: int
-    """How many tiles there are along m."""
+    """The number of tiles along m."""
     columns: int
-    """How many tiles there are along n."""
+    """The number of tiles along n."""
     grid_tile_width: int
-    """How many tiles along the minor axis are visited before the next ones along the
-    other."""
+    """The number of tiles along the minor axis that are visited before the next ones
+    along the other."""
     grid_minor_dim: Literal["m", "n"]
     """The minor axis: the one along which successive tiles lie."""
 
     def snake(self, index) -> tuple[Any, Any]:
         """Returns (row, column) of the tile that is visited at a position of the order.
-        Tiles that follow each other are neighbours, so that what they share of A or B
-        is still in the L2 cache."""
+        Consecutive tiles are neighbours, so that the part of A or B that they share is
+        still in the L2 cache."""
         return plgpu.planar_snake(
             index,
             (self.rows, self.columns),
@@ -74,12 +74,12 @@ class Walk(ABC):
     """The tasks of a GEMM, in their order."""
 
     tiling: Tiling
-    """How C is cut up; with one C for each expert, how each of them is."""
+    """The cut of C into tiles; with one C for each expert, of each of them."""
 
     @property
     @abstractmethod
     def count(self) -> Any:
-        """How many tasks there are."""
+        """The number of tasks."""
 
     @abstractmethod
     def task(self, index) -> Task:
@@ -101,17 +101,17 @@ class EveryTile(Walk):
 @dataclass(frozen=True)
 class ByExpert(Walk):
     """The tasks of a GEMM whose tokens, rows or columns of C, are sorted by expert, in
-    group tiles of one expert each. Only the first group tiles are used; the others have
+    group tiles of one expert each. Only the first group tiles are used; all others have
     no tasks."""
 
     tile_expert: Any
-    """A reference to int32 (group tiles,): the expert of each."""
+    """A reference to the expert of each group tile, int32 (group tiles,)."""
     used_tiles: Any
-    """A reference to int32 (1,): how many group tiles are used."""
+    """A reference to the number of used group tiles, int32 (1,)."""
     group_tile: int
-    """How many tokens a group tile has."""
+    """The number of tokens of a group tile."""
     tokens_are_rows: bool
-    """Whether tokens are C's rows, else its columns."""
+    """Whether the tokens are rows of C, or else columns."""
 
     @property
     def count(self) -> Any:
@@ -147,13 +147,13 @@ class ByExpert(Walk):
 @dataclass(frozen=True)
 class OverTokensOfExpert(Walk):
     """The tasks of weight gradients: one C for each expert, summed over its tokens. A
-    task has a tile of one C and a part of its expert's tokens, see `split_k`."""
+    task has a tile of one C and a part of its expert's tokens; see `split_k`."""
 
     parts: RowParts
     ends: Any
-    """A reference to int32 (experts,): the first group tile after each expert's own."""
+    """A reference to the first group tile after each expert's own, int32 (experts,)."""
     steps_of_tile: int
-    """How many of the kernel's steps along k a group tile has."""
+    """The number of the kernel's steps along k that a group tile has."""
 
     @property
     def count(self) -> Any:
@@ -175,14 +175,14 @@ class OverTokensOfExpert(Walk):
 
 @dataclass(frozen=True)
 class OwnTasks:
-    """The tasks of one block: every `clusters`th one is its cluster's, and the block
-    has its own rows of those tiles."""
+    """The tasks of one block: every `clusters`th task is its cluster's, and the block
+    has its own rows of these tiles."""
 
     walk: Walk
     clusters: int
-    """How many clusters the grid has."""
+    """The number of clusters of the grid."""
     blocks: int
-    """How many blocks a cluster has; they lie side by side along m."""
+    """The number of blocks of a cluster; they lie side by side along m."""
     first: Any
     """The position of the cluster's first task."""
 
@@ -194,7 +194,7 @@ class OwnTasks:
 
     @property
     def count(self) -> Any:
-        """How many tasks the block has."""
+        """The number of tasks of the block."""
         return (self.walk.count - self.first + self.clusters - 1) // self.clusters
 
     def task(self, index) -> tuple[Task, Any, Any]:
@@ -208,7 +208,7 @@ class OwnTasks:
 
 
 def tiling_of(shape, config) -> Tiling:
-    """Returns how a `Config` cuts up the C of a `Shape`."""
+    """Returns the cut of the C of a `Shape` into tiles by a `Config`."""
     tile_m = config.tile_m * config.cluster
     return Tiling(
         tile_m=tile_m,

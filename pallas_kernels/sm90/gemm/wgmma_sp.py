@@ -18,11 +18,11 @@ from pallas_kernels.sm90 import mosaic_internals
 from pallas_kernels.sm90.mosaic_internals import FragmentedArray
 
 SWIZZLE_A = 128
-"""Bytes of a row of A's values in shared memory: 128 columns of A, half of them
+"""The bytes of a row of A's values in shared memory: 128 columns of A, half of them
 kept."""
 
 SWIZZLE_B = 128
-"""Bytes of a row of B in shared memory: 64 columns."""
+"""The bytes of a row of B in shared memory: 64 columns."""
 
 FIRST_TWO = 0x44444444
 """A word of metadata whose groups keep their first two entries. Of the two positions in
@@ -50,9 +50,9 @@ def sparse_wgmma(
         tiled (m / 8, 1, 8, 64) with `SWIZZLE_A`.
       metadata: for each 64 rows, uint32 (128,), one word for each thread; the order is
         that of `sparsejax.sparsity.packed`.
-      b: in shared memory with `SWIZZLE_B`. K-major: n rows of 64, tiled
-        (n / 8, 1, 8, 64); else 64 rows of n, tiled (8, n / 64, 8, 64).
-      half: of the 128 columns of A, 0 or 1.
+      b: B in shared memory with `SWIZZLE_B`. K-major: n rows of 64, tiled (n / 8, 1, 8,
+        64); else 64 rows of n, tiled (8, n / 64, 8, 64).
+      half: the half of the 128 columns of A that is multiplied, 0 or 1.
       b_k_major: whether k is the contiguous axis of b.
       beyond: whether A may have words of zeros, as a copy leaves them where it reaches
         beyond the metadata in memory. They are no metadata, and are replaced.

@@ -1,1 +1,1 @@
-"""What a single thread of a kernel does with the numbers in its registers."""
+"""The work of a single thread of a kernel on the numbers in its registers."""

@@ -12,7 +12,7 @@ from pallas_kernels.sm90.threads import packed16x2
 
 def squared(da: ir.Value, a: ir.Value, dtype: ir.Type) -> list[ir.Value]:
     """Returns dY1 = dA 2 relu(Y1), rounded once. relu(Y1) is the root of A, rounded to
-    A's dtype, which is what was squared."""
+    A's dtype: exactly the number that was squared."""
     lower, upper = packed16x2.to_float32(a, dtype)
     hidden = packed16x2.rounded(
         packed16x2.square_root(lower), packed16x2.square_root(upper), dtype

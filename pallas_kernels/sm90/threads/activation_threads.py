@@ -22,12 +22,13 @@ class Row(Protocol):
 
     @property
     def index(self) -> ir.Value:
-        """The row of what is written; the last one where there is no such row."""
+        """The index of the row that is written; the last one where there is no such
+        row."""
         ...
 
     @property
     def exists(self) -> ir.Value:
-        """Whether what is written has the row."""
+        """Whether the written matrix has the row."""
         ...
 
     def load_pairs(self, ref: ir.Value) -> list[ir.Value]:
@@ -43,7 +44,7 @@ class Place(NamedTuple):
 
     @property
     def first_feature(self) -> ir.Value:
-        """The first of the 16 features that a thread has."""
+        """The index of the first of the 16 features that a thread has."""
         start = arith.muli(self.feature_block, constant(TILE))
         return arith.addi(start, prune_2to4.metadata_columns(prune_2to4.thread()))
 
@@ -150,12 +151,13 @@ def _bytes_of_nibbles(counts: ir.Value) -> ir.Value:
 
 
 class Kept(NamedTuple):
-    """A thread's entries of 2:4 matrices that have the same positions."""
+    """The entries that a thread has of 2:4 matrices with the same positions."""
 
     word: ir.Value
     """The word of metadata: the positions in both of the thread's rows."""
     of_rows: Sequence[Sequence[Sequence[ir.Value]]]
-    """Indexed by row, matrix and group: a word that holds the group's two entries."""
+    """The kept entries, indexed by row, matrix and group: a word that holds the group's
+    two entries."""
 
 
 def load_kept(
@@ -164,7 +166,8 @@ def load_kept(
     matrices: Sequence[ir.Value],
     metadata: ir.Value,
 ) -> Kept:
-    """Loads a thread's kept values of `matrices` and their positions."""
+    """Returns a thread's kept values of `matrices` and their positions, which it
+    loads."""
     (word,) = prune_2to4.load(metadata, None, place.word(metadata), 1)
     column = activation_tiles.half(place.first_feature)
     return Kept(
@@ -184,8 +187,8 @@ def gradients_at(
     kept: Kept,
     outputs: Sequence[ir.Value],
 ) -> None:
-    """Writes what `compute` makes of dA and of the kept values, at each kept
-    position."""
+    """Writes the gradients that `compute` makes of dA and of the kept values, at each
+    kept position."""
     dtype = prune_2to4.element_type(outputs[0])
     column = activation_tiles.half(place.first_feature)
     for half, (row, there) in enumerate(zip(rows, kept.of_rows, strict=True)):

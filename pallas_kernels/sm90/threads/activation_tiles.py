@@ -1,6 +1,7 @@
 """The tiles, 64 features wide, that the kernels of 2:4 activations work on.
 
-What may be packed, how a kernel is run on every tile, and where a tile is in memory.
+This file says which activations may be packed, runs a kernel on every tile, and finds a
+tile in memory.
 """
 
 from collections.abc import Sequence
@@ -23,13 +24,14 @@ _SCALAR = plgpu.Layout.WG_SPLAT
 
 class ByExpert(NamedTuple):
     """Rows that are tokens of a matrix, each with the features of its expert alone. The
-    matrix has the features of all experts, equally many each, one after the other."""
+    matrix has the features of all experts, equally many for each, one after the
+    other."""
 
     row_token: Int[Array, " rows"] | None
-    """int32, the token of each row, -1 for a row of zeros. None: the matrix itself has
+    """The token of each row, int32, -1 for a row of zeros. None: the matrix itself has
     these rows."""
     tile_expert: Int[Array, " tiles"]
-    """int32, the expert of each group tile; a group tile is a multiple of 64 rows."""
+    """The expert of each group tile, int32; a group tile is a multiple of 64 rows."""
     experts: int
 
     @property
@@ -51,7 +53,7 @@ class ByExpert(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where a kernel finds a block of 64 rows of a `ByExpert`."""
+    """The place where a kernel finds a block of 64 rows of a `ByExpert`."""
 
     row_token: ir.Value | None
     expert: ir.Value
@@ -61,7 +63,7 @@ class Source(NamedTuple):
     def of_block(
         cls, arrays: Sequence[ir.Value], row_block: ir.Value, rows: int
     ) -> "Source":
-        """Returns where a block's rows are, from the `ByExpert.arrays` of so many
+        """Returns the place of a block's rows, found in the `ByExpert.arrays` of `rows`
         rows."""
         tile_expert, *row_token = arrays
         (tiles,) = ir.MemRefType(tile_expert.type).shape
@@ -84,8 +86,8 @@ class Source(NamedTuple):
 
 
 def why_unsupported(features: int, dtype: str) -> str | None:
-    """Returns why activations cannot be packed, whatever the number of tokens, or
-    None."""
+    """Returns why activations cannot be packed, whatever the number of tokens, or None
+    where they can."""
     if features % TILE or not features:
         return f"{features} features are not a multiple of {TILE}"
     if dtype not in ("bfloat16", "float16"):
@@ -142,8 +144,8 @@ def _on_tile(kernel, features: int, arrays: int, *refs) -> None:
 
 
 def half(column: ir.Value) -> ir.Value:
-    """Returns the column among the kept values of a column of the dense matrix: half of
-    it."""
+    """Returns the column among the kept values that belongs to a column of the dense
+    matrix: half of it."""
     return arith.divui(column, constant(2))
 
 

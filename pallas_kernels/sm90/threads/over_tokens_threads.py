@@ -1,4 +1,4 @@
-"""2:4 along the tokens as one thread of a warpgroup packs it.
+"""2:4 along the tokens, as one thread of a warpgroup packs it.
 
 A warpgroup has a tile of 64 tokens by 64 features, a thread 8 features of four tokens.
 What it keeps goes through shared memory, so that the lines of a feature are written
@@ -18,20 +18,21 @@ from pallas_kernels.sm90.threads import activation_tiles, packed16x2, prune_2to4
 from pallas_kernels.sm90.threads.prune_2to4 import TILE, constant
 
 SEGMENTS = 64
-"""How many segments of equal length the tokens are cut into; the last one is filled up
-with tokens of zeros."""
+"""The number of segments of equal length that the tokens are cut into; the last one is
+filled up with tokens of zeros."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """What a kernel computes from two entries of a group, in the halves of a word."""
+    """The computation of a kernel on two entries of a group, which lie in the halves of
+    a word."""
 
     name: str
     gradients: int
-    """How many of the matrices, the last ones, are gradients, which are written along
+    """The number of matrices, the last ones, that are gradients; they are written along
     the features too."""
     matrices: int
-    """How many matrices are written, 2:4 along the tokens."""
+    """The number of matrices that are written, 2:4 along the tokens."""
     compute: Callable[..., Sequence[ir.Value]]
     """Returns a word for each of the matrices, from dA's word, if there are gradients,
     and the words of the kept values."""
@@ -91,7 +92,8 @@ def _split(refs: Sequence, count: int) -> tuple[Sequence, Sequence]:
 
 
 class _Rest(NamedTuple):
-    """The residual row of a feature that is kept dense: it takes what 2:4 drops."""
+    """The residual row of a feature that is kept dense: it takes the entries that 2:4
+    drops."""
 
     row: ir.Value
     exists: ir.Value
@@ -105,19 +107,20 @@ class _Rest(NamedTuple):
 
 
 LINES_WORDS = 8 * (8 * 16 + 4)
-"""Words of shared memory for 64 features by 16 groups of tokens. Each 8 features begin
-4 words further, so that the threads of a warp write to different banks."""
+"""The words of shared memory for 64 features by 16 groups of tokens. Each 8 features
+begin 4 words further, so that the threads of a warp write to different banks."""
 
 
 class _Lines(NamedTuple):
-    """A matrix in shared memory: a word holds the two kept entries of a group."""
+    """A matrix in shared memory, each word of which holds the two kept entries of a
+    group."""
 
     ref: ir.Value
     index: int
 
     def place(self, eighth: ir.Value, row: ir.Value, group: ir.Value) -> ir.Value:
-        """Returns the index of a word: of a group of tokens, and of one of the 8
-        features (`row`) of an eighth."""
+        """Returns the index of the word for a group of tokens and one of the 8 features
+        (`row`) of an eighth."""
         start = arith.muli(eighth, constant(LINES_WORDS // 8))
         start = arith.addi(start, arith.muli(row, constant(16)))
         start = arith.addi(start, constant(self.index * LINES_WORDS))
@@ -125,12 +128,13 @@ class _Lines(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """The two of four features that a token keeps, of 8 features: two groups."""
+    """The two of four features that a token keeps, for 8 features: two groups."""
 
     positions: Sequence[ir.Value]
     """The positions in each of the two groups, in the lower four bits of a word."""
     pairs: Sequence[Sequence[ir.Value]]
-    """Indexed by group and matrix: a word that holds the two kept entries."""
+    """The kept entries, indexed by group and matrix: a word that holds the group's two
+    entries."""
 
     def dense(self, matrix: int) -> list[ir.Value]:
         """Returns the token's 8 features of a matrix, two to a word, zeros where
@@ -142,8 +146,8 @@ class _Kept(NamedTuple):
 def _of_token(
     form: Form, token: "_Token", da, kept, metadata, along_features, at: "_Part"
 ) -> _Kept:
-    """Returns what one token keeps of each matrix, and writes its gradients along the
-    features."""
+    """Returns the entries that one token keeps of each matrix, and writes its gradients
+    along the features."""
     (word,) = prune_2to4.load(metadata, None, token.word, 1)
     shift = arith.muli(_upper(token.row), constant(16))
     odd = arith.muli(_bit(at.eighth, 0), constant(8))
@@ -201,7 +205,7 @@ def _keep_two_tokens(
 
 
 def _rows_of_lines(at: "_Part") -> list[ir.Value]:
-    """Returns the two features of whose lines a thread writes a quarter each."""
+    """Returns the two features of whose lines a thread writes one quarter each."""
     first = arith.muli(at.feature_block, constant(TILE))
     row = arith.addi(first, arith.divui(prune_2to4.thread(), constant(4)))
     return [row, arith.addi(row, constant(32))]
@@ -236,18 +240,19 @@ class _Token(NamedTuple):
     """One of a thread's tokens."""
 
     row: ir.Value
-    """The row of the kept matrices; the last one where there is no such token."""
+    """The index of the token's row in the kept matrices; the last one where there is no
+    such token."""
     word: ir.Value
     """The index of the word of metadata that holds the positions of its features."""
     exists: ir.Value | None
     """Whether the row has a token, since rows without one are zeros; None: every row
     has one."""
     stored: ir.Value | None
-    """Whether the gradients have a row for it; None: they do for every token."""
+    """Whether the gradients have a row for the token; None: they do for every token."""
     source: ir.Value
-    """The token's row of dA."""
+    """The index of the token's row in dA."""
     feature: ir.Value
-    """The first of the thread's 8 features in that row."""
+    """The index of the first of the thread's 8 features in that row."""
 
 
 class _Part(NamedTuple):
@@ -257,9 +262,9 @@ class _Part(NamedTuple):
     token_block: ir.Value
     feature_block: ir.Value
     eighth: ir.Value
-    """Which eighth of the tile's features the thread has, 0 to 7."""
+    """The eighth of the tile's features that the thread has, 0 to 7."""
     group: ir.Value
-    """Which group of four tokens the thread has, 0 to 15."""
+    """The group of four tokens that the thread has, 0 to 15."""
     first_feature: ir.Value
     tokens: int
     by_segments: bool
@@ -379,7 +384,8 @@ def _exchanged(
     word: ir.Value, distance: int, bit: ir.Value, lower: int, upper: int
 ) -> ir.Value:
     """Returns bytes of a thread's word and of the word of the thread `distance` away:
-    those that `lower` selects where the thread's `bit` is 0, else `upper`."""
+    the bytes that `lower` selects where the thread's `bit` is 0, else those that
+    `upper` selects."""
     selectors = arith.select(prune_2to4.equal(bit, 0), constant(lower), constant(upper))
     return packed16x2.bytes_of(
         word, mosaic_internals.shuffled(word, distance), selectors

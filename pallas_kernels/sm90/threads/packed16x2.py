@@ -1,4 +1,4 @@
-"""What one thread does with two groups of four 16-bit numbers at a time.
+"""Instructions on two groups of four 16-bit numbers at a time, as one thread runs them.
 
 The same entry of both groups is one word, an int32 with one number in each half: the
 integer instructions of a GPU then rank and select both groups at once. Everything here
@@ -16,7 +16,8 @@ from pallas_kernels.sm90.threads import prune_2to4
 from pallas_kernels.sm90.threads.prune_2to4 import constant, i32, shifted
 
 LOWER, UPPER = 0x5410, 0x7632
-"""Selectors for `bytes_of`: the lower halves of two words, and their upper halves."""
+"""The selectors for `bytes_of` that take the lower halves of two words, and their upper
+halves."""
 
 SIGNS = 0x80008000
 """The sign bits of both halves of a word."""
@@ -24,11 +25,11 @@ SIGNS = 0x80008000
 
 @dataclass(frozen=True)
 class Kept:
-    """Which two entries of each of two groups are kept, in the order of their
+    """The two entries that are kept of each of two groups, in the order of their
     indices."""
 
     masks: Sequence[ir.Value]
-    """A mask for each of four entries: in the half of a group all bits are set where
+    """The mask of each of four entries: in the half of a group all bits are set where
     the group keeps the entry, else none."""
 
     def first(self, of: Sequence[ir.Value]) -> ir.Value:
@@ -65,8 +66,8 @@ class Kept:
 def keep_two(keys: Sequence[ir.Value]) -> Kept:
     """Returns the two largest of four entries in both groups; of equal ones the first.
 
-    Keys are numbers of 15 bits, such as those of a float that is not negative (its
-    infinity and then its NaN are largest).
+    Keys are numbers of 15 bits, such as those of a float that is not negative (infinity
+    is larger than any number, and NaN larger still).
     """
     ahead: dict[tuple[int, int], ir.Value] = {}
     for i in range(4):
@@ -182,8 +183,8 @@ def square_root(value: ir.Value) -> ir.Value:
 
 
 def bytes_of(low: ir.Value, high: ir.Value, selectors: int | ir.Value) -> ir.Value:
-    """Returns four of the eight bytes of two words; a selector has four bits for each,
-    0 to 7."""
+    """Returns four of the eight bytes of two words; four bits of `selectors` choose
+    each of them, 0 to 7."""
     if isinstance(selectors, int):
         selectors = constant(selectors)
     # Of a selector with bit 3 set, the byte's sign eight times.

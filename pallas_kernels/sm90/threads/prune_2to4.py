@@ -1,8 +1,8 @@
-"""What one thread does with groups of four: load them, rank them, keep two, store.
+"""Instructions on groups of four, as one thread runs them: load, rank, keep two, store.
 
-For kernels that pack 2:4 matrices in the order of `wgmma.mma_async.sp`. A warpgroup has
-a tile of 64 rows by 64 entries along k. Everything here builds MLIR, in the body of an
-`inline_mgpu` function.
+They are for kernels that pack 2:4 matrices in the order of `wgmma.mma_async.sp`. A
+warpgroup has a tile of 64 rows by 64 entries along k. Everything here builds MLIR, in
+the body of an `inline_mgpu` function.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,13 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from pallas_kernels.sm90 import mosaic_internals
 
 TILE = 64
-"""How many rows a tile has, and how many entries along k."""
+"""The number of rows of a tile, and of its entries along k."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Which two entries of a group of four are kept, in the order of their indices."""
+    """The two entries that are kept of a group of four, in the order of their
+    indices."""
 
     ranks: Sequence[ir.Value]
     """The rank of each of the four entries; 0 is the largest."""
@@ -68,7 +69,7 @@ def magnitude_key(bits: ir.Value) -> ir.Value:
 
 
 def is_nan(bits: ir.Value) -> ir.Value:
-    """Returns whether these are the bits of a float32 NaN."""
+    """Returns whether `bits` are those of a float32 NaN."""
     magnitude = arith.andi(bits, constant(0x7FFFFFFF))
     return arith.cmpi(arith.CmpIPredicate.sgt, magnitude, constant(0x7F800000))
 
@@ -174,15 +175,16 @@ def element_type(ref: ir.Value) -> ir.Type:
 def load(
     ref: ir.Value, row: ir.Value | None, column: ir.Value, count: int
 ) -> list[ir.Value]:
-    """Loads `count` neighbouring entries of a row (or of a vector) in one access."""
+    """Returns `count` neighbouring entries of a row (or of a vector), loaded in one
+    access."""
     return _load(element_type(ref), ref, row, column, count)
 
 
 def load_pairs(
     ref: ir.Value, row: ir.Value | None, column: ir.Value, count: int
 ) -> list[ir.Value]:
-    """Loads `count` neighbouring pairs of 16-bit entries, each an int32, from `column`
-    of a row (or of a vector) on, in one access."""
+    """Returns `count` neighbouring pairs of 16-bit entries, each an int32, from
+    `column` of a row (or of a vector) on, loaded in one access."""
     return _load(i32(), ref, row, column, count)
 
 

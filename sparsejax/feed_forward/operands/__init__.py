@@ -1,1 +1,1 @@
-"""What the six GEMMs of an FFN read: weights, activations, rows of experts."""
+"""The operands of an FFN's six GEMMs: weights, activations, rows of experts."""

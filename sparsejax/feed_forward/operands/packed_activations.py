@@ -1,4 +1,4 @@
-"""2:4 activations as a set of kernels packs them, and GEMMs 5 and 6 of them.
+"""2:4 activations as a set of kernels packs them, and GEMMs 5 and 6 with them.
 
 Nothing here is differentiated: the FFN's backward is written out.
 """
@@ -23,16 +23,17 @@ from sparsejax.sparsity.packed import Packed, in_blocks
 
 
 class Activations(NamedTuple):
-    """A = relu(Y1)^2, two of four features kept: all that the backward needs of Y1."""
+    """A = relu(Y1)^2 with two of every four features kept: all that the backward needs
+    of Y1."""
 
     a: Packed
-    """(tokens, features)."""
+    """A, (tokens, features), packed along the features."""
     nonzeros: Int[Array, " features"]
-    """How many tokens have a kept entry that is not zero."""
+    """For each feature, how many tokens have a kept entry that is not zero."""
 
 
 def counted(kept: KeptActivations) -> Activations:
-    """Returns what a kernel kept, with the non-zeros of each feature summed."""
+    """Returns A as a kernel kept it, with the non-zeros of each feature summed."""
     return Activations(kept.a, _nonzeros(kept.counts))
 
 
@@ -41,44 +42,45 @@ def _nonzeros(counts: Int[Array, "_ features"]) -> Int[Array, " features"]:
 
 
 class GatedActivations(NamedTuple):
-    """Where A = relu(G)^2 * U is kept: all that the backward of a gated FFN needs."""
+    """relu(G) and U where A = relu(G)^2 * U is kept: all that the backward of a gated
+    FFN needs."""
 
     hidden: Packed
-    """relu(G), (tokens, features)."""
+    """The values of relu(G) at the positions of A, (tokens, features)."""
     up: Packed
-    """U, at the same positions."""
+    """The values of U at the same positions."""
     nonzeros: Int[Array, " features"]
-    """How many tokens have a kept entry of A that is not zero."""
+    """For each feature, how many tokens have a kept entry of A that is not zero."""
 
     @property
     def a(self) -> Packed:
-        """A, with the roundings it was made with."""
+        """A, rounded as it was when the forward made it."""
         hidden, dtype = self.hidden.values, jnp.finfo(self.hidden.dtype)
         square = lax.reduce_precision(hidden * hidden, dtype.nexp, dtype.nmant)
         return Packed(square * self.up.values, self.hidden.metadata)
 
 
 def counted_gated(kept: KeptGatedActivations) -> GatedActivations:
-    """Returns what a kernel kept of a gated FFN, with the non-zeros of each feature
-    summed."""
+    """Returns the activations of a gated FFN as a kernel kept them, with the non-zeros
+    of each feature summed."""
     return GatedActivations(kept.hidden, kept.up, _nonzeros(kept.counts))
 
 
 class WholeFeatures(NamedTuple):
-    """The features that lose nothing along the tokens: what their groups of four do not
-    keep stands in rows of their own, below those of all features."""
+    """The dense features, which lose nothing along the tokens: the entries that their
+    groups of four drop stand in residual rows, below the rows of all features."""
 
     chosen: Int[Array, " whole"]
-    """Which they are, in the order of those rows."""
+    """The indices of the dense features, in the order of their residual rows."""
     slots: Int[Array, " features"]
-    """A feature's row there, or -1."""
+    """The residual row of each feature, or -1 where it has none."""
     rows: int
-    """More than are chosen where those do not fill a block: their product is not
-    used."""
+    """The number of residual rows, a multiple of 64. Where the dense features are
+    fewer, other features fill the last rows; the product of those rows is not used."""
 
     @property
     def residual(self) -> ResidualRows:
-        """These rows, as kernels are told of them."""
+        """The residual rows in the form in which kernels take them."""
         return ResidualRows(self.slots, self.rows)
 
 
@@ -86,16 +88,19 @@ class TokenGroups(NamedTuple):
     """How GEMMs 5 and 6 group the tokens."""
 
     by_segments: bool
-    """In their fixed order, else as they come."""
+    """Whether a group takes its tokens in the fixed order, a 64th of all apart; else
+    they are consecutive."""
     whole: WholeFeatures | None
 
     @property
     def residual(self) -> ResidualRows | None:
-        """The second rows of the features that stay whole, if any do."""
+        """The residual rows of the dense features; None where no feature stays
+        dense."""
         return None if self.whole is None else self.whole.residual
 
     def as_read(self, x: Float[Array, "tokens d"]) -> Float[Array, "..."]:
-        """Returns x as the GEMM reads it in that order: see `multiply_packed`."""
+        """Returns x as the GEMM reads it in the order of the groups: in segments, or
+        with rows of zeros appended up to whole blocks of 64; see `KernelSet.matmul`."""
         if self.by_segments:
             return in_segments(x)
         return jnp.pad(x, ((0, in_blocks(len(x)) - len(x)), (0, 0)))
@@ -104,11 +109,11 @@ class TokenGroups(NamedTuple):
 def token_groups(
     sparsity: FFNSparsity, tokens: int, nonzeros: Int[Array, " features"]
 ) -> TokenGroups:
-    """Groups for tokens in their fixed order, or as they come; a share of the features,
-    those with most non-zeros, stays whole.
+    """Returns the groups of GEMMs 5 and 6: of tokens in their fixed order or as they
+    come, with the share of features that have most non-zeros kept dense.
 
-    Their second rows come in blocks of 64: where they do not fill the last one, the
-    first of the other features have a row whose product is not used.
+    Residual rows come in blocks of 64: where the dense features do not fill the last
+    block, the first of the other features have a row whose product is not used.
     """
     count = dense_feature_count(nonzeros.size, sparsity.dense_features)
     whole = whole_features(nonzeros, count, tokens) if count else None
@@ -118,7 +123,8 @@ def token_groups(
 def whole_features(
     nonzeros: Int[Array, " features"], count: int, tokens: int
 ) -> WholeFeatures:
-    """Returns the `count` features with most non-zeros, of at most `tokens`."""
+    """Returns the `count` features with most non-zeros; no feature has more than
+    `tokens`."""
     rows = in_blocks(count)
     found, index = densest(nonzeros, count, tokens), jnp.arange(nonzeros.size)
     others = index - found.before
@@ -135,7 +141,8 @@ def weight_gradient_up(
     x: Float[Array, "tokens d"],
     dy_up: Packed,
 ) -> Float[Array, "d features"]:
-    """Returns dW1 = X^T dY1 in float32, dY1 over tokens."""
+    """Returns dW1 = X^T dY1 (d, features) in float32, with dY1 packed along the
+    tokens."""
     # (d, F) = ((F, T) @ (T, d))^T
     return _weight_gradient(kernels, groups, dy_up, x, transpose_out=True)
 
@@ -143,7 +150,7 @@ def weight_gradient_up(
 def weight_gradient_down(
     kernels: KernelSet, groups: TokenGroups, a: Packed, dy: Float[Array, "tokens d"]
 ) -> Float[Array, "features d"]:
-    """Returns dW2 = A^T dY in float32, A over tokens."""
+    """Returns dW2 = A^T dY (features, d) in float32, with A packed along the tokens."""
     # (F, d) = (F, T) @ (T, d)
     return _weight_gradient(kernels, groups, a, dy, transpose_out=False)
 
@@ -156,7 +163,7 @@ def _weight_gradient(
     *,
     transpose_out: bool,
 ) -> jax.Array:
-    """Returns `sparse @ dense`, or its transpose."""
+    """Returns `sparse @ dense` in float32, or its transpose."""
     product, lost = kernels.weight_gradient(
         sparse,
         groups.as_read(dense),
@@ -177,7 +184,8 @@ def add_lost(
     *,
     columns: bool,
 ) -> Float[Array, "_ _"]:
-    """Returns `product` with `lost` added to its chosen rows or columns."""
+    """Returns `product` with `lost`, the product of the residual rows, added to its
+    chosen rows or columns."""
     # In place; each number once, so that the bits repeat. Number by number along the
     # columns, since XLA would first transpose all of the product.
     rows = np.arange(product.shape[0])[:, None]

@@ -27,22 +27,25 @@ from sparsejax.sparsity.packed import Packed, in_blocks
 
 
 class PackedRows(NamedTuple):
-    """A = relu(Y1)^2 of the rows, two of four neurons kept: all that the backward needs
-    of Y1, with the rows' dispatch, and X where `x_rows` is None."""
+    """A = relu(Y1)^2 of the rows with two of every four neurons kept: all that the
+    backward needs of Y1, with the rows' dispatch, and X where `x_rows` is None."""
 
     a: Packed
-    """(rows, d_hidden / E)."""
+    """A, (rows, d_hidden / E), packed along the neurons."""
     nonzeros: Int[Array, "experts neurons"]
-    """How many of an expert's rows have a kept entry that is not zero."""
+    """For each expert and each of its neurons, how many of the expert's rows have a
+    kept entry that is not zero."""
     routed: Dispatch
     x_rows: Float[Array, "rows d_model"] | None = None
-    """X of the rows, where the backward is to have them from here."""
+    """The rows of X as GEMM 1 read them, where the backward takes them from here; else
+    None."""
 
 
 def counted(
     routed: Dispatch, kept: KeptActivations, x_rows: jax.Array | None
 ) -> PackedRows:
-    """Returns what a kernel kept of the rows, with the non-zeros of each expert summed.
+    """Returns A of the rows as a kernel kept it, with the non-zeros of each expert's
+    neurons summed.
 
     Args:
       x_rows: as in `PackedRows`.
@@ -58,22 +61,24 @@ def counted(
 
 
 class RowGroups(NamedTuple):
-    """How GEMMs 5 and 6 group an expert's rows: four that follow each other."""
+    """How GEMMs 5 and 6 group an expert's rows: four consecutive rows make a group."""
 
     whole: WholeFeatures | None
-    """One entry for each expert, along a first axis."""
+    """The neurons that stay dense, one entry for each expert along a first axis; None
+    where none does."""
 
     @property
     def residual(self) -> ResidualRows | None:
-        """The second rows of all experts' neurons that stay whole, if any do."""
+        """The residual rows of all experts' dense neurons; None where no neuron stays
+        dense."""
         if self.whole is None:
             return None
         return ResidualRows(self.whole.slots.reshape(-1), self.whole.rows)
 
 
 def row_groups(sparsity: FFNSparsity, tokens: int, kept: PackedRows) -> RowGroups:
-    """Returns a share of each expert's neurons, those with most non-zeros, stays
-    whole."""
+    """Returns the groups of GEMMs 5 and 6 by expert: in each expert the share of
+    neurons that have most non-zeros stays dense."""
     count = dense_feature_count(kept.nonzeros.shape[1], sparsity.dense_features)
     if count == 0:
         return RowGroups(None)
@@ -96,8 +101,8 @@ def weight_gradient_of_experts(
     *,
     transpose_out: bool,
 ) -> Float[Array, "_ _"]:
-    """Returns `sparse @ x`, of each expert over its own rows, in float32: dW2
-    (features, d), or dW1 (d, features)."""
+    """Returns `sparse @ x`, summed for each expert over its own rows, in float32: dW2
+    (features, d), or with `transpose_out` dW1 (d, features)."""
     residual = groups.residual
     product, lost = kernels.expert_weight_gradient(
         sparse,
@@ -122,7 +127,8 @@ def weight_gradient_of_experts(
 
 
 def _side_by_side(result: jax.Array, transpose_out: bool) -> jax.Array:
-    """Puts experts' matrices together, as columns of one matrix or as its rows."""
+    """Returns the experts' matrices as one matrix, concatenated along its columns with
+    `transpose_out`, else along its rows."""
     if transpose_out:
         return result.reshape(result.shape[0], -1)
     return result.reshape(-1, result.shape[2])

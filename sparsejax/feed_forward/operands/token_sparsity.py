@@ -21,8 +21,9 @@ from sparsejax.sparsity.estimators import mvue
 from sparsejax.sparsity.masks import magnitude_mask
 
 SEGMENTS = 64
-"""Into which the tokens are cut: a step of a sparse GEMM over tokens reads one of
-each, rows that lie a fixed distance apart, so that nothing has to be moved."""
+"""The number of segments that the tokens are cut into. A step of a sparse GEMM over
+tokens reads one token of each segment, rows that lie a fixed distance apart, so that
+nothing has to be moved."""
 
 
 def in_segments(x: Float[Array, "tokens d"]) -> Float[Array, "segments length d"]:
@@ -33,15 +34,16 @@ def in_segments(x: Float[Array, "tokens d"]) -> Float[Array, "segments length d"
 
 
 def in_fixed_order(x: Float[Array, "tokens d"]) -> Float[Array, "ordered d"]:
-    """Returns the rows of x in the order of `fixed_token_order`, zeros where there is
-    none."""
+    """Returns the rows of x in the order of `fixed_token_order`, with zeros where that
+    order has -1."""
     segments = in_segments(x)
     return segments.swapaxes(0, 1).reshape(-1, segments.shape[2])
 
 
 def fixed_token_order(tokens: int) -> np.ndarray:
-    """Returns the order in which the tokens are grouped, four after four: the first of
-    each of 64 segments of the text, then the second; -1 where a segment has none.
+    """Returns the order in which the tokens are grouped, four after four, int32: the
+    first token of each of 64 segments of the text, then the second of each; -1 where a
+    segment has none.
 
     The four tokens of a group are a 64th of all tokens apart.
     """
@@ -52,20 +54,24 @@ def fixed_token_order(tokens: int) -> np.ndarray:
 
 
 class Densest(NamedTuple):
-    """Some of a vector's entries."""
+    """The entries of a vector that are chosen as its largest."""
 
     chosen: Bool[Array, " features"]
     before: Int[Array, " features"]
-    """How many of the chosen come before each."""
+    """For each entry, how many of the chosen entries come before it."""
 
 
 def densest_features(
     nonzeros: Int[Array, "... features"], share: float, tokens: int
 ) -> Bool[Array, "... features"]:
-    """Marks the features with most non-zeros; ties go to the lower index.
+    """Returns booleans that are True for the features with most non-zeros, a `share` of
+    them rounded up to whole feature tiles; ties go to the lower index.
 
     Args:
-      tokens: no feature has more non-zeros.
+      nonzeros: how many non-zeros each feature has; leading axes are chosen from
+        separately.
+      share: share of the features to choose.
+      tokens: an upper bound of the non-zeros of a feature.
     """
     features = nonzeros.shape[-1]
     count = dense_feature_count(features, share)
@@ -79,8 +85,9 @@ def densest_features(
 def densest(nonzeros: Int[Array, " features"], count: int, tokens: int) -> Densest:
     """Returns the `count` features with most non-zeros; ties go to the lower index.
 
-    Their least number is found eight bits at a time: on a GPU a few short kernels,
-    where sorting takes three times as long.
+    The smallest number of non-zeros among them is found eight bits at a time: on a GPU
+    these are a few short kernels, where sorting takes three times as long. No feature
+    has more than `tokens` non-zeros.
     """
     least = jnp.zeros((), jnp.int32)
     most = min(tokens, jnp.iinfo(jnp.int32).max)
@@ -107,11 +114,11 @@ def sparsify_tokens(
     """Returns `x` with two of every four consecutive tokens kept, except where `dense`.
 
     "magnitude" keeps the two largest; "mvue" and "mvue_approximate" draw two and
-    rescale them so that the expectation is `x` (arXiv 2203.10991). The number of
-    tokens must be a multiple of four.
+    rescale them so that the expectation is `x` (arXiv 2203.10991). The number of tokens
+    must be a multiple of four.
 
     Raises:
-      ValueError: the method is none of these, or draws and has no key.
+      ValueError: the method is none of the three, or it draws and `key` is None.
     """
     check_value("method", method, TokenSparsity)
     if method == "magnitude":

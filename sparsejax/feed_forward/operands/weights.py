@@ -22,33 +22,34 @@ from sparsejax.sparsity.patterns import NM
 
 
 class PackedFFN(NamedTuple):
-    """beta S(W) of an FFN's weights, compressed along d_model, the axis that GEMMs 1
-    and 3 reduce over; `Packed` where sparse tensor cores will read it."""
+    """The matrices beta S(W) of an FFN's weights, compressed along d_model, the axis
+    that GEMMs 1 and 3 reduce over; `Packed` where sparse tensor cores will read
+    them."""
 
     up: Compressed | Packed
-    """S(W1): logical shape (d_model, d_hidden), groups along axis -2; `Packed` holds
-    its transpose."""
+    """S(W1), of logical shape (d_model, d_hidden), with groups along axis -2; `Packed`
+    holds its transpose."""
     down: Compressed | Packed
-    """S(W2^T)^T: logical shape (d_hidden, d_model), groups along axis -1."""
+    """S(W2^T)^T, of logical shape (d_hidden, d_model), with groups along axis -1."""
     gate: Compressed | Packed | None = None
-    """S(Wg) of a gated FFN, as `up`."""
+    """S(Wg) of a gated FFN, stored as `up`; None of a plain FFN."""
 
 
 class FFNWeights[T](NamedTuple):
-    """The weights of an FFN, or of each of them something else: its gradient, or how it
-    lies on a mesh."""
+    """The weights of an FFN; or one value of another type for each of them, such as its
+    gradient or its spec on a mesh."""
 
     up: T
-    """W1 (d_model, d_hidden), or Wu of a gated FFN."""
+    """The value for W1 (d_model, d_hidden), or for Wu of a gated FFN."""
     down: T
-    """W2 (d_hidden, d_model)."""
+    """The value for W2 (d_hidden, d_model)."""
     gate: T | None = None
-    """Wg of a gated FFN, as `up`."""
+    """The value for Wg (d_model, d_hidden) of a gated FFN; None of a plain FFN."""
 
 
 class ReadWeights(NamedTuple):
-    """The weights as a device's GEMMs read them: in the compute dtype, and S(W)
-    compressed where they are sparse."""
+    """The weights as a device's GEMMs read them: dense ones in the compute dtype, and
+    S(W) compressed where they are sparse, else None."""
 
     up: jax.Array
     down: jax.Array
@@ -76,11 +77,15 @@ def pack_ffn(
     Where GEMMs 1 and 3 can run on sparse tensor cores, the result is in their order.
 
     Args:
-      w_up, w_down, w_gate: float32 masters; leading axes are stacked layers.
+      w_up, w_down, w_gate: float32 masters; leading axes are stacked layers. `w_gate`
+        is None of a plain FFN.
+      sparsity: the sparsity of the FFN, which names the pattern of the weights.
       scales: beta of (up, down), or of (gate, up, down) for a gated FFN.
-      dtype: of the packed values.
-      layout: how the weights lie on a mesh of several devices.
-      backend: what will run the GEMMs; None for the best.
+      dtype: dtype of the packed values.
+      layout: how the weights lie on a mesh of several devices; None on one device.
+      backend: what will run the GEMMs; None for the fastest that can.
+    Raises:
+      ValueError: `scales` does not have one beta for each weight.
     """
     if sparsity.weights is None:
         return None
@@ -150,14 +155,13 @@ def multiply(
     *,
     out_dtype: jnp.dtype | None = None,
 ) -> jax.Array:
-    """Returns `lhs @ rhs`, neither a packed weight; a sparse activation comes
-    masked."""
+    """Returns `lhs @ rhs` of two dense operands; a sparse activation comes masked."""
     run = dense_matmul.implementations()[gemm.backend].run
     return run(lhs, rhs, out_dtype=out_dtype)
 
 
 def as_packed(weight: Compressed | Packed) -> Packed:
-    """Returns the weight as sparse tensor cores read it."""
+    """Returns the weight in the order that sparse tensor cores read."""
     return weight if isinstance(weight, Packed) else pack(weight)
 
 

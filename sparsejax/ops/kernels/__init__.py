@@ -1,1 +1,1 @@
-"""What GPUs with sparse tensor cores offer an FFN, behind one interface."""
+"""The kernels that GPUs with sparse tensor cores offer an FFN, behind one interface."""

@@ -1,4 +1,4 @@
-"""What a kind of GPU with sparse tensor cores offers an FFN.
+"""The interface of a set of kernels: what a kind of GPU offers an FFN.
 
 A `KernelSet` says which GEMMs it can run and how long they take, packs 2:4 operands in
 its own order, and multiplies them. Operands that it has packed carry its layout, and it
@@ -22,92 +22,102 @@ from sparsejax.sparsity.packed import Packed
 @dataclass(frozen=True, kw_only=True)
 class ExpertRows:
     """The rows of a `dispatch.Dispatch`, as kernels look them up: sorted by expert,
-    each expert's filled up to whole tiles."""
+    with each expert's rows padded to whole tiles."""
 
     tile_expert: Int[Array, " tiles"]
-    """The expert of each tile of rows / tiles rows, not decreasing."""
+    """The expert of each tile, in non-decreasing order; a tile has rows / tiles
+    rows."""
     used_tiles: Int[Array, ""]
-    """How many tiles hold any row. What a result holds beyond them is not defined."""
+    """The number of tiles that hold any row. What a result holds beyond them is not
+    defined."""
     ends: Int[Array, " experts"]
-    """The first tile after each expert's own."""
+    """For each expert the tile after its last one."""
     row_token: Int[Array, " rows"]
-    """The token of each row, -1 for a row that fills up a tile."""
+    """The token of each row; -1 for a padding row."""
     experts: int = field(metadata={"static": True})
 
 
 class ResidualRows(NamedTuple):
-    """The features that stay dense along the tokens: what 2:4 drops of them goes into
-    second, residual rows, below those of all features, so that the sum of both is
-    exact."""
+    """The residual rows of the dense features: the entries that 2:4 along the tokens
+    drops of such a feature go into a second row, below the rows of all features, so
+    that the sum of both rows is exact."""
 
     slots: Int[Array, " features"]
-    """A feature's residual row, or -1; each row belongs to exactly one feature. With
-    experts, one expert's features after the other's, each with its own rows."""
+    """The residual row of each feature, or -1 where it has none; each row belongs to
+    exactly one feature. With experts, the features of one expert follow those of the
+    other, and each expert counts its own rows."""
     rows: int
-    """How many residual rows there are, of each expert; a multiple of 64."""
+    """The number of residual rows (with experts, of each expert), a multiple of 64."""
 
 
 class KeptActivations(NamedTuple):
-    """A = relu(Y1)^2, of four neighbouring features the two largest kept."""
+    """A = relu(Y1)^2 with two of every four neighbouring features kept, the largest
+    ones."""
 
     a: Packed
-    """(tokens, features)."""
+    """A, (tokens, features), packed along the features."""
     counts: Int[Array, "_ features"]
-    """Kept entries that are not zero, of each 16 rows that follow each other; uint8."""
+    """For every 16 consecutive rows, how many kept entries of each feature are not
+    zero; uint8."""
 
 
 class KeptGatedActivations(NamedTuple):
-    """A = relu(G)^2 * U, of four neighbouring features the two with the largest |A|."""
+    """A = relu(G)^2 * U with two of every four neighbouring features kept, those with
+    the largest |A|."""
 
     a: Packed
     hidden: Packed
-    """relu(G), at the positions of A."""
+    """The values of relu(G) at the positions of A."""
     up: Packed
-    """U, at the positions of A."""
+    """The values of U at the positions of A."""
     counts: Int[Array, "_ features"]
-    """Kept entries of A that are not zero, of each 16 rows that follow each other;
-    uint8."""
+    """For every 16 consecutive rows, how many kept entries of A are not zero, for each
+    feature; uint8."""
 
 
 class OverTokens(NamedTuple):
-    """A and the gradients before the activation, transposed: (features, tokens), 2:4
-    along the tokens; below them the residual rows of features that stay dense."""
+    """A and the gradients before the activation, transposed to (features, tokens) and
+    packed 2:4 along the tokens; the residual rows of dense features lie below."""
 
     a: Packed
     gradients: tuple[Packed, ...]
 
 
 class KernelSet(Protocol):
-    """The kernels of one device. Hashable, and equal to another that compiles the same
-    programs: it is a static argument of traced functions."""
+    """The kernels of one device. A set is hashable, and equal to another that compiles
+    the same programs: it is a static argument of traced functions."""
 
     @property
     def name(self) -> str:
-        """What users call it as a `backend`."""
+        """The name that users give as `backend`."""
         ...
 
     @property
     def layout(self) -> str:
-        """The order of what it packs: `Packed.layout` of its operands."""
+        """The name of the order in which the set packs operands: their
+        `Packed.layout`."""
         ...
 
     # What it can run.
 
     def why_unsupported(self, gemm: GemmSpec) -> str | None:
-        """Returns why it cannot run a GEMM with a 2:4 operand, or None."""
+        """Returns why the set cannot run a GEMM with a 2:4 operand, or None where it
+        can."""
         ...
 
     def why_no_dense_weight_gradient(self, gemm: GemmSpec) -> str | None:
-        """Returns why it has no kernel for a weight gradient that is dense by expert,
-        or None."""
+        """Returns why the set has no kernel for a weight gradient by expert whose
+        operands are both dense, or None where it has one."""
         ...
 
     def why_slower(self, gemm: GemmSpec) -> str | None:
-        """Returns why a GEMM that it can run is not to be chosen unasked, or None."""
+        """Returns why a GEMM that the set can run is not to be chosen unasked, or None
+        where it may be."""
         ...
 
     def times(self, gemm: GemmSpec) -> Times | None:
-        """Returns how long the GEMM takes, dense as well, where that is known."""
+        """Returns how long the GEMM takes on the set and how long the dense GEMM takes,
+        or None where that is not known."""
         ...
 
     def describe(self, gemm: GemmSpec) -> tuple[str, float]:
@@ -118,7 +128,8 @@ class KernelSet(Protocol):
     def why_not_packed(
         self, rows: int, k: int, dtype: str, out_dtype: jnp.dtype
     ) -> str | None:
-        """Returns why `pack_weight` cannot pack a (rows, k) weight, or None."""
+        """Returns why `pack_weight` cannot pack a (rows, k) weight, or None where it
+        can."""
         ...
 
     # Packing.
@@ -131,15 +142,20 @@ class KernelSet(Protocol):
         axis: int,
         dtype: jnp.dtype,
     ) -> Packed:
-        """Returns the scale times soft threshold of each matrix, 2:4 along `axis` (-1
-        or -2), in `dtype`: (matrices, rows, k), transposed where the axis is -2."""
+        """Returns scale * S(W) of each matrix, S being the soft threshold, packed 2:4
+        along `axis` (-1 or -2) with values in `dtype`: (matrices, rows, k), transposed
+        where the axis is -2."""
         ...
 
     def keep_features(
         self, y_up: Float[Array, "_ _"], rows: ExpertRows | None, *, by_token: bool
     ) -> KeptActivations:
-        """Returns a from Y1. With `rows` of each row its expert's features: Y1 has a
-        row per token and all neurons where it is `by_token`, else it has these rows."""
+        """Returns A = relu(Y1)^2, 2:4 along the features and packed, from Y1.
+
+        With `rows`, each row of A has the neurons of its expert. Y1 then has a row per
+        token and a column per neuron of all experts where it is `by_token`, else it has
+        the rows and columns of A.
+        """
         ...
 
     def activation_gradient(
@@ -150,20 +166,22 @@ class KernelSet(Protocol):
         *,
         by_token: bool,
     ) -> Packed:
-        """Returns dY1 = dA 2 relu(Y1) at the positions of A, from dA as `keep_features`
-        takes Y1."""
+        """Returns dY1 = dA 2 relu(Y1), packed at the positions of A. dA has the shape
+        that Y1 has in `keep_features`."""
         ...
 
     def keep_gated_features(
         self, gate: Float[Array, "tokens features"], up: Float[Array, "tokens features"]
     ) -> KeptGatedActivations:
-        """Returns a from G and U."""
+        """Returns A = relu(G)^2 * U, 2:4 along the features and packed, from G and
+        U."""
         ...
 
     def gated_gradients(
         self, da: Float[Array, "tokens features"], hidden: Packed, up: Packed
     ) -> tuple[Packed, Packed]:
-        """Returns dG = dA U 2 relu(G) and dU = dA relu(G)^2 at the positions of A."""
+        """Returns dG = dA U 2 relu(G) and dU = dA relu(G)^2, packed at the positions of
+        A."""
         ...
 
     def over_tokens(
@@ -175,9 +193,9 @@ class KernelSet(Protocol):
         *,
         by_segments: bool,
     ) -> OverTokens:
-        """Returns a and dY1, both 2:4 along the features, packed along the tokens as
-        well. Four tokens of a group follow each other in the order in which they come,
-        or, where they are taken `by_segments`, are a 64th of all apart."""
+        """Returns A and dY1, which come 2:4 along the features, packed along the tokens
+        as well. The four tokens of a group are consecutive, or, with `by_segments`, lie
+        a 64th of all tokens apart."""
         ...
 
     def activation_gradient_over_tokens(
@@ -190,7 +208,8 @@ class KernelSet(Protocol):
         by_token: bool,
         by_segments: bool,
     ) -> tuple[Packed, OverTokens]:
-        """Does `activation_gradient` and `over_tokens` in one pass."""
+        """Returns the results of `activation_gradient` and of `over_tokens`, computed
+        in one pass."""
         ...
 
     def gated_gradients_over_tokens(
@@ -202,13 +221,14 @@ class KernelSet(Protocol):
         *,
         by_segments: bool,
     ) -> tuple[tuple[Packed, Packed], OverTokens]:
-        """Returns `gated_gradients`, and A, dG and dU over tokens, in one pass."""
+        """Returns the results of `gated_gradients`, and A, dG and dU packed along the
+        tokens, computed in one pass."""
         ...
 
     def keep_tokens(
         self, x: Packed, residual: ResidualRows | None, *, by_segments: bool
     ) -> Packed:
-        """Returns one matrix that is 2:4 along the features, packed along the
+        """Returns one matrix, which comes 2:4 along the features, packed along the
         tokens."""
         ...
 
@@ -223,14 +243,14 @@ class KernelSet(Protocol):
         transpose_out: bool,
         out_dtype: jnp.dtype | None = None,
     ) -> Float[Array, "_ _"]:
-        """Returns a B, accumulated in float32 and rounded once.
+        """Returns A B, accumulated in float32 and rounded once.
 
         Args:
-          a: (m, k); its values are taken in the dtype of `b`.
-          b: (n, k) if `b_k_major`, else (k, n), or in segments (64, k / 64, n): row i
-            of B is then b[i % 64, i // 64].
+          a: A (m, k), packed along k; its values are taken in the dtype of `b`.
+          b: B, (n, k) if `b_k_major`, else (k, n), or in segments (64, k / 64, n): row
+            i of B is then b[i % 64, i // 64].
           transpose_out: return (A B)^T, (n, m).
-          out_dtype: None for the dtype of `b`.
+          out_dtype: dtype of the result; None for the dtype of `b`.
         """
         ...
 
@@ -242,17 +262,24 @@ class KernelSet(Protocol):
         transpose_out: bool,
         residual_rows: int,
     ) -> tuple[Float[Array, "_ _"], Float[Array, "_ _"] | None]:
-        """Returns `matmul` in float32 of A (m, tokens), 2:4 along the tokens, and B
-        (tokens, n) or in segments; the product of the last `residual_rows` rows of A
-        apart, None where there are none."""
+        """Returns A B in float32, of A (m, tokens), 2:4 along the tokens, and B
+        (tokens, n), which may come in segments as in `matmul`; (A B)^T with
+        `transpose_out`.
+
+        The product of the last `residual_rows` rows of A comes second, by itself; it is
+        None where there are none.
+        """
         ...
 
     def matmul_keep_features(
         self, x: Float[Array, "rows k"], weight: Packed, rows: ExpertRows | None
     ) -> KeptActivations:
-        """Returns `keep_features` of `x @ weight^T`, to the bit, in the GEMM's
-        epilogue: Y1 is not written. With `rows`, `weight` is that of the row's expert,
-        all experts' weights lying below each other."""
+        """Returns `keep_features` of Y1 = `x @ weight^T`, equal to the bit, made in the
+        GEMM's epilogue: Y1 is never written.
+
+        With `rows`, each row of x is multiplied by the weight of its expert; `weight`
+        then holds the experts' matrices one below the other.
+        """
         ...
 
     def matmul_activation_gradient(
@@ -262,21 +289,22 @@ class KernelSet(Protocol):
         a: Packed,
         rows: ExpertRows | None,
     ) -> Packed:
-        """Returns `activation_gradient` of `dy @ weight^T`, in the GEMM's epilogue: dA
-        is not written."""
+        """Returns `activation_gradient` of dA = `dy @ weight^T`, made in the GEMM's
+        epilogue: dA is never written."""
         ...
 
     def rows_by_expert_weight(
         self, x: Float[Array, "rows k"], weight: Packed, rows: ExpertRows
     ) -> Float[Array, "rows n"]:
-        """Returns `x[r] @ weight[expert of r]^T`, experts' weights below each other."""
+        """Returns `x[r] @ weight[expert of r]^T` for each row r; `weight` holds the
+        experts' matrices one below the other."""
         ...
 
     def expert_rows_matmul(
         self, a: Packed, b: Float[Array, "_ _ _"], rows: ExpertRows, *, b_k_major: bool
     ) -> Float[Array, "rows n"]:
-        """Returns `a[r] @ b[expert of r]`, b (n, experts, k) if `b_k_major`, else
-        (experts, k, n)."""
+        """Returns `a[r] @ b[expert of r]` for each row r, with b (n, experts, k) if
+        `b_k_major`, else (experts, k, n)."""
         ...
 
     def expert_weight_gradient(
@@ -288,7 +316,7 @@ class KernelSet(Protocol):
         transpose_out: bool,
         residual_rows: int,
     ) -> tuple[Float[Array, "_ _ _"], Float[Array, "_ _ _"] | None]:
-        """Returns `a[:, rows of e] @ b[rows of e]` of each expert, in float32; A (m,
+        """Returns `a[:, rows of e] @ b[rows of e]` for each expert e, in float32; A (m,
         rows) is 2:4 along the rows. The result is (experts, m, n), or (n, experts, m)
         if `transpose_out`; `residual_rows` is as in `weight_gradient`."""
         ...
@@ -302,8 +330,9 @@ class KernelSet(Protocol):
         group_tile: int,
         expert_axis: int,
     ) -> Float[Array, "_ _ _"]:
-        """Returns `lhs[rows of e]^T @ rhs[rows of e]` of each expert, both dense, in
-        float32: (experts, m, n), or (m, experts, n) with `expert_axis` 1."""
+        """Returns `lhs[rows of e]^T @ rhs[rows of e]` for each expert e, in float32, of
+        two dense operands: (experts, m, n), or (m, experts, n) with `expert_axis` 1.
+        `ends` is `ExpertRows.ends`, of tiles with `group_tile` rows."""
         ...
 
     # Rows.
@@ -311,6 +340,6 @@ class KernelSet(Protocol):
     def sum_rows(
         self, x: Float[Array, "_ d"], index: Int[Array, "_ terms"]
     ) -> Float[Array, "_ d"]:
-        """Sums of rows of x, in float32 and in the order of `index`; an index outside
-        of x adds nothing."""
+        """Returns for each row of `index` the sum of the rows of x that it names, taken
+        in float32 and in the order of `index`; an index outside of x adds nothing."""
         ...

@@ -49,8 +49,8 @@ class HopperKernels(HopperPacking):
     """`base.KernelSet` for a GPU of compute capability 9.0."""
 
     fixed_config: Config | None = None
-    """How every GEMM is cut up, where configs are compared; None: each as `tuning`
-    knows it."""
+    """The config that every GEMM's kernel takes, where configs are compared; None for
+    the one that `tuning` knows of each GEMM."""
 
     # What it can run.
 
@@ -118,15 +118,16 @@ class HopperKernels(HopperPacking):
         return f"2:4 {operand} of {gemm.experts} experts on {cores}", share
 
     def _cut_up_as_on(self, gemm: GemmSpec) -> str:
-        """Returns words that say where the kernel's config comes from, if it comes from
-        another GPU."""
+        """Returns words that name the GPU that the kernel's config was measured on, or
+        "" where that is this one."""
         known = self.times(gemm)
         if known is None or known.measured_on is None:
             return ""
         return f", cut up as on {known.measured_on}"
 
     def config_for(self, shape: Shape) -> Config:
-        """Returns how a GEMM's kernel is cut up: what was tuned, or the heuristic's."""
+        """Returns the config that a GEMM's kernel takes: the tuned one, or else the
+        heuristic's."""
         return self.fixed_config or tuning.config_for(self.device, shape)
 
     # Multiplying.
@@ -253,8 +254,8 @@ class HopperKernels(HopperPacking):
     def _to_packed(
         self, kernel: Callable[..., Any], rows: ExpertRows | None
     ) -> Callable[..., Any]:
-        """Returns a kernel of `matmul_to_packed` as a function of `used` and its
-        operands."""
+        """Returns a kernel of `matmul_to_packed` as a function of what `used` returns
+        and of the kernel's operands."""
         return one_by_one(
             _to_packed, kernel=kernel, kernels=self, experts=experts_of(rows)
         )

@@ -1,4 +1,5 @@
-"""Rows of experts, and features with residual rows, as kernels for Hopper find them."""
+"""The rows of experts, and the dense features' residual rows, as Hopper's kernels look
+them up."""
 
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -22,7 +23,8 @@ def one_by_one(kernel: Callable[..., Any], /, **options: Any) -> Callable[..., A
 def looking_up(
     found: tuple[jax.Array, ...], *operands: jax.Array, kernel: Callable, experts: int
 ) -> Any:
-    """Calls a kernel that looks up rows, if `lookups` has found any."""
+    """Calls a kernel on its operands and on the rows in `found`, which `lookups`
+    returned; where it returned none, the kernel gets None in their place."""
     return kernel(*operands, _by_expert(experts, found))
 
 
@@ -36,7 +38,7 @@ def over_tokens(
     by_segments: bool,
 ) -> Any:
     """Calls a kernel of `pallas_kernels.sm90.over_tokens` with what `lookups` and
-    `slots` have found."""
+    `slots` returned."""
     whole = (Whole(slots[0], residual_rows),) if slots else ()
     if not found:
         return kernel(*operands, *whole, by_segments=by_segments)
@@ -52,28 +54,30 @@ def _by_expert(experts: int, found: tuple[jax.Array, ...]) -> ByExpert | None:
 
 
 def experts_of(rows: ExpertRows | None) -> int:
-    """Returns how many experts the rows have; 0 where there are no rows."""
+    """Returns the number of experts of the rows; 0 where `rows` is None."""
     return 0 if rows is None else rows.experts
 
 
 def lookups(rows: ExpertRows | None, *, by_token: bool) -> tuple[jax.Array, ...]:
-    """Returns each tile's expert, and each row's token where the matrix has a row per
-    token."""
+    """Returns the expert of each tile and, with `by_token`, where the matrix has a row
+    per token, the token of each row; an empty tuple where `rows` is None."""
     if rows is None:
         return ()
     return (rows.tile_expert, rows.row_token) if by_token else (rows.tile_expert,)
 
 
 def used(rows: ExpertRows | None) -> tuple[jax.Array, ...]:
-    """Returns each tile's expert, and how many tiles are used."""
+    """Returns the expert of each tile and the number of used tiles; an empty tuple
+    where `rows` is None."""
     return () if rows is None else (rows.tile_expert, rows.used_tiles)
 
 
 def slots(residual: ResidualRows | None) -> tuple[jax.Array, ...]:
-    """Returns each feature's residual row, if any have one."""
+    """Returns the residual row of each feature; an empty tuple where no feature has
+    one."""
     return () if residual is None else (residual.slots,)
 
 
 def tile_rows(rows: ExpertRows) -> int:
-    """Returns how many rows a tile has."""
+    """Returns the number of rows of a tile."""
     return rows.row_token.size // rows.tile_expert.size

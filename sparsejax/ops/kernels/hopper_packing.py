@@ -173,7 +173,8 @@ class HopperPacking:
         return Packed(values, metadata, self.layout)
 
     def _check(self, *operands: Packed) -> None:
-        """Raises ValueError where an operand was packed in another order."""
+        """Raises ValueError where an operand was packed in another order than
+        Hopper's."""
         for operand in operands:
             if operand.layout != self.layout:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""A GEMM of an FFN as the tables of times and Hopper's kernels see it."""
+"""A GEMM of an FFN as the tables of times and the kernels for Hopper see it."""
 
 from pallas_kernels.sm90.sparse_matmul_configs import Shape
 from pallas_kernels.tuned_gemm import TunedGemm
@@ -8,7 +8,7 @@ from sparsejax.sparsity.packed import in_blocks
 
 
 def shape_of(gemm: GemmSpec) -> Shape:
-    """Returns the kernel's view of a GEMM with a 2:4 operand."""
+    """Returns the shape of a GEMM with a 2:4 operand, as its kernel sees it."""
     return tuned_gemm(gemm).shape()
 
 
@@ -47,12 +47,11 @@ def tuned_gemm(gemm: GemmSpec) -> TunedGemm:
 
 def all_neurons(gemm: GemmSpec) -> int:
     """Returns d_hidden of an FFN's GEMM with a sparse operand: a sparse input has the
-    neurons along d_in; a sparse weight, and a sparse gradient of the output, has them
-    along d_out."""
+    neurons along d_in, a sparse weight or output gradient has them along d_out."""
     return gemm.d_in if gemm.sparse_operand == "input" else gemm.d_out
 
 
 def residual_rows(gemm: GemmSpec) -> int:
-    """Returns how many rows are added below those of all features, for features that
-    stay dense along the tokens."""
+    """Returns the number of residual rows of a GEMM: rows below those of all features,
+    for the features that stay dense along the tokens."""
     return in_blocks(gemm.whole_features) if gemm.is_weight_gradient else 0

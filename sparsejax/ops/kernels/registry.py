@@ -1,4 +1,4 @@
-"""The sets of kernels that GPUs offer an FFN: one line for each.
+"""The sets of kernels that GPUs offer an FFN, each with one line here.
 
 A set is loaded only where its GPU is there or planned for, so that a process on a CPU
 imports no kernel. What a set has to offer is `base.KernelSet`.
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from sparsejax.ops.kernels.base import KernelSet
 
 KernelSetName = Literal["mosaic_sm90"]
-"""The names that users give as `backend`."""
+"""The names of the sets, which users give as `backend`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Registered:
-    """A set of kernels that may not be loaded yet."""
+    """A set of kernels that is registered, and loaded only when it is needed."""
 
     name: KernelSetName
     why_unavailable: Callable[[Device], str | None]
-    """Why a device cannot run any of them, or None."""
+    """Returns why a device can run none of the set's kernels, or None where it can."""
     load: Callable[[Device], "KernelSet"]
-    """The set, for a device that can."""
+    """Returns the set for a device that can run it."""
 
 
 def _load_hopper(device: Device) -> "KernelSet":
@@ -41,7 +41,7 @@ HOPPER = Registered(
 )
 
 REGISTERED: tuple[Registered, ...] = (HOPPER,)
-"""All sets, those that are to be preferred first."""
+"""All registered sets, the one to be preferred first."""
 
 
 def names() -> tuple[KernelSetName, ...]:
@@ -50,7 +50,8 @@ def names() -> tuple[KernelSetName, ...]:
 
 
 def name_for(device: Device) -> KernelSetName | None:
-    """Returns the name of `kernels_of`, which is not loaded."""
+    """Returns the name of the set that `kernels_of` would load for `device`, without
+    loading it; None where no set runs there."""
     runs = (each.name for each in REGISTERED if each.why_unavailable(device) is None)
     return next(runs, None)
 
