@@ -1,8 +1,8 @@
 """The fastest config of each GEMM, and its gain over dense: searched once, then looked
 up.
 
-`tuned/<gpu>.json` holds one entry per `TunedGemm`, with the dense time of the same run; the
-user's cache holds those of his own GPU (`tuning_cache`). A GEMM of another size is
+`tuned/<gpu>.json` holds one entry per `TunedGemm`, with the dense time of the same run;
+the user's cache holds those of his own GPU (`tuning_cache`). A GEMM of another size is
 estimated from the largest one that is nowhere larger: what sparsity gains, packing
 included, grows with every size. On a Hopper GPU that has an entry for neither it is
 estimated from what was measured on another one.

@@ -28,6 +28,11 @@ if EIGHT_DEVICES not in os.environ.get("XLA_FLAGS", ""):
     # test_eight_devices runs them, in processes that have the devices.
     collect_ignore = ["on_eight_devices"]
 
+# A program runs in the thread that calls it. In the pool of XLA, a thread per core,
+# the interpreter of GPU kernels waits for programs that the pool has no thread for: on
+# two cores it hung, once in some fifty runs of all tests. Read with the backend.
+jax.config.update("jax_cpu_enable_async_dispatch", False)
+
 if jax.default_backend() == "cpu":
     # Compiling is most of the time, and what LLVM makes faster runs for moments. In the
     # environment for the processes that tests start.

@@ -9,6 +9,12 @@ from typing import Any
 
 import jax
 
+SECONDS = 0.06
+"""Seconds of calls that `time_queued` times in a round."""
+
+SETTLE_SECONDS = 0.08
+"""Seconds of calls that `time_queued` makes before it times a callable."""
+
 Span = tuple[float, float]
 """The start and the end of a measurement, in seconds of `time.perf_counter`."""
 
@@ -83,8 +89,8 @@ def time_queued(
     *,
     baseline: str,
     rounds: int,
-    seconds: float = 0.06,
-    settle_seconds: float = 0.08,
+    seconds: float | None = None,
+    settle_seconds: float | None = None,
     seed: int = 0,
 ) -> tuple[list[Timing], dict[str, list[Span]]]:
     """Returns the time per call of every callable where calls follow each other without
@@ -93,8 +99,13 @@ def time_queued(
     It works as `time_interleaved`, but a round runs every callable for `settle_seconds`
     without timing it (clock and power of a GPU follow what runs on it, and lag behind),
     then queues `seconds` worth of calls and waits for the last.
+
+    Args:
+      seconds, settle_seconds: None for `SECONDS` and `SETTLE_SECONDS`.
     """
     _check(calls, baseline, rounds)
+    seconds = SECONDS if seconds is None else seconds
+    settle_seconds = SETTLE_SECONDS if settle_seconds is None else settle_seconds
     counts = {name: _calls_in(call, seconds) for name, call in calls.items()}
     order, shuffle = list(calls), random.Random(seed).shuffle
     times: dict[str, list[float]] = {name: [] for name in calls}

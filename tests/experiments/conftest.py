@@ -2,8 +2,16 @@
 
 import pytest
 
+from sparsejax.tuning import timing
 from tests.support.whole_runs import quick_runs
 from tests.support.wide_console import widen
+
+
+@pytest.fixture(autouse=True)
+def timed_briefly(monkeypatch):
+    """Benchmarks whose figures no test looks at."""
+    monkeypatch.setattr(timing, "SECONDS", 0.002)
+    monkeypatch.setattr(timing, "SETTLE_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")
