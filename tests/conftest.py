@@ -10,20 +10,13 @@ import pytest
 
 from tests.support import gpu_record
 from tests.support.micro_run import write_text
+from tests.support.xla_flags import EIGHT_DEVICES, QUICK_COMPILATION
 
-# On a CPU fusions go through XLA's older emitter, and a program is one LLVM module:
-# compiling takes a third of the time. The newer emitter runs MLIR's passes over every
-# fusion, in contexts made anew for every program. XLA reads this when JAX is first
-# asked for its devices.
-QUICK_COMPILATION = (
-    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true "
-    "--xla_cpu_parallel_codegen_split_count=1"
-)
+# XLA reads its flags when JAX is first asked for its devices.
 given_flags = os.environ.get("XLA_FLAGS", "")
 if QUICK_COMPILATION not in given_flags:
     os.environ["XLA_FLAGS"] = f"{QUICK_COMPILATION} {given_flags}".strip()
 
-EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 if EIGHT_DEVICES not in os.environ.get("XLA_FLAGS", ""):
     # test_eight_devices runs them, in processes that have the devices.
     collect_ignore = ["on_eight_devices"]

@@ -4,6 +4,7 @@ import atexit
 import gc
 import multiprocessing
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from sparsejax.reports import metrics
 from sparsejax.reports.metrics import DensePeak
 from sparsejax.training.step import Run
 from tests.support.micro_run import arrays_of, read_records, without_speed
+from tests.support.xla_flags import QUICK_COMPILATION
 
 LIMIT_SECONDS = 120
 """For what takes a few seconds on an idle machine."""
@@ -128,6 +130,38 @@ def _run(
     finally:
         # As an interpreter does; multiprocessing does not. JAX leaves its run here.
         atexit._run_exitfuncs()
+
+
+DISTRIBUTED = ("--distributed", "--heartbeat-seconds", "10")
+"""The flags of a process that is one of several."""
+
+
+def environments(processes: int) -> list[dict[str, str]]:
+    """Where each process of a run finds the others."""
+    with socket.socket() as unused:
+        unused.bind(("localhost", 0))
+        port = unused.getsockname()[1]
+    return [
+        {
+            "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+            "JAX_NUM_PROCESSES": str(processes),
+            "JAX_PROCESS_ID": str(process),
+        }
+        for process in range(processes)
+    ]
+
+
+def start_pair(arguments: list[str], files: Path) -> list[Process]:
+    """Two processes with a device each."""
+    one_device = {"XLA_FLAGS": QUICK_COMPILATION}
+    return [
+        Process(
+            [*arguments, *DISTRIBUTED],
+            files.with_name(f"{files.name}{process}"),
+            environment=environment | one_device,
+        )
+        for process, environment in enumerate(environments(2))
+    ]
 
 
 def finish(

@@ -1,21 +1,20 @@
 """Runs of two processes: one is killed or told to stop, and the run is resumed."""
 
 import signal
-import socket
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sparsejax.checkpoints.checkpoint import Checkpoints
-from tests.conftest import QUICK_COMPILATION
-from tests.faults.runs import Process, assert_ended_alike, finish, has_trained
+from tests.faults.runs import assert_ended_alike, finish, has_trained, start_pair
 from tests.support.micro_run import (
     arguments_of,
     micro_config,
     read_records,
     write_text,
 )
+from tests.support.xla_flags import QUICK_COMPILATION
 
 TWO_DEVICES = {
     "XLA_FLAGS": f"{QUICK_COMPILATION} --xla_force_host_platform_device_count=2"
@@ -37,26 +36,6 @@ def undisturbed(command, tmp_path_factory) -> Path:
         ended = process.wait()
         assert ended.status == 0, ended
     return folder
-
-
-def start_pair(arguments: list[str], files: Path) -> list[Process]:
-    """Two processes with a device each."""
-    with socket.socket() as unused:
-        unused.bind(("localhost", 0))
-        port = unused.getsockname()[1]
-    return [
-        Process(
-            [*arguments, "--distributed", "--heartbeat-seconds", "10"],
-            files.with_name(f"{files.name}{process}"),
-            environment={
-                "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
-                "JAX_NUM_PROCESSES": "2",
-                "JAX_PROCESS_ID": str(process),
-                "XLA_FLAGS": QUICK_COMPILATION,
-            },
-        )
-        for process in (0, 1)
-    ]
 
 
 def losses(folder: Path) -> tuple[list[int], list[float]]:
