@@ -17,6 +17,7 @@ from typing import Any
 from jaxtyping import Array, Float, Key
 
 from sparsejax.annotations import check_value
+from sparsejax.dtypes import check_compute_dtype
 from sparsejax.feed_forward.activation import ACTIVATIONS, Activation, GatedActivation
 from sparsejax.feed_forward.call import call_ffn
 from sparsejax.feed_forward.layout import FFNLayout
@@ -28,7 +29,6 @@ from sparsejax.feed_forward.spec import (
     DENSE,
     FFNCall,
     FFNSparsity,
-    check_dtype,
     dense_feature_count,
     dtype_in_jax,
     why_not_packed_anew,
@@ -83,7 +83,7 @@ class GatedFFNSpec(FFNCall):
                 f"of (d_hidden, d_model)"
             )
         for name, weight in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)):
-            check_dtype(name, dtype_in_jax(weight))
+            check_compute_dtype(name, dtype_in_jax(weight))
         return cls(
             tokens=x.shape[0],
             d_model=d_model,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparsejax.dtypes import accumulation_dtype
 from sparsejax.feed_forward.activation import Hidden
 from sparsejax.feed_forward.frame import Execution, Static
 from sparsejax.feed_forward.operands.token_sparsity import (
@@ -93,7 +94,7 @@ def _input_gradient(
         (dy_up,) = gradients
         return multiply(plan.d_input, dy_up, w.up.T)
     assert w.gate is not None
-    accumulate = jnp.promote_types(x.dtype, jnp.float32)
+    accumulate = accumulation_dtype(x.dtype)
     dgate, dup = gradients
     dx = multiply(plan.d_input_gate, dgate, w.gate.T, out_dtype=accumulate)
     more = multiply(plan.d_input, dup, w.up.T, out_dtype=accumulate)
@@ -135,7 +136,7 @@ def weight_gradients(
             sparsify_tokens(matrix, dense[None], method, key)
             for matrix, key in zip(sparse, keys, strict=True)
         )
-    accumulate = jnp.promote_types(x.dtype, jnp.float32)
+    accumulate = accumulation_dtype(x.dtype)
     into = [gemm for gemm in (plan.d_gate, plan.d_up) if gemm is not None]
     # (d, F) = (d, T) @ (T, F)
     *gate, up = (

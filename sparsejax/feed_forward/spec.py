@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.device import CPU, Device
 from sparsejax.annotations import check_fields, check_value
+from sparsejax.dtypes import check_compute_dtype
 from sparsejax.feed_forward.activation import Activation, SquaredReLU
 from sparsejax.feed_forward.choice import decide
 from sparsejax.ops.backend import (
@@ -215,7 +216,7 @@ class FFNCall(ABC):
 
     def __post_init__(self) -> None:
         check_value("sparsity", self.sparsity, FFNSparsity)
-        check_dtype("x", self.dtype)
+        check_compute_dtype("x", self.dtype)
         check_divisible(self.d_model, self.d_hidden, self.sparsity)
 
     @property
@@ -240,21 +241,6 @@ class FFNCall(ABC):
         """Returns the decisions with paths that say what a kernel does besides
         multiply."""
         return tuple(decisions)
-
-
-DTYPES = ("float32", "bfloat16", "float64")
-"""The dtypes that an FFN's operands may have; float64, which no kernel takes, is for
-tests of gradients."""
-
-
-def check_dtype(name: str, dtype: str) -> None:
-    """Raises ValueError where operand `name` has a dtype that no FFN computes in."""
-    if dtype not in DTYPES:
-        raise ValueError(
-            f"{name} has dtype {dtype}, and an FFN computes in float32 or bfloat16 (in "
-            f"float16 relu(Y1)^2 would be infinite from Y1 = 256 on); use "
-            f"{name}.astype(jnp.bfloat16)"
-        )
 
 
 def dtype_in_jax(array: Array) -> str:
@@ -295,7 +281,7 @@ class FFNSpec(FFNCall):
                 f"{w_up.shape}, and w_down (d_hidden, d_model), got {w_down.shape}"
             )
         for name, weight in (("w_up", w_up), ("w_down", w_down)):
-            check_dtype(name, dtype_in_jax(weight))
+            check_compute_dtype(name, dtype_in_jax(weight))
         return cls(
             tokens=x.shape[0],
             d_model=d_model,

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from sparsejax.dtypes import widest
 from sparsejax.ops.backend import GemmSpec, Implementation, Implementations
 
 
@@ -22,7 +23,7 @@ def dense_matmul(
     out_dtype = jnp.dtype(lhs.dtype if out_dtype is None else out_dtype)
     # XLA accumulates products of 16-bit floats in float32 whatever it then writes, and
     # asked for float32 it writes that, to be read again and rounded.
-    written = jnp.promote_types(jnp.promote_types(lhs.dtype, rhs.dtype), out_dtype)
+    written = widest(lhs.dtype, rhs.dtype, out_dtype)
     out = jnp.matmul(lhs, rhs, precision=precision, preferred_element_type=written)
     return out.astype(out_dtype)
 

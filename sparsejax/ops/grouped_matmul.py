@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from sparsejax.annotations import check_value
+from sparsejax.dtypes import accumulation_dtype
 from sparsejax.ops import sparse_matmul
 from sparsejax.ops.backend import (
     Backend,
@@ -198,7 +199,7 @@ def _matmul_by_tiles(rows, weights, tile_expert, used_tiles):
 
 def _outer_by_tiles(lhs, rhs, tile_expert, used_tiles, experts):
     v = _tile_rows(lhs.shape[0], tile_expert)
-    accumulate = jnp.promote_types(lhs.dtype, jnp.float32)
+    accumulate = accumulation_dtype(lhs.dtype)
 
     def expert(_, ends):
         first, end = ends
@@ -274,7 +275,7 @@ def _outer_by_chunks(lhs, rhs, tile_expert, used_tiles, experts):
     v, size = _tile_rows(total, tile_expert), min(CHUNK_ROWS, total)
     chunks = _chunks(total, v, tile_expert, used_tiles, experts)
     lhs, rhs = (jnp.pad(x, ((0, size), (0, 0))) for x in (lhs, rhs))
-    accumulate = jnp.promote_types(lhs.dtype, jnp.float32)
+    accumulate = accumulation_dtype(lhs.dtype)
 
     def chunk(out, of_chunk):
         expert, start, own = of_chunk
@@ -321,7 +322,7 @@ def _outer_reference(lhs, rhs, tile_expert, used_tiles, experts, expert_axis):
     outs = []
     for expert in range(experts):
         own = jnp.where(_own(tile_expert, used_tiles, v, expert), lhs, 0)
-        accumulate = jnp.promote_types(lhs.dtype, jnp.float32)
+        accumulate = accumulation_dtype(lhs.dtype)
         precision = lax.Precision.HIGHEST
         outs.append(dense_matmul(own.T, rhs, precision=precision, out_dtype=accumulate))
     return jnp.stack(outs, expert_axis)

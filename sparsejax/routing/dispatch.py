@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from sparsejax.dtypes import accumulation_dtype
 from sparsejax.routing.prefix_sums import sums_before
 
 
@@ -145,7 +146,7 @@ def combine_rows(
     Padding rows are not read, and a choice without a row adds nothing. The sums are
     returned in the dtype of y. `gather_rows` is the transpose.
     """
-    total = jnp.zeros((), jnp.promote_types(y.dtype, jnp.float32))
+    total = jnp.zeros((), accumulation_dtype(y.dtype))
     for choice in range(dispatch.token_rows.shape[1]):
         row = dispatch.token_rows[:, choice]
         own = y.at[row].get(mode="fill", fill_value=0)

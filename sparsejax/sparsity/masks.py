@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Num
 
 from sparsejax.annotations import check_value
+from sparsejax.dtypes import accumulation_dtype
 from sparsejax.sparsity.patterns import NM, TWO_FOUR, VNM
 
 
@@ -81,7 +82,7 @@ def vnm_mask(
     pattern.check_divides(w.shape[-1], "cols")
     magnitude = jnp.abs(w)
     blocks = split_row_blocks(magnitude, pattern)
-    norms = jnp.sum(blocks, axis=-3, dtype=jnp.promote_types(w.dtype, jnp.float32))
+    norms = jnp.sum(blocks, axis=-3, dtype=accumulation_dtype(w.dtype))
     chosen = group_ranks(norms, norms.ndim - 1) < 4
     chosen = repeat_row_blocks(chosen, pattern, w.shape[-2])
     grouped = magnitude.reshape(chosen.shape)
@@ -112,7 +113,7 @@ def transposable_mask(
         )
     *batch, rows, cols = w.shape
     tiles = w.reshape(*batch, rows // 4, 4, cols // 4, 4).swapaxes(-3, -2)
-    tiles = jnp.abs(tiles.astype(jnp.promote_types(w.dtype, jnp.float32)))
+    tiles = jnp.abs(tiles.astype(accumulation_dtype(w.dtype)))
     patterns = jnp.asarray(_TRANSPOSABLE_PATTERNS)
 
     # One pattern at a time: all 90 norms at once would be 90/16 times the weight.

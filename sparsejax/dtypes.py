@@ -1,0 +1,33 @@
+"""The dtypes that an FFN computes in, and the one that it sums in."""
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+COMPUTE_DTYPES = ("float32", "bfloat16", "float64")
+"""The dtypes that an FFN's operands may have; float64, which no kernel takes, is for
+tests of gradients. A new one is registered here and nowhere else."""
+
+
+def check_compute_dtype(name: str, dtype: str) -> None:
+    """Raises ValueError where operand `name` has a dtype that no FFN computes in."""
+    if dtype not in COMPUTE_DTYPES:
+        raise ValueError(
+            f"{name} has dtype {dtype}, and an FFN computes in float32 or bfloat16 (in "
+            f"float16 relu(Y1)^2 would be infinite from Y1 = 256 on); use "
+            f"{name}.astype(jnp.bfloat16)"
+        )
+
+
+def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """Returns the dtype that numbers of `dtype` are summed in: float64 for float64, and
+    float32 for all others, those of 8 bits included."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def widest(*dtypes: DTypeLike) -> jnp.dtype:
+    """Returns the dtype that holds the numbers of all `dtypes`: the one that they
+    share, or else one that sums are accumulated in."""
+    known = {jnp.dtype(dtype) for dtype in dtypes}
+    if len(known) == 1:
+        return known.pop()
+    return jnp.result_type(*map(accumulation_dtype, known))
