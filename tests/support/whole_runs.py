@@ -1,7 +1,7 @@
 """Whole runs of `train` in the process of a test: quick, undisturbed, killed."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import lru_cache
@@ -31,6 +31,23 @@ def kill_at(event: str, step: int) -> Callable[[dict], None]:
             raise Killed
 
     return observe
+
+
+def kills_at_switches(steps: Iterable[int]) -> list[tuple[str, int]]:
+    """The moments of a kill just after each switch, and after its checkpoint."""
+    return [(event, step) for step in steps for event in ("switch", "checkpoint")]
+
+
+def trained_through_kills(
+    config: TrainConfig, folder: Path, kills: Iterable[tuple[str, int]]
+) -> Outcome:
+    """The end of a run that was killed at each of these records, and resumed."""
+    for event, step in sorted(kills, key=lambda kill: kill[1]):
+        with pytest.raises(Killed):
+            train(config, folder, observe=kill_at(event, step))
+    ended = train(config, folder)
+    assert ended.completed
+    return ended
 
 
 def with_sparse_kernels(decisions: Callable[..., tuple]) -> Callable[..., tuple]:

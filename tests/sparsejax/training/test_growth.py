@@ -26,7 +26,11 @@ from tests.support.micro_run import (
     read_records,
     without_speed,
 )
-from tests.support.whole_runs import Killed, kill_at, shared_run
+from tests.support.whole_runs import (
+    kills_at_switches,
+    shared_run,
+    trained_through_kills,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_loop")
 
@@ -168,12 +172,8 @@ def test_a_run_that_grows_killed_at_every_switch_and_in_between_has_the_same_bit
     switches = [r["step"] for r in records if r["event"] == "switch"]
     assert switches == ([3, 6, 9, 11] if name == "then sparse" else [6])
     kills = [("step", 2), ("step", 5), ("step", 8)]
-    kills += [(event, step) for step in switches for event in ("switch", "checkpoint")]
-    for event, step in sorted(kills, key=lambda kill: kill[1]):
-        with pytest.raises(Killed):
-            train(config, tmp_path, observe=kill_at(event, step))
-    resumed = train(config, tmp_path)
-    assert resumed.completed
+    kills += kills_at_switches(switches)
+    resumed = trained_through_kills(config, tmp_path, kills)
     assert_same_bits(resumed.state, expected.state)
     assert without_speed(read_records(tmp_path)) == without_speed(records)
 

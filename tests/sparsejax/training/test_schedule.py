@@ -26,7 +26,11 @@ from tests.support.micro_run import (
     read_records,
     without_speed,
 )
-from tests.support.whole_runs import Killed, kill_at, shared_run
+from tests.support.whole_runs import (
+    kills_at_switches,
+    shared_run,
+    trained_through_kills,
+)
 
 TWO_FOUR = FFNSparsity(weights=NM(2, 4), activations=NM(2, 4))
 VENOM = FFNSparsity(
@@ -334,12 +338,8 @@ def test_a_schedule_killed_at_every_switch_and_in_between_has_the_same_bits(
     )
     # Of five, steps 5 and 7 are dense in between and step 11 sparse; of sometimes 9.
     kills = [("step", 5), ("step", 6), ("step", 9), ("step", 11)]
-    kills += [(event, step) for step in switches for event in ("switch", "checkpoint")]
-    for event, step in sorted(kills, key=lambda kill: kill[1]):
-        with pytest.raises(Killed):
-            train(config, tmp_path, observe=kill_at(event, step))
-    resumed = train(config, tmp_path)
-    assert resumed.completed
+    kills += kills_at_switches(switches)
+    resumed = trained_through_kills(config, tmp_path, kills)
     assert_same_bits(resumed.state, expected.state)
     assert without_speed(read_records(tmp_path)) == without_speed(records)
 
