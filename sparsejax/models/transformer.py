@@ -46,6 +46,7 @@ class Block(nnx.Module):
             rope_base=config.rope_base,
             dtype=config.dtype,
             out_scale=branch_scale,
+            groups=config.groups,
             mesh=mesh,
             rngs=rngs,
         )
@@ -57,6 +58,7 @@ class Block(nnx.Module):
             sparsity=sparsity,
             dtype=config.dtype,
             down_scale=branch_scale,
+            groups=config.groups,
             backend=backend,
             layout=ffn_layout(mesh),
             rngs=rngs,
