@@ -18,6 +18,7 @@ from sparsejax.ops.sparse_matmul import sparse_matmul as sparse_matmul
 from sparsejax.routing.routers import ActivationEnergy as ActivationEnergy
 from sparsejax.routing.routers import NearestCentre as NearestCentre
 from sparsejax.routing.routers import Router as Router
+from sparsejax.routing.routers import SameExperts as SameExperts
 from sparsejax.routing.routers import TokenHash as TokenHash
 from sparsejax.sparsity.compressed import Compressed as Compressed
 from sparsejax.sparsity.compressed import compress as compress

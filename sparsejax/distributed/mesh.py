@@ -44,8 +44,9 @@ _PARAMETER_AXES = {
 _BLOCK_AXES = {
     name: ("tensor", "fsdp", None) for name in ("w_query", "w_key", "w_value", "w_out")
 }
-_STACKED_BLOCKS = 4
-"""Axes of such weights in a training state: layers, blocks, and those of a block."""
+STACKED_BLOCKS = 4
+"""How many axes such weights have in a training state: layers, blocks, and the two of a
+block."""
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -148,7 +149,7 @@ def state_shardings(state: PyTree, mesh: Mesh) -> PyTree:
         for entry in path:
             name = str(getattr(entry, "key", ""))
             axes = _PARAMETER_AXES.get(name)
-            if leaf.ndim == _STACKED_BLOCKS:
+            if leaf.ndim == STACKED_BLOCKS:
                 axes = _BLOCK_AXES.get(name, axes)
             if axes is not None:
                 layers = (None,) * (leaf.ndim - len(axes))

@@ -289,6 +289,8 @@ class SparseFFN(nnx.Module):
         self, *, warm_start: bool = False
     ) -> Int[Array, " d_hidden"] | Int[Array, "layers d_hidden"]:
         """Groups like neurons into the experts, renumbers them, and tells the router.
+        For a router that does not want them grouped (`Router.clusters`) all stay where
+        they are.
 
         Neuron i becomes the former neuron order[i] in W1's columns and W2's rows, which
         leaves the dense function as it was. The optimiser's moments of both must be
@@ -307,6 +309,10 @@ class SparseFFN(nnx.Module):
                 f"activations={self.sparsity.activations} has no experts to cluster "
                 f"for; switch to a sparsity with activations=VNM(v, 2, m) first"
             )
+        if not router.clusters:
+            stack = self.w_up[...].shape[:-2]
+            same = jnp.arange(self.d_hidden, dtype=jnp.int32)
+            return jnp.broadcast_to(same, (*stack, self.d_hidden))
         present = jnp.repeat(
             jnp.arange(experts, dtype=jnp.int32), self.d_hidden // experts
         )
