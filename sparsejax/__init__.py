@@ -30,6 +30,7 @@ from sparsejax.sparsity.packed import pack as pack
 from sparsejax.sparsity.packed import unpack as unpack
 from sparsejax.sparsity.patterns import NM as NM
 from sparsejax.sparsity.patterns import VNM as VNM
+from sparsejax.sparsity.patterns import BlockDiagonal as BlockDiagonal
 from sparsejax.training.micro_batches import loss_and_gradient as loss_and_gradient
 from sparsejax.training.recipe import Phase as Phase
 from sparsejax.training.switching import set_sparsity as set_sparsity

@@ -17,7 +17,8 @@ from tests.support.micro_run import WORDS
 from tests.support.whole_runs import shared_run
 
 FILES = Path(compare_recipes.__file__).parent / "comparisons"
-ARMS = ("dense-10", "dense-50", "two-of-eight-20", "grow-ffn-20", "grow-depth-20")
+SMALL_FIRST = ("grow-ffn", "grow-depth", "s2d-25")
+ARMS = ("dense-10", "dense-50", "two-of-eight-20", *(f"{of}-20" for of in SMALL_FIRST))
 EACH = 144
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -118,7 +119,7 @@ def test_the_ladder_runs_from_its_file_to_R(tmp_path, monkeypatch, capsys):
     comparison = replace(some, trials=tuple(tiny(t, text) for t in some.trials))
     folder = tmp_path / "runs"
     rows = compare_recipes.main(comparison, folder, None)
-    assert len(rows) == 10 and all(row["loss"] < 5.6 for row in rows)
+    assert len(rows) == 12 and all(row["loss"] < 5.6 for row in rows)
     assert "left out: 7 copies" in capsys.readouterr().out
 
     results = tmp_path / "rows.jsonl"
@@ -130,11 +131,11 @@ def test_the_ladder_runs_from_its_file_to_R(tmp_path, monkeypatch, capsys):
         found[row["arm"], round(row["tokens"] / 64)] = row
     assert set(found) == {
         *(("dense", steps) for steps in (10, 20, 50)),
-        *((arm, 20) for arm in ("two-of-eight", "grow-ffn", "grow-depth")),
+        *((arm, 20) for arm in ("two-of-eight", *SMALL_FIRST)),
     }
     # Of 20 steps the trunk's first was warm-up and the next 14 sparse.
     assert found["two-of-eight", 20]["sparse_share"] == pytest.approx(0.7)
-    for arm in ("grow-ffn", "grow-depth"):
+    for arm in SMALL_FIRST:
         assert found[arm, 20]["sparse_share"] == 0
         run = next(of for of in read_finished(folder)[0] if of.arm == arm)
         assert [stretch.steps for stretch in run.stretches] == [15, 5]
