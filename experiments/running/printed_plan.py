@@ -89,6 +89,8 @@ def announce(
     console.STDOUT.print(_phase_table(config, planned))
     if branch is not None:
         say(f"a branch: begins with step {begin:,} of {branch.folder}")
+    for phase in planned:
+        _say_static_weights(phase.kind, model_of(phase, model))
     for sparsity, name in sparsities.items():
         say_gemms(config, name, sparsity, decisions[sparsity], micro_batches)
     if predicted:
@@ -251,6 +253,25 @@ def _static_weights(model: ModelConfig) -> str:
         return ""
     how = "batched dense GEMMs" if model.groups > 1 else "by masks"
     return f"{name_of(static)} in all linear layers, {static.density:.0%} ({how})"
+
+
+def _say_static_weights(kind: str, model: ModelConfig) -> None:
+    """Prints what runs the linear layers of a phase whose weights are static."""
+    if model.static_weights is None:
+        return
+    if model.groups == 1:
+        say(
+            f"linear layers, {kind} phase: whole weights that are zero outside of the "
+            f"masks; the GEMMs are dense ones and save no time"
+        )
+        return
+    groups = model.groups
+    d, f = model.d_model // groups, model.d_hidden // groups
+    say(
+        f"linear layers, {kind} phase: each is a batch of {groups} dense GEMMs by XLA, "
+        f"weights of {d:,} x {f:,} and {f:,} x {d:,} in the FFN, of {d:,} x {d:,} in "
+        f"attention (query, out)"
+    )
 
 
 def _described(sparsity: FFNSparsity) -> tuple[str, str, str]:

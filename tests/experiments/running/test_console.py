@@ -52,6 +52,7 @@ def test_a_dry_run_prints_the_plan_and_allocates_nothing(
     uses_them = recipe not in ("s2d", "dense")
     assert ("predicted on sparse tensor cores" in shown) == uses_them
     assert ("predicted by FLOPs: " in shown) == (recipe == "s2d")
+    assert ("is a batch of 4 dense GEMMs" in shown) == (recipe == "s2d")
     before = {"dense": [], "s2d": ["sparse"]}.get(recipe, ["warm-up", "sparse"])
     for kind in ("warm-up", "sparse", "dense"):
         assert (f"│ {kind} " in shown) == (kind in [*before, "dense"])
