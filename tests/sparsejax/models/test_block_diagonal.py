@@ -2,6 +2,7 @@
 and that the compiled program moves no weight."""
 
 import re
+from collections import Counter
 from dataclasses import replace
 
 import jax
@@ -156,6 +157,30 @@ def test_the_compiled_step_copies_and_transposes_no_weight(scan_layers):
     assert not moved & weights
     gemms = [shape for shape, what in results if what == "dot"]
     assert len(gemms) >= 3 * 6
+
+
+def test_the_backward_recomputes_no_linear_layer_where_it_keeps_their_outputs():
+    def gemms(remat: str) -> dict[int, int]:
+        """How many GEMMs of each number of batch axes a step has."""
+        config = replace(SMALL, layers=1, remat=remat)
+        graph, params, rest = nnx.split(
+            Transformer(config, rngs=nnx.Rngs(0)), nnx.Param, ...
+        )
+
+        def loss(params: nnx.State) -> jax.Array:
+            model = nnx.merge(graph, params, rest)
+            return cross_entropy(model, jnp.zeros((2, 8), jnp.int32))
+
+        text = jax.jit(jax.grad(loss)).lower(params).as_text()
+        axes = re.findall(r"dot_general .*?batching_dims = \[([\d, ]*)\]", text)
+        return Counter(len(of.split(",")) for of in axes)
+
+    none, dots, full = gemms("none"), gemms("dots"), gemms("full")
+    # Six linear layers, each forward and twice in the backward; attention's two GEMMs.
+    assert (none[1], none[2]) == (18, 6)
+    # No backward reads the output of the last one.
+    assert (dots[1], full[1]) == (18, 18 + 5)
+    assert dots[2] == full[2] > none[2]
 
 
 @pytest.mark.parametrize(
