@@ -12,15 +12,20 @@ extra "hf"). Names and shapes, float32, activations times matrix:
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental.multihost_utils import process_allgather
 
+from sparsejax.distributed.mesh import STACKED_BLOCKS
+from sparsejax.models.block_diagonal import dense_weight
 from sparsejax.models.transformer import Transformer
+from sparsejax.training.growth import ENDS_OF_BRANCHES
 
 
 def dense_weights(model: Transformer) -> dict[str, np.ndarray]:
-    """Returns every trained parameter by name, float32, the stacked layers one by one.
+    """Returns every trained parameter by name, float32: the stacked layers one by one,
+    and weights that are stored as blocks on a diagonal as whole ones.
 
     All processes of a run call it together, and get the same.
 
@@ -32,7 +37,7 @@ def dense_weights(model: Transformer) -> dict[str, np.ndarray]:
         raise ValueError(
             f"the model is sparse ({model.sparsity}); a dense network with its weights "
             f"computes something else: end the run with a dense phase, or switch the "
-            f"model with recipe.switch"
+            f"model with switching.switch"
         )
     weights: dict[str, np.ndarray] = {}
     state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -42,6 +47,11 @@ def dense_weights(model: Transformer) -> dict[str, np.ndarray]:
         if names[0] != "blocks":
             weights[".".join(names)] = array
             continue
+        if array.ndim == STACKED_BLOCKS:
+            reads_residual = names[-1] not in ENDS_OF_BRANCHES
+            array = np.asarray(
+                dense_weight(jnp.asarray(array), reads_residual=reads_residual)
+            )
         for index, layer in enumerate(array):
             weights[".".join(["blocks", str(index), *names[1:]])] = layer
     return weights

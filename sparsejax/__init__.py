@@ -18,6 +18,7 @@ from sparsejax.ops.sparse_matmul import sparse_matmul as sparse_matmul
 from sparsejax.routing.routers import ActivationEnergy as ActivationEnergy
 from sparsejax.routing.routers import NearestCentre as NearestCentre
 from sparsejax.routing.routers import Router as Router
+from sparsejax.routing.routers import SameExperts as SameExperts
 from sparsejax.routing.routers import TokenHash as TokenHash
 from sparsejax.sparsity.compressed import Compressed as Compressed
 from sparsejax.sparsity.compressed import compress as compress
@@ -29,6 +30,7 @@ from sparsejax.sparsity.packed import pack as pack
 from sparsejax.sparsity.packed import unpack as unpack
 from sparsejax.sparsity.patterns import NM as NM
 from sparsejax.sparsity.patterns import VNM as VNM
+from sparsejax.sparsity.patterns import BlockDiagonal as BlockDiagonal
 from sparsejax.training.micro_batches import loss_and_gradient as loss_and_gradient
 from sparsejax.training.recipe import Phase as Phase
 from sparsejax.training.switching import set_sparsity as set_sparsity

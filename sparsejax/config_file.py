@@ -22,7 +22,7 @@ from sparsejax.feed_forward.spec import DENSE, FFNSparsity
 from sparsejax.routing import routers
 from sparsejax.routing.routers import Router
 from sparsejax.sparsity import patterns
-from sparsejax.sparsity.patterns import NM, VNM, Pattern
+from sparsejax.sparsity.patterns import NM, VNM, BlockDiagonal, Pattern
 
 JSON_NAMES = {
     int: "an integer",
@@ -43,7 +43,7 @@ def to_json(config: TrainConfig) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Pattern):
+    if isinstance(value, Pattern | BlockDiagonal):
         return patterns.name_of(value)
     if isinstance(value, Router):
         return routers.name_of(value)
@@ -185,7 +185,7 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
     """Returns `value`, read from JSON, as a value of the type `hint`; `name` is the
     setting's."""
     nested = [kind for kind in kinds_of(hint) if is_dataclass(kind)]
-    if NM in nested or VNM in nested:
+    if NM in nested:
         return _typed_pattern(hint, value, name)
     if hint is Router:
         return _typed_router(value, name)
@@ -207,7 +207,7 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
     raise ValueError(f"setting {name}={value!r} must be {in_words(hint, JSON_NAMES)}")
 
 
-def _typed_pattern(hint: Any, value: Any, name: str) -> Pattern | None:
+def _typed_pattern(hint: Any, value: Any, name: str) -> Pattern | BlockDiagonal | None:
     """Returns the pattern, or None, of a setting whose type is a pattern; see
     `_typed`."""
     try:
@@ -215,7 +215,8 @@ def _typed_pattern(hint: Any, value: Any, name: str) -> Pattern | None:
     except ValueError as error:
         raise ValueError(f"setting {name}={value!r}: {error}") from error
     if not fits(pattern, hint):
-        allowed = "'2:4', '128:2:32'" if VNM in kinds_of(hint) else "'2:4'"
+        examples = {NM: "'2:4'", VNM: "'128:2:32'", BlockDiagonal: "'diagonal:4'"}
+        allowed = ", ".join(examples[of] for of in kinds_of(hint) if of in examples)
         raise ValueError(
             f"setting {name}={value!r} must be a pattern, such as {allowed}, or null"
         )

@@ -39,15 +39,17 @@ class ParameterCount:
 
 
 def parameter_count(config: ModelConfig) -> ParameterCount:
-    """Returns the number of trained parameters of `model.Transformer(config)`."""
+    """Returns the number of trained parameters of `model.Transformer(config)`. Weights
+    that are masked are stored whole and counted so; of those that are blocks on a
+    diagonal, only the blocks are."""
     d, layers = config.d_model, config.layers
     kv_width = config.kv_heads * config.head_dim
     matrices = 3 if config.gated else 2
     vocabulary = config.vocab_size * d
     return ParameterCount(
         embedding=vocabulary,
-        attention=layers * (2 * d * d + 2 * d * kv_width),
-        ffn=layers * matrices * d * config.d_hidden,
+        attention=layers * (2 * d * d + 2 * d * kv_width) // config.groups,
+        ffn=layers * matrices * d * config.d_hidden // config.groups,
         norms=(2 * layers + 1) * d,
         head=0 if config.tie_embeddings else vocabulary,
     )
@@ -82,7 +84,8 @@ class FlopsPerToken:
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> FlopsPerToken:
     """Returns the FLOPs of one token in a sequence of `sequence_length`, with all GEMMs
-    dense."""
+    dense: of weights that are blocks on a diagonal the FLOPs of the blocks, of masked
+    weights those of whole ones."""
     parameters = parameter_count(config)
     # Forward: Q K^T and P V are each 2 * sequence_length * d_model per token.
     sdpa = 3 * config.layers * 4 * sequence_length * config.d_model
@@ -310,7 +313,7 @@ def gathered_bytes(config: ModelConfig, sparsity: FFNSparsity = DENSE) -> Gather
     """
     element, layers = _element(config), config.layers
     parameters = parameter_count(config)
-    dense = element * config.d_model * config.d_hidden
+    dense = element * config.d_model * config.d_hidden // config.groups
     read = dense
     if sparsity.weights is not None:
         read = config.d_model * config.d_hidden // 2 * (4 * element + 1) // 4

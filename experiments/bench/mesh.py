@@ -89,12 +89,13 @@ class Stepper:
         corpus = load_corpus(config.data, vocab_size=ByteTokenizer.vocab_size)
         self.run = Run(config, devices=devices, corpus=corpus)
         first, *later = self.run.phases
-        timed = later[0] if later else first
-        state = self.run.initial_state()
+        timed = later[0] if later and first.static_weights is None else first
+        of_phase = self.run.of_phase(timed)
+        state = self.run.of_phase(first).initial_state(first.held)
         self.state: TrainState = self.run.switch_phase(state, first, timed)
         self.batches = self.run.batches()
         tokens = self.run.place(next(self.batches)["tokens"])
-        step = self.run.step(timed.sparsity, timed.held)
+        step = of_phase.step(timed.sparsity, timed.held)
         self.step = step.lower(self.state, tokens).compile()
 
     def steps(self, count: int) -> list[dict[str, float]]:

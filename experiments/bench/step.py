@@ -8,12 +8,16 @@
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 uv run --extra cuda experiments/bench/step.py \\
         --preset llama-7b --layers 16 --rounds 3 \\
         --modes "V:N:M, true mass, all six" "skip_blocks, all six"
+    uv run --extra cuda experiments/bench/step.py --profile --modes \\
+        --static-weights diagonal:4 diagonal:2
 
 Everything is in it: embedding, attention (cuDNN), FFN, loss head, backward, gradient
-clip, AdamW, and for a sparse step routing and packing. All steps run in turn on the
-same weights and moments, on real text; where there are experts the neurons have been
-clustered first. The loss and the gradient norm of every sparse step are compared with
-those of the masked dense path (`xla`) before it is timed. With `--profile` the time of
+clip, AdamW, and for a sparse step routing and packing. All steps run in turn on real
+text, and on the same weights and moments but for those with static weights, which have
+their own; where there are experts the neurons have been clustered first. The loss and
+the gradient norm of every sparse step are compared with those of the masked dense path
+(`xla`) before it is timed, those of static weights with whole ones that are zero where
+they have no entry. With `--profile` the time of
 a step is split by kind of GPU kernel.
 
 The dense step is timed alone, before the process runs any sparse kernel, which is what
@@ -36,6 +40,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import optax
 import tyro
 from flax import nnx
 
@@ -44,16 +49,27 @@ from experiments.bench.power import Draw, PowerSampler
 from experiments.bench.rows import append_rows
 from experiments.bench.sparse_modes import choose, sparse_modes
 from experiments.provenance import commit
-from sparsejax.config import MeshConfig, PresetName, RecipeName, TrainConfig
+from sparsejax.config import (
+    MeshConfig,
+    PhaseConfig,
+    PresetName,
+    RecipeName,
+    TrainConfig,
+)
+from sparsejax.config_file import from_plain
 from sparsejax.data.corpus import load_corpus
 from sparsejax.data.tokenizers import ByteTokenizer
 from sparsejax.feed_forward.spec import DENSE, FFNSparsity
 from sparsejax.models.sparse_ffn import sparse_ffns
-from sparsejax.models.transformer import Transformer
+from sparsejax.models.transformer import Transformer, cross_entropy
 from sparsejax.ops.backend import Backend
 from sparsejax.presets import PRESETS
 from sparsejax.reports import metrics
-from sparsejax.training.recipe import phases
+from sparsejax.sparsity.patterns import name_of
+from sparsejax.training.growth import grown
+from sparsejax.training.micro_batches import loss_and_gradient
+from sparsejax.training.recipe import Phase, model_of, phases
+from sparsejax.training.static_weights import layer_of
 from sparsejax.training.step import Run, TrainState, train_step
 from sparsejax.tuning.timing import Timing, over_alone, time_interleaved
 
@@ -71,6 +87,8 @@ class Config:
     recipes: tuple[RecipeName, ...] = ()
     """Recipes whose sparse phases, as the preset has them, are timed after the
     modes."""
+    static_weights: tuple[str, ...] = ()
+    """Patterns of static weights in all linear layers, after those."""
     experts: int = 4
     """Number of experts E, clusters of neurons; a token uses 1 of E (or 2 of 2 E)."""
     v: int = 128
@@ -102,31 +120,38 @@ class Config:
 
 
 class Steps:
-    """The dense step and the sparse ones, on the same weights."""
+    """The dense step and the sparse ones, on the same weights where they have all."""
 
-    def __init__(self, config: TrainConfig, modes: dict[str, FFNSparsity]) -> None:
+    def __init__(self, config: TrainConfig, modes: dict[str, Phase]) -> None:
         # Bytes, under the preset's vocabulary: its head is part of the step.
         corpus = load_corpus(config.data, vocab_size=ByteTokenizer.vocab_size)
         self.run = Run(config, devices=jax.devices()[:1], corpus=corpus)
-        self.sparsities = {DENSE_STEP: DENSE, **modes}
-        self.state, self.switch_seconds = self._clustered(self.run.initial_state())
-        self.buffers = {
-            name: _buffers_of(self.run.model(self.state, DENSE), sparsity)
-            for name, sparsity in self.sparsities.items()
-        }
+        self.modes = {DENSE_STEP: Phase(kind=DENSE_STEP, steps=1, sparsity=DENSE)}
+        self.modes |= modes
+        state, self.switch_seconds = self._clustered(self.run.initial_state())
+        self.states = {self.run: state}
+        self.buffers = {}
+        for name, phase in self.modes.items():
+            run = self.run.of_phase(phase)
+            if run not in self.states:
+                self.states[run] = run.initial_state(DENSE)
+            model = run.model(self.states[run], DENSE)
+            self.buffers[name] = _buffers_of(model, phase.sparsity)
         self.tokens = self.run.place(next(self.run.batches())["tokens"])
-        self.compiled = self._compiled(self.run.step)
+        self.compiled = self._compiled(
+            lambda phase: self.run.of_phase(phase).step(phase.sparsity)
+        )
         masked = partial(_masked_step, self.run)
         self.compiled_masked = self._compiled(masked, without=DENSE_STEP)
 
     def _compiled(
-        self, step: Callable[[FFNSparsity], Any], *, without: str | None = None
+        self, step: Callable[[Phase], Any], *, without: str | None = None
     ) -> dict[str, jax.stages.Compiled]:
         """Returns the steps of all modes by name, traced one by one and compiled side
         by side."""
         lowered = {
-            name: step(sparsity).lower(self._of(name), self.tokens)
-            for name, sparsity in self.sparsities.items()
+            name: step(phase).lower(self._of(name), self.tokens)
+            for name, phase in self.modes.items()
             if name != without
         }
         with ThreadPoolExecutor(8) as pool:
@@ -137,7 +162,8 @@ class Steps:
         """Returns a dense state whose neurons lie cluster by cluster, as the first
         sparsity with experts has them, and the seconds that the switch took to compile
         and run, or None without experts."""
-        with_experts = [s for s in self.sparsities.values() if s.experts]
+        sparsities = [phase.sparsity for phase in self.modes.values()]
+        with_experts = [sparsity for sparsity in sparsities if sparsity.experts]
         if not with_experts:
             return state, None
         start = time.perf_counter()
@@ -148,15 +174,16 @@ class Steps:
         return replace(switched, buffers=_buffers_of(model, DENSE)), seconds
 
     def _of(self, name: str) -> TrainState:
-        return replace(self.state, buffers=self.buffers[name])
+        run = self.run.of_phase(self.modes[name])
+        return replace(self.states[run], buffers=self.buffers[name])
 
     def call(self, name: str, times: int = 1) -> dict[str, float]:
         """Runs some steps, waits for them, and returns the report of the last one."""
-        report = {}
+        report, run = {}, self.run.of_phase(self.modes[name])
         for _ in range(times):
-            self.state, report = self.compiled[name](self._of(name), self.tokens)
-            self.buffers[name] = self.state.buffers
-        jax.block_until_ready(self.state.params)
+            state, report = self.compiled[name](self._of(name), self.tokens)
+            self.states[run], self.buffers[name] = state, state.buffers
+        jax.block_until_ready(self.states[run].params)
         return {quantity: float(value) for quantity, value in report.items()}
 
     def masked(self, name: str) -> dict[str, float]:
@@ -166,16 +193,47 @@ class Steps:
         return {quantity: float(value) for quantity, value in values.items()}
 
 
-def _masked_step(run: Run, sparsity: FFNSparsity) -> Any:
+def _masked_step(run: Run, phase: Phase) -> Any:
     """Returns a function that JAX compiles, from a state and tokens to the report of a
     step on masked operands."""
+    if phase.static_weights is not None:
+        return _whole_step(run)
     on_xla = replace(run.config, backend="xla")
     masked = Run(on_xla, devices=jax.devices()[:1], corpus=run.corpus)
-    graph = masked.graph(sparsity)
+    graph = masked.graph(phase.sparsity)
 
     @jax.jit
     def report(state: TrainState, tokens: jax.Array):
         return train_step(graph, masked.optimizer, state, tokens)[1]
+
+    return report
+
+
+def _whole_step(run: Run) -> Any:
+    """Returns what a step with static weights reports, as a function that JAX compiles:
+    the same weights in whole ones that are zero elsewhere, and have no gradient
+    there."""
+    graph, template = run.graph(DENSE), run.template(DENSE)
+
+    @jax.jit
+    def report(state: TrainState, tokens: jax.Array):
+        params = grown(state.params, template.params)
+        buffers = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), template.buffers
+        )
+        keys = jax.random.split(state.key, len(tokens))
+        model = nnx.merge(graph, params, buffers)
+        loss, gradient = loss_and_gradient(cross_entropy, model, tokens, keys)
+
+        def where_there_is_a_weight(path, gradient, weight):
+            if layer_of(path) is None:
+                return gradient
+            return jnp.where(weight != 0, gradient, 0)
+
+        gradient = jax.tree_util.tree_map_with_path(
+            where_there_is_a_weight, gradient, params
+        )
+        return {"loss": loss, "gradient_norm": optax.tree.norm(gradient)}
 
     return report
 
@@ -192,13 +250,7 @@ def _buffers_of(model: Transformer, sparsity: FFNSparsity) -> nnx.State:
 def main(config: Config) -> list[dict]:
     """Checks, times, prints and records the dense step and every sparse one; returns
     the rows."""
-    modes = choose(config.modes, sparse_modes(experts=config.experts, v=config.v))
-    modes |= {
-        f"recipe {recipe}": phase.sparsity
-        for recipe in config.recipes
-        for phase in phases(PRESETS[config.preset]().with_recipe(recipe))
-        if not phase.sparsity.is_dense
-    }
+    modes = _modes(config)
     steps = Steps(_train_config(config), modes)
     in_turn = partial(time_interleaved, baseline=DENSE_STEP, rounds=config.rounds)
     calls = {DENSE_STEP: partial(steps.call, DENSE_STEP, config.steps)}
@@ -226,6 +278,28 @@ def main(config: Config) -> list[dict]:
         print(_line(row), flush=True)
     append_rows(rows, config.results)
     return rows
+
+
+def _modes(config: Config) -> dict[str, Phase]:
+    """Returns the modes to time against the dense step, by name, in the order of the
+    rows."""
+    sparse = choose(config.modes, sparse_modes(experts=config.experts, v=config.v))
+    modes = {
+        name: Phase(kind=name, steps=1, sparsity=sparsity)
+        for name, sparsity in sparse.items()
+    }
+    modes |= {
+        f"recipe {recipe}": phase
+        for recipe in config.recipes
+        for phase in phases(PRESETS[config.preset]().with_recipe(recipe))
+        if phase.static_weights or not phase.is_dense
+    }
+    for name in config.static_weights:
+        static = from_plain(PhaseConfig, {"name": name, "static_weights": name})
+        modes[f"static {name}"] = Phase(
+            kind=name, steps=1, sparsity=DENSE, static_weights=static.static_weights
+        )
+    return modes
 
 
 def _by_itself(
@@ -284,16 +358,17 @@ def _row(config: Config, steps: Steps, timing: Timing, alone: Timing) -> dict:
     train = steps.run.config
     step_ms = timing.time_ms / config.steps
     sequence = train.data.sequence_length
-    sparsity = steps.sparsities[timing.name]
+    phase = steps.modes[timing.name]
+    sparsity, model = phase.sparsity, model_of(phase, train.model)
     decisions = metrics.ffn_decisions(
-        train.model,
+        model,
         sparsity,
         config.batch_size // config.micro_batches * sequence,
         None if sparsity.is_dense else train.backend,
     )
     memory = steps.compiled[timing.name].memory_analysis()
     assert memory is not None
-    model = train.model
+    static = model.static_weights
     return {
         "name": timing.name,
         "preset": config.preset,
@@ -305,6 +380,7 @@ def _row(config: Config, steps: Steps, timing: Timing, alone: Timing) -> dict:
         "micro_batches": config.micro_batches,
         "remat": model.remat,
         "scan_layers": model.scan_layers,
+        "static_weights": None if static is None else name_of(static),
         "experts": sparsity.experts,
         "v": config.v if sparsity.experts else None,
         "switch_seconds": steps.switch_seconds if sparsity.experts else None,

@@ -11,8 +11,7 @@ from sparsejax.config import ModelConfig, TrainConfig
 from sparsejax.config_file import read_config
 from sparsejax.reports.records import Record, records_until, training_seconds
 from sparsejax.reports.step_times import with_dense
-from sparsejax.training.growth import model_of
-from sparsejax.training.recipe import phases
+from sparsejax.training.recipe import model_of, phases
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,26 +20,42 @@ from sparsejax.config import PhaseConfig, RecipeConfig, RecipeName, TrainConfig
 from sparsejax.feed_forward.spec import DENSE, FFNSparsity
 from sparsejax.routing import routers
 from sparsejax.routing.routers import Router
-from sparsejax.sparsity.patterns import NM, VNM, Pattern, name_of, named_pattern
+from sparsejax.sparsity.patterns import (
+    NM,
+    VNM,
+    BlockDiagonal,
+    Pattern,
+    StaticPattern,
+    name_of,
+    named_pattern,
+)
 
 REGISTRY = ConstructorRegistry()
 """The rules by which those types of settings are read that tyro does not know."""
 
 
+PATTERNS = {
+    NM | None: "2:4|None",
+    NM | VNM | None: "2:4|V:2:M|None",
+    StaticPattern | None: "diagonal:G|N:4|None",
+}
+"""The types of settings that are a pattern or None, and how they are written."""
+
+
 @REGISTRY.primitive_rule
 def _pattern(
     info: PrimitiveTypeInfo,
-) -> PrimitiveConstructorSpec[Pattern | None] | None:
-    """Returns how a pattern is read from "2:4", "128:2:32" or "None"."""
-    if info.type not in (NM | None, NM | VNM | None):
+) -> PrimitiveConstructorSpec[Pattern | BlockDiagonal | None] | None:
+    """Returns how a pattern is read from "2:4", "128:2:32", "diagonal:4" or "None"."""
+    if info.type not in PATTERNS:
         return None
     return PrimitiveConstructorSpec(
         nargs=1,
-        metavar="2:4|None" if info.type == NM | None else "2:4|V:2:M|None",
+        metavar=PATTERNS[info.type],
         instance_from_str=lambda words: (
             None if words[0] == "None" else named_pattern(words[0])
         ),
-        is_instance=lambda value: isinstance(value, Pattern | None),
+        is_instance=lambda value: isinstance(value, Pattern | BlockDiagonal | None),
         str_from_instance=lambda pattern: [
             "None" if pattern is None else name_of(pattern)
         ],

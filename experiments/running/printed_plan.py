@@ -12,7 +12,7 @@ from experiments.running.console import DETERMINISTIC, say
 from experiments.running.printed_gemms import say_gemms
 from pallas_kernels.device import Device
 from sparsejax import cost_model
-from sparsejax.config import MeshConfig, TrainConfig
+from sparsejax.config import MeshConfig, ModelConfig, TrainConfig
 from sparsejax.distributed.mesh import check_shardable
 from sparsejax.feed_forward.spec import FFNSparsity
 from sparsejax.models.attention import attention_implementation
@@ -21,8 +21,7 @@ from sparsejax.reports.metrics import ffn_decisions
 from sparsejax.reports.step_times import StepTimes, phases_run_dense
 from sparsejax.sparsity.patterns import Pattern, name_of
 from sparsejax.training.branch import Branch
-from sparsejax.training.growth import model_of
-from sparsejax.training.recipe import Phase, phases, steps_left
+from sparsejax.training.recipe import Phase, model_of, phases, steps_left
 
 JAX_SHARE = 0.75
 """The share of a GPU's memory that JAX takes (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
@@ -59,6 +58,9 @@ def announce(
     micro_batches = config.micro_batches_on(mesh)
     micro_batch = config.batch_size // micro_batches
     check_shardable(model, list(sparsities), mesh, micro_batch=micro_batch)
+    for phase in planned:
+        of_phase = model_of(phase, model)
+        check_shardable(of_phase, phase.sparsities, mesh, micro_batch=micro_batch)
     tokens = micro_batch * config.data.sequence_length
     tokens_per_device = tokens // mesh.token_shards
     decisions = {
@@ -87,6 +89,8 @@ def announce(
     console.STDOUT.print(_phase_table(config, planned))
     if branch is not None:
         say(f"a branch: begins with step {begin:,} of {branch.folder}")
+    for phase in planned:
+        _say_static_weights(phase.kind, model_of(phase, model))
     for sparsity, name in sparsities.items():
         say_gemms(config, name, sparsity, decisions[sparsity], micro_batches)
     if predicted:
@@ -228,8 +232,9 @@ def _phase_table(config: TrainConfig, planned: tuple[Phase, ...]) -> Table:
         steps = f"{first + 1:,} - {first + phase.steps:,}"
         if phase.learning_rate_scale != 1:
             steps += f", learning rate x {phase.learning_rate_scale:g}"
-        table.add_row(phase.kind, steps, *_described(phase.sparsity))
         size = model_of(phase, config.model)
+        weights, *others = _described(phase.sparsity)
+        table.add_row(phase.kind, steps, _static_weights(size) or weights, *others)
         if size != config.model:
             cost = cost_model.relative_flops(size, config.model, length)
             own = f"d_hidden {size.d_hidden:,}, {size.layers} layers: {cost:.2f} of"
@@ -239,6 +244,35 @@ def _phase_table(config: TrainConfig, planned: tuple[Phase, ...]) -> Table:
             table.add_row("", each, *_described(phase.every.sparsity))
         first += phase.steps
     return table
+
+
+def _static_weights(model: ModelConfig) -> str:
+    """Returns which entries the weights of a model have, in words; nothing where they
+    have all."""
+    static = model.static_weights
+    if static is None:
+        return ""
+    how = "batched dense GEMMs" if model.groups > 1 else "by masks"
+    return f"{name_of(static)} in all linear layers, {static.density:.0%} ({how})"
+
+
+def _say_static_weights(kind: str, model: ModelConfig) -> None:
+    """Prints what runs the linear layers of a phase whose weights are static."""
+    if model.static_weights is None:
+        return
+    if model.groups == 1:
+        say(
+            f"linear layers, {kind} phase: whole weights that are zero outside of the "
+            f"masks; the GEMMs are dense ones and save no time"
+        )
+        return
+    groups = model.groups
+    d, f = model.d_model // groups, model.d_hidden // groups
+    say(
+        f"linear layers, {kind} phase: each is a batch of {groups} dense GEMMs by XLA, "
+        f"weights of {d:,} x {f:,} and {f:,} x {d:,} in the FFN, of {d:,} x {d:,} in "
+        f"attention (query, out)"
+    )
 
 
 def _described(sparsity: FFNSparsity) -> tuple[str, str, str]:

@@ -6,6 +6,7 @@ from sparsejax.config.model import ModelConfig as ModelConfig
 from sparsejax.config.optimizer import OptimizerConfig as OptimizerConfig
 from sparsejax.config.optimizer import ScheduleName as ScheduleName
 from sparsejax.config.phases import RECIPES as RECIPES
+from sparsejax.config.phases import STATIC_WEIGHTS as STATIC_WEIGHTS
 from sparsejax.config.phases import Interleaved as Interleaved
 from sparsejax.config.phases import PhaseConfig as PhaseConfig
 from sparsejax.config.phases import RecipeConfig as RecipeConfig

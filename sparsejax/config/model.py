@@ -5,6 +5,7 @@ from typing import Literal
 
 from sparsejax.annotations import check_fields
 from sparsejax.config.ranges import Count, Positive, check_intervals
+from sparsejax.sparsity.patterns import BlockDiagonal, StaticPattern
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,12 @@ class ModelConfig:
     tie_embeddings: bool = False
     rope_base: Positive = 10_000.0
     norm_epsilon: Positive = 1e-6
+    static_weights: StaticPattern | None = None
+    """Which entries the weights of all linear layers have, chosen once and at random
+    where there is a choice: BlockDiagonal(4), "diagonal:4" in files, computes a quarter
+    of the FLOPs (`models.block_diagonal`); NM(2, 4) trains half of the entries, by
+    masks at dense cost (`training.static_weights`). None: all. A phase may have its
+    own, of a model that becomes dense."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; master weights and optimiser moments are always float32."""
     remat: Literal["none", "full", "dots"] = "none"
@@ -38,6 +45,12 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         return self.d_model // self.heads
+
+    @property
+    def groups(self) -> int:
+        """Blocks on the diagonal of each linear layer's weight; 1 where it is whole."""
+        static = self.static_weights
+        return static.groups if isinstance(static, BlockDiagonal) else 1
 
     @property
     def gated(self) -> bool:
@@ -62,4 +75,31 @@ class ModelConfig:
             raise ValueError(
                 f"head_dim={self.head_dim} (d_model / heads) is odd; rotary position "
                 f"embedding rotates pairs"
+            )
+        self._check_static_weights()
+
+    def _check_static_weights(self) -> None:
+        """Raises ValueError where the pattern of the weights does not divide them."""
+        pattern = self.static_weights
+        if pattern is None:
+            return
+        if not isinstance(pattern, BlockDiagonal) and not (
+            pattern.m == 4 and pattern.n < 4
+        ):
+            raise ValueError(
+                f"model.static_weights={pattern} must keep one, two or three of every "
+                f"four entries; use NM(2, 4), or BlockDiagonal(4) for a quarter of "
+                f"the FLOPs"
+            )
+        kv_width = self.kv_heads * self.head_dim
+        pattern.check_divides(self.d_hidden, "model.d_hidden")
+        pattern.check_divides(kv_width, "model.kv_heads x head_dim")
+        pattern.check_divides(self.d_model, "model.d_model")
+        if self.d_model % self.groups**2:
+            raise ValueError(
+                f"model.d_model={self.d_model} is not a multiple of {self.groups}^2, "
+                f"required by {pattern}: a group reads as many features of every group "
+                f"that is written; pad to "
+                f"{-(-self.d_model // self.groups**2) * self.groups**2}, or use fewer "
+                f"groups"
             )

@@ -15,9 +15,16 @@ from sparsejax.config.ranges import (
 )
 from sparsejax.feed_forward.spec import DENSE, FFNSparsity, TokenSparsity
 from sparsejax.routing.routers import Router
-from sparsejax.sparsity.patterns import NM, VNM, Pattern, name_of
+from sparsejax.sparsity.patterns import (
+    NM,
+    VNM,
+    BlockDiagonal,
+    Pattern,
+    StaticPattern,
+    name_of,
+)
 
-RecipeName = Literal["default", "paper", "activations", "weights", "dense"]
+RecipeName = Literal["default", "paper", "activations", "weights", "s2d", "dense"]
 
 RECIPES: dict[RecipeName, FFNSparsity] = {
     "default": FFNSparsity(weights=NM(2, 4), activations=NM(2, 4)),
@@ -28,12 +35,19 @@ RECIPES: dict[RecipeName, FFNSparsity] = {
     ),
     "activations": FFNSparsity(activations=NM(2, 4)),
     "weights": FFNSparsity(weights=NM(2, 4)),
+    "s2d": DENSE,
     "dense": DENSE,
 }
-"""The sparsity of each recipe's sparse phase. default is the mixture of 2:4 weights and
-activations that cost least in all our runs (experiments/LOG.md). paper is that of arXiv
-2602.06183, with one of four experts by nearest centre; activations is that of arXiv
-2503.16672."""
+"""The sparsity of the FFNs in each recipe's sparse phase. default is the mixture of 2:4
+weights and activations that cost least in all our runs (experiments/LOG.md). paper is
+that of arXiv 2602.06183, one of four experts by nearest centre; activations is that of
+arXiv 2503.16672; `STATIC_WEIGHTS` says what s2d has besides."""
+
+STATIC_WEIGHTS: dict[RecipeName, StaticPattern] = {"s2d": BlockDiagonal(4)}
+"""Which entries the weights of all linear layers have in the first phase of a recipe
+that begins with static ones. s2d is that of arXiv 2304.05511, whose weights are 75 to
+87.5 % zeros, unstructured; with blocks on a diagonal any device computes the quarter
+that is left as dense GEMMs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,16 +83,19 @@ class PhaseConfig:
     """Neurons per FFN in this phase, of a model that grows. None: the model's."""
     layers: CountOrNone = None
     """Layers in this phase, of a model that grows. None: the model's."""
+    static_weights: StaticPattern | None = None
+    """Which entries the weights of all linear layers have in this phase, of a model
+    whose others begin at zero after it. None: the model's."""
 
     def __post_init__(self) -> None:
         check_fields(self, "phases.schedule.")
         check_intervals(self, "phases.schedule.")
         sparse = not all(sparsity.is_dense for sparsity in self.sparsities)
-        if sparse and (self.d_hidden, self.layers) != (None, None):
+        if sparse and any((self.d_hidden, self.layers, self.static_weights)):
             raise ValueError(
                 f"phase {self.name!r} has a size of its own and sparse steps; a model "
-                f"grows while it is dense: leave d_hidden and layers out, or the "
-                f"sparsity"
+                f"grows while its FFNs are dense: leave d_hidden, layers and "
+                f"static_weights out, or the sparsity"
             )
         if not self.name.strip() or not self.name.isprintable():
             raise ValueError(
@@ -122,6 +139,9 @@ class RecipeConfig:
     sparsity: FFNSparsity | None = None
     """Sparsity of the sparse phase: the recipe's, with other settings of its patterns,
     router and backward. None: the recipe's own."""
+    static_weights: StaticPattern | None = None
+    """Recipe s2d: which entries the weights of all linear layers have in its sparse
+    phase. None: the recipe's own."""
     recluster_every: CountOrZero = 0
     """Steps between warm-started new clusterings in the sparse phase; 0: never."""
     fold: bool = True
@@ -152,6 +172,11 @@ class RecipeConfig:
         check_value("recipe", recipe, RecipeName)
         return RECIPES[recipe] if self.sparsity is None else self.sparsity
 
+    def static_weights_of(self, recipe: RecipeName) -> StaticPattern | None:
+        """Returns which entries the weights of all linear layers have in the sparse
+        phase under a recipe; None where it has all of them."""
+        return self.static_weights or STATIC_WEIGHTS.get(recipe)
+
     def relative_to(self, recipe: RecipeName) -> "RecipeConfig":
         """Returns the same settings with `sparsity` None where it is the recipe's
         own."""
@@ -175,6 +200,12 @@ class RecipeConfig:
             for field in fields(FFNSparsity)
             if getattr(chosen, field.name) != getattr(DENSE, field.name)
         }
+        if self.static_weights is not None and recipe not in STATIC_WEIGHTS:
+            raise ValueError(
+                f"phases.static_weights={_name_of(self.static_weights)} has no meaning "
+                f"in recipe {recipe!r}; leave it out or use --recipe "
+                f"{' or '.join(STATIC_WEIGHTS)}"
+            )
         if self.recluster_every:
             given["recluster_every"] = self.recluster_every
         for name, value in given.items():
@@ -246,5 +277,5 @@ READ_WHERE = {
 does."""
 
 
-def _name_of(pattern: Pattern | None) -> str:
+def _name_of(pattern: Pattern | BlockDiagonal | None) -> str:
     return "None" if pattern is None else repr(name_of(pattern))

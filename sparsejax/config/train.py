@@ -1,6 +1,7 @@
 """Every setting of a training run."""
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Literal
 
 from sparsejax.annotations import check_fields
@@ -8,7 +9,12 @@ from sparsejax.config.data import DataConfig
 from sparsejax.config.mesh import MeshConfig
 from sparsejax.config.model import ModelConfig
 from sparsejax.config.optimizer import OptimizerConfig
-from sparsejax.config.phases import PhaseConfig, RecipeConfig, RecipeName
+from sparsejax.config.phases import (
+    STATIC_WEIGHTS,
+    PhaseConfig,
+    RecipeConfig,
+    RecipeName,
+)
 from sparsejax.config.ranges import (
     Count,
     CountOrNone,
@@ -20,6 +26,7 @@ from sparsejax.config.ranges import (
 )
 from sparsejax.feed_forward.spec import FFNSparsity
 from sparsejax.ops.backend import Backend
+from sparsejax.sparsity.patterns import StaticPattern, name_of
 
 PresetName = Literal["tiny", "wide-200m", "gpt-124m", "llama-1b", "llama-7b"]
 
@@ -31,10 +38,12 @@ class TrainConfig:
     preset: PresetName = "tiny"
     """Sizes and settings to start from; every other flag overrides one of them."""
     recipe: RecipeName = "default"
-    """What is sparse in the middle of the run. default: 2:4 weights and activations.
-    paper: 2:4 weights and V:2:M activations (arXiv 2602.06183). activations: 2:4
-    activations only (arXiv 2503.16672). weights: 2:4 weights only. dense: nothing.
-    phases.sparsity changes their settings. Not read with a schedule."""
+    """What is sparse in a part of the run. default: 2:4 weights and activations in its
+    middle. paper: 2:4 weights and V:2:M activations (arXiv 2602.06183). activations:
+    2:4 activations only (arXiv 2503.16672). weights: 2:4 weights only. s2d: all linear
+    layers with static weights from the first step, a quarter of them by default (arXiv
+    2304.05511). dense: nothing. phases.sparsity and phases.static_weights change their
+    settings. Not read with a schedule."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -94,6 +103,7 @@ class TrainConfig:
             self._check_schedule()
         else:
             self._check_recipe()
+        self._check_static_weights()
         if self.keep_every % (self.checkpoint_every or 1) or (
             self.keep_every and not self.checkpoint_every
         ):
@@ -131,6 +141,14 @@ class TrainConfig:
                         f"with model.activation={activation!r} does not have; give it "
                         f"activations 2:4, or use --model.activation relu2"
                     )
+        own = self.model.static_weights
+        static = [phase.static_weights or own for phase in schedule]
+        if any(after not in (before, None) for before, after in pairwise(static)):
+            raise ValueError(
+                f"the phases have static_weights={', '.join(map(_name_of, static))}, "
+                f"one after the other; a model becomes dense once and stays so: give "
+                f"the first phases one pattern, and leave it out of all others"
+            )
         for name in ("d_hidden", "layers"):
             whole = getattr(self.model, name)
             sizes = [getattr(phase, name) or whole for phase in schedule]
@@ -146,6 +164,23 @@ class TrainConfig:
             raise ValueError(
                 f"phases.recluster_every={self.phases.recluster_every} has no meaning "
                 f"in a schedule without experts; leave it out"
+            )
+
+    def _check_static_weights(self) -> None:
+        """Raises ValueError where a model that has static weights throughout the run
+        would be sparse in another way besides."""
+        if self.model.static_weights is None:
+            return
+        sparsities = [self.sparsity]
+        if self.phases.schedule:
+            sparsities = [s for phase in self.phases.schedule for s in phase.sparsities]
+        static = self.recipe in STATIC_WEIGHTS
+        if static or not all(sparsity.is_dense for sparsity in sparsities):
+            raise ValueError(
+                f"model.static_weights={_name_of(self.model.static_weights)} holds in "
+                f"all phases, and one of them is sparse in its own way; use --recipe "
+                f"dense for weights that stay as they are, or leave it out (--recipe "
+                f"s2d has static weights in its first phase alone)"
             )
 
     def _check_recipe(self) -> None:
@@ -225,3 +260,7 @@ class TrainConfig:
                 f"it is {chosen}), or change the mesh"
             )
         return self.micro_batches
+
+
+def _name_of(pattern: StaticPattern | None) -> str:
+    return "None" if pattern is None else repr(name_of(pattern))

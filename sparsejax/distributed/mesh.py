@@ -40,6 +40,13 @@ _PARAMETER_AXES = {
     "w_gate": (None, _NEURONS),
     "w_down": (_NEURONS, None),
 }
+# Attention's where they are blocks on a diagonal: each device has all of some blocks.
+_BLOCK_AXES = {
+    name: ("tensor", "fsdp", None) for name in ("w_query", "w_key", "w_value", "w_out")
+}
+STACKED_BLOCKS = 4
+"""How many axes such weights have in a training state: layers, blocks, and the two of a
+block."""
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -141,7 +148,10 @@ def state_shardings(state: PyTree, mesh: Mesh) -> PyTree:
 
     def of(path: tuple, leaf: jax.ShapeDtypeStruct | Array) -> NamedSharding:
         for entry in path:
-            axes = _PARAMETER_AXES.get(str(getattr(entry, "key", "")))
+            name = str(getattr(entry, "key", ""))
+            axes = _PARAMETER_AXES.get(name)
+            if leaf.ndim == STACKED_BLOCKS:
+                axes = _BLOCK_AXES.get(name, axes)
             if axes is not None:
                 layers = (None,) * (leaf.ndim - len(axes))
                 return sharding_of(mesh, *layers, *axes)
@@ -190,7 +200,20 @@ def check_shardable(
                 f"model.{name}={size} is not a multiple of mesh.{axis}={parts}, which "
                 f"splits it; change one of them"
             )
+    if model.groups % mesh.tensor and model.groups > 1:
+        raise ValueError(
+            f"model.static_weights={model.static_weights} are {model.groups} groups, "
+            f"not a multiple of mesh.tensor={mesh.tensor}, and a device has all of a "
+            f"group's attention; use more groups, or mesh.data and mesh.fsdp in the "
+            f"place of mesh.tensor"
+        )
+    if model.d_model // model.groups % mesh.fsdp:
+        raise ValueError(
+            f"model.d_model={model.d_model} in {model.groups} groups is not a multiple "
+            f"of mesh.fsdp={mesh.fsdp} in each, which splits it; use fewer groups, or "
+            f"mesh.data in the place of mesh.fsdp"
+        )
     sizes = (mesh.data, mesh.fsdp, mesh.tensor)
     layout = FFNLayout(mesh=AbstractMesh(sizes, AXES, axis_types=AXIS_TYPES))
     for sparsity in sparsities:
-        layout.check(micro_batch, model.d_hidden, sparsity)
+        layout.check(micro_batch, model.d_hidden // model.groups, sparsity)

@@ -15,6 +15,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device import Device
 from sparsejax.distributed.mesh import BATCH, constrain
+from sparsejax.models.block_diagonal import (
+    contiguous_groups,
+    multiply,
+    residual_groups,
+)
 from sparsejax.models.initializers import fan_in_normal
 
 
@@ -83,6 +88,7 @@ class Attention(nnx.Module):
         rope_base: float = 10_000.0,
         dtype: DTypeLike = jnp.float32,
         out_scale: float = 1.0,
+        groups: int = 1,
         mesh: Mesh | None = None,
         rngs: nnx.Rngs,
     ) -> None:
@@ -95,6 +101,8 @@ class Attention(nnx.Module):
           rope_base: base of the rotary frequencies.
           dtype: compute dtype; the parameters are float32.
           out_scale: factor of the initial deviation of the output projection.
+          groups: with two or more all four weights are block-diagonal, with as many
+            blocks (`block_diagonal`).
           mesh: a mesh with the axes of `distributed.mesh`, which splits batch and
             heads; None for one device.
           rngs: random streams; `params` is drawn from.
@@ -112,21 +120,23 @@ class Attention(nnx.Module):
         self.head_dim = d_model // heads
         self.rope_base = rope_base
         self.dtype = jnp.dtype(dtype)
+        self.groups = groups
         self.mesh = mesh
         kv_width = self.kv_heads * self.head_dim
-        self.w_query = nnx.Param(fan_in_normal(rngs.params(), (d_model, d_model)))
-        self.w_key = nnx.Param(fan_in_normal(rngs.params(), (d_model, kv_width)))
-        self.w_value = nnx.Param(fan_in_normal(rngs.params(), (d_model, kv_width)))
-        self.w_out = nnx.Param(
-            fan_in_normal(rngs.params(), (d_model, d_model), out_scale)
-        )
+        initial = partial(fan_in_normal, groups=groups)
+        self.w_query = nnx.Param(initial(rngs.params(), (d_model, d_model)))
+        self.w_key = nnx.Param(initial(rngs.params(), (d_model, kv_width)))
+        self.w_value = nnx.Param(initial(rngs.params(), (d_model, kv_width)))
+        self.w_out = nnx.Param(initial(rngs.params(), (d_model, d_model), out_scale))
 
     def __call__(
         self, x: Float[Array, "batch sequence d_model"], *, offset: int = 0
     ) -> Float[Array, "batch sequence d_model"]:
         """Returns the attention of every token to itself and to those before it, in the
         compute dtype; `offset` is the position of the first token."""
-        x = x.astype(self.dtype)
+        shape, x = x.shape, x.astype(self.dtype)
+        if self.groups > 1:
+            x = residual_groups(x, self.groups)
         positions = offset + jnp.arange(x.shape[1])
         rotate = partial(rotary_embedding, positions=positions, base=self.rope_base)
         query = rotate(self._project(x, self.w_query, self.heads))
@@ -136,12 +146,21 @@ class Attention(nnx.Module):
         mixed = jax.nn.dot_product_attention(
             query, key, value, is_causal=True, implementation=implementation
         )
+        mixed = mixed.reshape(shape)
         # Gathered over fsdp in the compute dtype, and not before.
-        w_out = constrain(self.w_out[...].astype(self.dtype), self.mesh, "tensor", None)
-        return constrain(mixed.reshape(x.shape) @ w_out, self.mesh, BATCH, None, None)
+        w_out = self.w_out[...].astype(self.dtype)
+        if self.groups > 1:
+            w_out = constrain(w_out, self.mesh, "tensor", None, None)
+            out = multiply(contiguous_groups(mixed, self.groups), w_out)
+        else:
+            out = mixed @ constrain(w_out, self.mesh, "tensor", None)
+        return constrain(out, self.mesh, BATCH, None, None)
 
     def _project(self, x: jax.Array, w: nnx.Param, heads: int) -> jax.Array:
-        gathered = constrain(w[...].astype(self.dtype), self.mesh, None, "tensor")
-        projected = x @ gathered
-        by_head = projected.reshape(*x.shape[:-1], heads, self.head_dim)
+        weight = w[...].astype(self.dtype)
+        if self.groups > 1:
+            projected = multiply(x, constrain(weight, self.mesh, "tensor", None, None))
+        else:
+            projected = x @ constrain(weight, self.mesh, None, "tensor")
+        by_head = projected.reshape(*projected.shape[:-1], heads, self.head_dim)
         return constrain(by_head, self.mesh, BATCH, None, "tensor", None)

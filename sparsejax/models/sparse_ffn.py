@@ -22,6 +22,10 @@ from sparsejax.feed_forward.gated_ffn import check_gated, gated_ffn
 from sparsejax.feed_forward.layout import FFNLayout
 from sparsejax.feed_forward.operands.weights import PackedFFN, pack_ffn
 from sparsejax.feed_forward.spec import DENSE, FFNSparsity, check_divisible
+from sparsejax.models.block_diagonal import (
+    dense_weight,
+    residual_groups,
+)
 from sparsejax.models.initializers import fan_in_normal
 from sparsejax.ops.backend import Backend
 from sparsejax.routing.clusters import balanced_clusters, contiguous_order
@@ -70,6 +74,7 @@ class SparseFFN(nnx.Module):
         sparsity: FFNSparsity = DENSE,
         dtype: DTypeLike = jnp.float32,
         down_scale: float = 1.0,
+        groups: int = 1,
         backend: Backend | None = None,
         layout: FFNLayout | None = None,
         rngs: nnx.Rngs,
@@ -82,6 +87,8 @@ class SparseFFN(nnx.Module):
           sparsity: which operand of which GEMM is sparse; dense by default.
           dtype: compute dtype; the parameters are float32.
           down_scale: factor of the initial deviation of w_down.
+          groups: with two or more the FFN is as many dense ones side by side, on
+            weights that are block-diagonal (`block_diagonal`).
           backend: what runs the sparse GEMMs; None for the fastest that can.
           layout: how the FFN lies on a mesh of several devices; None on one device.
           rngs: random streams; `params` is drawn from.
@@ -95,14 +102,14 @@ class SparseFFN(nnx.Module):
         self.d_hidden = d_hidden
         self.activation = activation
         self.dtype = jnp.dtype(dtype)
+        self.groups = groups
         self.backend = backend
         self.layout = layout
-        self.w_up = nnx.Param(fan_in_normal(rngs.params(), (d_model, d_hidden)))
-        self.w_down = nnx.Param(
-            fan_in_normal(rngs.params(), (d_hidden, d_model), down_scale)
-        )
+        initial = partial(fan_in_normal, groups=groups)
+        self.w_up = nnx.Param(initial(rngs.params(), (d_model, d_hidden)))
+        self.w_down = nnx.Param(initial(rngs.params(), (d_hidden, d_model), down_scale))
         self.w_gate = nnx.data(
-            nnx.Param(fan_in_normal(rngs.params(), (d_model, d_hidden)))
+            nnx.Param(initial(rngs.params(), (d_model, d_hidden)))
             if activation != "relu2"
             else None
         )
@@ -131,7 +138,7 @@ class SparseFFN(nnx.Module):
           ValueError: the shapes do not fit, the weights stack several layers, or the
             sparsity needs an argument that is None.
         """
-        if self.w_up[...].ndim != 2:
+        if self.w_up[...].ndim != (2 if self.groups == 1 else 3):
             raise ValueError(
                 f"w_up of shape {self.w_up[...].shape} stacks several layers; call one "
                 f"layer at a time, as a scan over the leading axis does"
@@ -142,6 +149,8 @@ class SparseFFN(nnx.Module):
                 f"transpose it or build SparseFFN({x.shape[-1]}, {self.d_hidden})"
             )
         tokens = x.reshape(-1, self.d_model).astype(self.dtype)
+        if self.groups > 1:
+            return self._by_group(tokens).reshape(x.shape)
         packed = None if self.packed is None else self.packed.get_value()
         if self.activation != "relu2":
             assert self.w_gate is not None
@@ -172,6 +181,31 @@ class SparseFFN(nnx.Module):
                 backend=self.backend,
             )
         return out.reshape(x.shape)
+
+    def _by_group(
+        self, tokens: Float[Array, "tokens d_model"]
+    ) -> Float[Array, "tokens d_model"]:
+        """Returns the FFN of weights that are block-diagonal: a dense FFN for each
+        group, all of them in batched GEMMs."""
+        how = {"layout": self.layout, "backend": self.backend}
+        weights = [weight[...] for weight in (*self.into_hidden, self.w_down)]
+
+        def of_group(x: jax.Array, *weights: jax.Array) -> jax.Array:
+            if self.activation == "relu2":
+                return ffn(x, *weights, **how)
+            return gated_ffn(x, *weights, activation=self.activation, **how)
+
+        groups = residual_groups(tokens, self.groups)
+        in_axes = (1, *(0 for _ in weights))
+        out = jax.vmap(of_group, in_axes=in_axes, out_axes=1)(groups, *weights)
+        return out.reshape(tokens.shape)
+
+    def dense_form(self, weight: nnx.Param) -> Float[Array, "d_in d_out"]:
+        """Returns one of the weights into the hidden layer, whole where it is stored as
+        the blocks of a diagonal."""
+        if self.groups == 1:
+            return weight[...]
+        return dense_weight(weight[...], reads_residual=True)
 
     def route(
         self,
@@ -206,8 +240,14 @@ class SparseFFN(nnx.Module):
 
     def check(self, sparsity: FFNSparsity) -> None:
         """Raises ValueError where groups or experts do not divide the widths, or where
-        a gated FFN cannot have the sparsity."""
+        a gated FFN, or one of block-diagonal weights, cannot have the sparsity."""
         check_value("sparsity", sparsity, FFNSparsity)
+        if self.groups > 1 and not sparsity.is_dense:
+            raise ValueError(
+                f"an FFN of {self.groups} groups, whose weights are block-diagonal, is "
+                f"dense inside of them and cannot have {sparsity}; build it with "
+                f"groups=1, or leave its sparsity out"
+            )
         if self.activation != "relu2":
             check_gated(self.activation, sparsity)
         check_divisible(self.d_model, self.d_hidden, sparsity)
@@ -265,6 +305,8 @@ class SparseFFN(nnx.Module):
         self, *, warm_start: bool = False
     ) -> Int[Array, " d_hidden"] | Int[Array, "layers d_hidden"]:
         """Groups like neurons into the experts, renumbers them, and tells the router.
+        For a router that does not want them grouped (`Router.clusters`) all stay where
+        they are.
 
         Neuron i becomes the former neuron order[i] in W1's columns and W2's rows, which
         leaves the dense function as it was. The optimiser's moments of both must be
@@ -283,6 +325,10 @@ class SparseFFN(nnx.Module):
                 f"activations={self.sparsity.activations} has no experts to cluster "
                 f"for; switch to a sparsity with activations=VNM(v, 2, m) first"
             )
+        if not router.clusters:
+            stack = self.w_up[...].shape[:-2]
+            same = jnp.arange(self.d_hidden, dtype=jnp.int32)
+            return jnp.broadcast_to(same, (*stack, self.d_hidden))
         present = jnp.repeat(
             jnp.arange(experts, dtype=jnp.int32), self.d_hidden // experts
         )
@@ -318,9 +364,10 @@ class SparseFFN(nnx.Module):
 
     def _scales(self) -> jax.Array:
         into_hidden = self.into_hidden
-        stack = self.w_up[...].shape[:-2]
-        if self.d_model % 4:
-            # Groups of four do not divide d: such a layer cannot have 2:4 weights.
+        stack = self.w_up[...].shape[: -2 if self.groups == 1 else -3]
+        if self.d_model % 4 or self.groups > 1:
+            # Such a layer cannot have 2:4 weights: groups of four do not divide d, or
+            # its weights are the blocks of a diagonal.
             return jnp.ones((*stack, len(into_hidden) + 1), jnp.float32)
         # GEMMs 1 and 3 both reduce over d: axis -2 of W1, the last axis of W2.
         scales = [soft_threshold_scale(w[...], axis=-2) for w in into_hidden]

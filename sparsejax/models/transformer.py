@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.extend.core import Primitive
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key
 
@@ -46,6 +47,7 @@ class Block(nnx.Module):
             rope_base=config.rope_base,
             dtype=config.dtype,
             out_scale=branch_scale,
+            groups=config.groups,
             mesh=mesh,
             rngs=rngs,
         )
@@ -57,6 +59,7 @@ class Block(nnx.Module):
             sparsity=sparsity,
             dtype=config.dtype,
             down_scale=branch_scale,
+            groups=config.groups,
             backend=backend,
             layout=ffn_layout(mesh),
             rngs=rngs,
@@ -165,7 +168,7 @@ class Transformer(nnx.Module):
         of the FFNs if asked for, else None."""
         graph, stacked = nnx.split(self.blocks)
         keys = None
-        if self.sparsity.needs_key and key is not None:
+        if key is not None:
             keys = jax.random.split(key, self.config.layers)
 
         def apply(x, layer):
@@ -176,7 +179,9 @@ class Transformer(nnx.Module):
 
         config = self.config
         x, ffn_inputs = jax.lax.scan(
-            rematerialise(apply, config.remat, in_loop=config.scan_layers),
+            rematerialise(
+                apply, config.remat, in_loop=config.scan_layers, groups=config.groups
+            ),
             self._embed(tokens),
             (stacked, keys),
             unroll=not config.scan_layers,
@@ -228,18 +233,38 @@ def _accumulate_bwd(operands, gradient):
 _accumulate_in_float32.defvjp(_accumulate_fwd, _accumulate_bwd)
 
 
-def rematerialise(block: Callable, remat: str, *, in_loop: bool = True) -> Callable:
-    """Returns `block` with a backward that recomputes what `ModelConfig.remat` says."""
+def rematerialise(
+    block: Callable, remat: str, *, in_loop: bool = True, groups: int = 1
+) -> Callable:
+    """Returns `block` with a backward that recomputes what `ModelConfig.remat` says.
+
+    Args:
+      in_loop: whether it is the body of a loop.
+      groups: blocks on the diagonal of each weight of its linear layers; with two or
+        more these are GEMMs with one batch axis.
+    """
     if remat == "none":
         return block
+    policies = jax.checkpoint_policies
+    # A GEMM with more batch axes than a linear layer's is attention's, whose outputs
+    # are the large ones.
+    plain = policies.dots_with_no_batch_dims_saveable
     policy = {
-        "full": jax.checkpoint_policies.nothing_saveable,
-        # A GEMM with batch axes is attention's, whose outputs are the large ones.
-        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "full": policies.nothing_saveable,
+        "dots": plain if groups == 1 else _has_one_batch_axis,
     }[remat]
     # The body of a loop cannot be merged with its recomputation, so that barriers
     # against that would only cost.
     return jax.checkpoint(block, policy=policy, prevent_cse=not in_loop)
+
+
+def _has_one_batch_axis(primitive: Primitive, *_: Any, **parameters: Any) -> bool:
+    """Returns whether an operation is a GEMM of at most one batch axis, in the form of
+    a policy of `jax.checkpoint`."""
+    if primitive is not jax.lax.dot_general_p:
+        return False
+    _, (batch_axes, _) = parameters["dimension_numbers"]
+    return len(batch_axes) <= 1
 
 
 def cross_entropy(

@@ -88,14 +88,16 @@ def ffn_spec(
     mesh: MeshConfig = ONE_DEVICE,
     device: Device | None = None,
 ) -> FFNCall:
-    """Returns the spec of the FFN call that `ffn_decisions` decides about."""
+    """Returns the spec of the FFN call that `ffn_decisions` decides about; where the
+    weights are blocks on a diagonal, that of one of the blocks' FFNs, which run side by
+    side."""
     kind = FFNSpec
     if config.activation != "relu2":
         kind = partial(GatedFFNSpec, activation=config.activation)
     return kind(
         tokens=tokens,
-        d_model=config.d_model,
-        d_hidden=config.d_hidden,
+        d_model=config.d_model // config.groups,
+        d_hidden=config.d_hidden // config.groups,
         dtype=config.dtype,
         sparsity=sparsity,
         device=current_device() if device is None else device,
@@ -281,7 +283,7 @@ def model_statistics(
         state, x = layer
         ffn: SparseFFN = nnx.merge(graph, state)
         x = x.reshape(-1, x.shape[-1])
-        *gate, w_up = (w[...] for w in ffn.into_hidden)
+        *gate, w_up = (ffn.dense_form(w) for w in ffn.into_hidden)
         if ffn.sparsity.weights:
             *gate, w_up = (
                 ffn.scales[...][i] * soft_threshold(w, axis=0)
@@ -303,7 +305,7 @@ def weight_masks(model: nnx.Module) -> list[Bool[Array, "..."]]:
     reads."""
     masks = []
     for ffn in sparse_ffns(model):
-        if ffn.d_model % 4 == 0:
+        if ffn.d_model % 4 == 0 and ffn.groups == 1:
             masks += [magnitude_mask(w[...], axis=-2) for w in ffn.into_hidden]
             masks.append(magnitude_mask(ffn.w_down[...], axis=-1))
     return masks

@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from sparsejax.feed_forward.spec import FFNSparsity
 from sparsejax.ops.backend import Decision
 from sparsejax.reports import metrics
-from sparsejax.training.growth import model_of
-from sparsejax.training.recipe import Phase
+from sparsejax.training.recipe import Phase, model_of
 from sparsejax.training.step import Run
 
 

@@ -42,6 +42,9 @@ class Router(ABC):
     name: ClassVar[str]
     """The name of the router in settings, records and the printed plan."""
     reads: ClassVar[Reads]
+    clusters: ClassVar[bool] = True
+    """Whether like neurons are brought together into the experts before it is asked. A
+    choice that is to be random needs them as they were initialised."""
 
     @abstractmethod
     def scores(self, read: Array, experts: int, state: State) -> Array:
@@ -200,6 +203,33 @@ class TokenHash(Router):
 
 
 @dataclass(frozen=True)
+class SameExperts(Router):
+    """Every token chooses the first g experts, and neurons are never clustered.
+
+    Neurons begin alike, so that the first g F / E of them are a random share of all. It
+    is a control: whatever a router that looks at the token gains over this one is due
+    to the choice, and not to the patterns, the backward or the fewer neurons, which are
+    the same. The other neurons get no gradient where `weight_gradients` is
+    "expert_columns"; the optimiser's weight decay and what its moments still hold from
+    a dense phase before move them all the same. A model that grows from F / 4 neurons
+    differs from a quarter by this router in what its other neurons are when they join:
+    new and with zero rows of W2 there, initial or from a dense warm-up here.
+    """
+
+    name = "same_experts"
+    reads = "x"
+    clusters = False
+
+    def scores(
+        self, read: Float[Array, "tokens d_model"], experts: int, state: State
+    ) -> Int[Array, "tokens experts"]:
+        """Returns E - 1, E - 2, ..., 0 for every token."""
+        del state
+        descending = jnp.arange(experts - 1, -1, -1, dtype=jnp.int32)
+        return jnp.broadcast_to(descending, (read.shape[0], experts))
+
+
+@dataclass(frozen=True)
 class ActivationEnergy(Router):
     """The router by which a token chooses the experts whose neurons carry the most of
     its activation.
@@ -237,7 +267,12 @@ class ActivationEnergy(Router):
 
 NEAREST_CENTRE = NearestCentre()
 
-ROUTERS: tuple[Router, ...] = (NEAREST_CENTRE, TokenHash(), ActivationEnergy())
+ROUTERS: tuple[Router, ...] = (
+    NEAREST_CENTRE,
+    TokenHash(),
+    ActivationEnergy(),
+    SameExperts(),
+)
 """Every router that settings can name; a new one is registered here and nowhere
 else."""
 

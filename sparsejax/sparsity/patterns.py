@@ -1,4 +1,4 @@
-"""Sparsity patterns as frozen types: N:M and V:N:M."""
+"""Sparsity patterns as frozen types: N:M, V:N:M and block-diagonal."""
 
 import re
 from dataclasses import astuple, dataclass
@@ -104,26 +104,74 @@ class VNM:
         _check_groups(self, size, name)
 
 
-Pattern = NM | VNM
-
-
-def named_pattern(text: str) -> Pattern:
-    """Returns the pattern of a name: N:M as in "2:4", or V:N:M as in "128:2:32".
+@dataclass(frozen=True)
+class BlockDiagonal:
+    """A weight of `groups` equal blocks on its diagonal, and nothing outside of them:
+    the inputs and the outputs are cut into so many groups, and group i of the outputs
+    reads group i of the inputs alone.
 
     Raises:
-      ValueError: the text is neither, or names a pattern that cannot be.
+      ValueError: not an int, or not `2 <= groups <= 256`.
     """
+
+    groups: int
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not 2 <= self.groups <= 256:
+            raise ValueError(
+                f"groups={self.groups} is not in [2, 256]: it counts the blocks on the "
+                f"diagonal of a weight; one block is a dense weight, which needs no "
+                f"pattern"
+            )
+
+    @property
+    def density(self) -> float:
+        """Kept fraction, 1 / groups."""
+        return 1 / self.groups
+
+    def check_divides(self, size: int, name: str) -> None:
+        """Raises ValueError where the axis `name` of `size` is not equal groups."""
+        if size % self.groups:
+            padded = -(-size // self.groups) * self.groups
+            raise ValueError(
+                f"{name}={size} is not a multiple of the {self.groups} groups of "
+                f"{self}; pad to {padded}, or use fewer groups"
+            )
+
+
+Pattern = NM | VNM
+"""What a mask keeps of every group of an axis."""
+
+StaticPattern = NM | BlockDiagonal
+"""Which of a weight's entries there are while it is trained sparse, chosen once."""
+
+DIAGONAL = "diagonal:"
+"""What the name of a block-diagonal pattern begins with."""
+
+
+def named_pattern(text: str) -> Pattern | BlockDiagonal:
+    """Returns the pattern of a name: N:M as in "2:4", V:N:M as in "128:2:32", or
+    diagonal:G as in "diagonal:4".
+
+    Raises:
+      ValueError: the text is none of them, or names a pattern that cannot be.
+    """
+    if re.fullmatch(rf"{DIAGONAL}\d{{1,9}}", text):
+        return BlockDiagonal(int(text.removeprefix(DIAGONAL)))
     if not re.fullmatch(r"\d{1,9}(:\d{1,9}){1,2}", text):
         raise ValueError(
-            f"{text!r} names no pattern; write N:M as '2:4', or V:N:M as '128:2:32'"
+            f"{text!r} names no pattern; write N:M as '2:4', V:N:M as '128:2:32', or "
+            f"the number of blocks on a diagonal as 'diagonal:4'"
         )
     numbers = [int(number) for number in text.split(":")]
     return NM(*numbers) if len(numbers) == 2 else VNM(*numbers)
 
 
-def name_of(pattern: Pattern) -> str:
+def name_of(pattern: Pattern | BlockDiagonal) -> str:
     """Returns the name of a pattern, which `named_pattern` reads."""
-    return ":".join(map(str, astuple(pattern)))
+    prefix = DIAGONAL if isinstance(pattern, BlockDiagonal) else ""
+    return prefix + ":".join(map(str, astuple(pattern)))
 
 
 TWO_FOUR = NM(2, 4)

@@ -1,18 +1,21 @@
 """A smaller model that takes the place of a run's in some phases, and how it grows.
 
+A model whose linear layers have static weights becomes dense: their other entries begin
+at zero. Weights that were stored as blocks on a diagonal are put where they belong in
+whole ones; those that were masked lie there already.
+
+
 An FFN grows by neurons behind those that it has: their columns of W1 (and Wg) are as at
 initialisation, their rows of W2 are zero. A model grows by layers behind those that it
 has: layer l becomes a copy of layer l modulo the layers before, whose two output
 projections, W_out of attention and W2 of the FFN, are zero. Either way the model
 computes what it did before, up to the rounding of longer sums. Moments of what is new
-are zero.
+are zero. Where it grows and becomes dense at once, it becomes dense first.
 
 FFN growth in the way of function-preserving widening is from arXiv 1511.05641, and
 repeated layers from arXiv 2405.15319; with zero outputs as here a new layer begins as
 the identity.
 """
-
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -20,20 +23,11 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from sparsejax.config import ModelConfig
-from sparsejax.training.recipe import Phase
+from sparsejax.models.block_diagonal import dense_weight
 from sparsejax.training.switching import NEURON_AXES
 
 ENDS_OF_BRANCHES = ("w_out", "w_down")
 """The names of the weights that write into the residual stream."""
-
-
-def model_of(phase: Phase, whole: ModelConfig) -> ModelConfig:
-    """Returns the model that a phase trains, in a run whose model is `whole`."""
-    return replace(
-        whole,
-        d_hidden=phase.d_hidden or whole.d_hidden,
-        layers=phase.layers or whole.layers,
-    )
 
 
 def check_grows(before: ModelConfig, after: ModelConfig) -> None:
@@ -47,6 +41,13 @@ def check_grows(before: ModelConfig, after: ModelConfig) -> None:
                 f"{name}={large}: a model grows and does not shrink; give the phase "
                 f"{small} or more, or begin with an earlier checkpoint"
             )
+    if after.static_weights not in (None, before.static_weights):
+        raise ValueError(
+            f"a state with static_weights={before.static_weights} cannot go on in a "
+            f"phase with static_weights={after.static_weights}: a model becomes dense "
+            f"once and stays so; leave the pattern out of the phase, or begin with an "
+            f"earlier checkpoint"
+        )
 
 
 def grown(params: nnx.State, fresh: nnx.State) -> nnx.State:
@@ -54,7 +55,7 @@ def grown(params: nnx.State, fresh: nnx.State) -> nnx.State:
     other parameters come from `fresh`, its initialisation."""
 
     def of_leaf(path: tuple, new: jax.Array, present: jax.Array) -> jax.Array:
-        return _grown_leaf(_name(path), present, new)
+        return _grown_leaf(_name(path), _without_groups(path, present, new), new)
 
     return jax.tree_util.tree_map_with_path(of_leaf, fresh, params)
 
@@ -63,13 +64,27 @@ def padded(state: PyTree, shapes: PyTree) -> PyTree:
     """Returns the moments of a smaller model, padded with zeros to the shapes of a
     larger one."""
 
-    def of_leaf(present: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    def of_leaf(
+        path: tuple, like: jax.ShapeDtypeStruct, present: jax.Array
+    ) -> jax.Array:
+        present = _without_groups(path, present, like)
         if present.shape == like.shape:
             return present
         sizes = zip(present.shape, like.shape, strict=True)
         return jnp.pad(present, [(0, large - small) for small, large in sizes])
 
-    return jax.tree.map(of_leaf, state, shapes)
+    return jax.tree_util.tree_map_with_path(of_leaf, shapes, state)
+
+
+def _without_groups(
+    path: tuple, present: jax.Array, like: jax.Array | jax.ShapeDtypeStruct
+) -> jax.Array:
+    """Returns a weight, or a moment of it, as a whole one where it is stored as blocks
+    on a diagonal, with one axis more than `like`, what it becomes."""
+    if present.ndim == like.ndim:
+        return present
+    reads_residual = _name(path) not in ENDS_OF_BRANCHES
+    return dense_weight(present, reads_residual=reads_residual)
 
 
 def _grown_leaf(name: str, present: jax.Array, fresh: jax.Array) -> jax.Array:

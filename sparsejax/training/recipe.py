@@ -6,12 +6,14 @@ from itertools import accumulate
 
 from sparsejax.config import (
     Interleaved,
+    ModelConfig,
     PhaseConfig,
     RecipeConfig,
     RecipeName,
     TrainConfig,
 )
 from sparsejax.feed_forward.spec import DENSE, FFNSparsity, check_divisible
+from sparsejax.sparsity.patterns import StaticPattern
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,9 @@ class Phase:
     else None."""
     layers: int | None = None
     """The number of layers where it is not the run's; else None."""
+    static_weights: StaticPattern | None = None
+    """Which entries the weights of the linear layers have, where that is not what the
+    run's model says."""
 
     @property
     def sparsities(self) -> tuple[FFNSparsity, ...]:
@@ -74,6 +79,20 @@ class Phase:
         return replace(self, sparsity=DENSE, every=None)
 
 
+def model_of(phase: Phase, whole: ModelConfig) -> ModelConfig:
+    """Returns the model that a phase trains, in a run whose model is `whole`.
+
+    Raises:
+      ValueError: there is no such model.
+    """
+    return replace(
+        whole,
+        d_hidden=phase.d_hidden or whole.d_hidden,
+        layers=phase.layers or whole.layers,
+        static_weights=phase.static_weights or whole.static_weights,
+    )
+
+
 def phase_at(planned: Sequence[Phase], step: int) -> int:
     """Returns the number of the phase that the step after `step` steps belongs to; for
     a run that is over, the number of its last phase."""
@@ -103,7 +122,7 @@ def phases(config: TrainConfig) -> tuple[Phase, ...]:
     they leave goes to the phase that has none, or else to the last.
 
     Raises:
-      ValueError: a phase's patterns do not divide the model's widths.
+      ValueError: a phase's patterns do not divide the widths of its model.
     """
     schedule = config.phases.schedule or recipe_schedule(config.recipe, config.phases)
     steps = _steps_of(schedule, config.steps)
@@ -116,11 +135,13 @@ def phases(config: TrainConfig) -> tuple[Phase, ...]:
             learning_rate_scale=phase.learning_rate_scale,
             d_hidden=phase.d_hidden,
             layers=phase.layers,
+            static_weights=phase.static_weights,
         )
         for phase, count in zip(schedule, steps, strict=True)
         if count
     )
     for phase in planned:
+        model_of(phase, config.model)
         for sparsity in phase.sparsities:
             check_divisible(config.model.d_model, config.model.d_hidden, sparsity)
     return planned
@@ -129,23 +150,23 @@ def phases(config: TrainConfig) -> tuple[Phase, ...]:
 def recipe_schedule(
     recipe: RecipeName, settings: RecipeConfig
 ) -> tuple[PhaseConfig, ...]:
-    """Returns a recipe as a schedule: dense warm-up, sparse phase, dense tail.
+    """Returns a recipe as a schedule: dense warm-up, sparse phase, dense tail. One with
+    static weights has them from the first step on, for a model that is dense has no
+    weights that could be new.
 
     Raises:
       ValueError: there is no such recipe.
     """
     sparsity = settings.sparsity_of(recipe)
+    static = settings.static_weights_of(recipe)
     if recipe == "dense":
         return (PhaseConfig(name="dense"),)
-    shares = {"warm-up": settings.warmup_share, "sparse": settings.sparse_share}
-    first = tuple(
-        PhaseConfig(
-            name=name, share=share, sparsity=sparsity if name == "sparse" else DENSE
-        )
-        for name, share in shares.items()
-        if share
-    )
-    return (*first, PhaseConfig(name="dense"))
+    sparse = {"sparsity": sparsity, "static_weights": static}
+    first = [("sparse", settings.sparse_share, sparse)]
+    if static is None:
+        first.insert(0, ("warm-up", settings.warmup_share, {}))
+    phases = [PhaseConfig(name=name, share=of, **own) for name, of, own in first if of]
+    return (*phases, PhaseConfig(name="dense"))
 
 
 def _steps_of(schedule: Sequence[PhaseConfig], steps: int) -> list[int]:

@@ -39,10 +39,11 @@ from sparsejax.feed_forward.spec import DENSE, FFNSparsity
 from sparsejax.models.sparse_ffn import sparse_ffns
 from sparsejax.models.transformer import Transformer, cross_entropy
 from sparsejax.reports import metrics
-from sparsejax.training.growth import check_grows, grown, model_of, padded
+from sparsejax.training.growth import check_grows, grown, padded
 from sparsejax.training.micro_batches import loss_and_gradient
 from sparsejax.training.optimizer import make_optimizer
-from sparsejax.training.recipe import Phase, phases
+from sparsejax.training.recipe import Phase, model_of, phases
+from sparsejax.training.static_weights import initial_weights, within_masks
 from sparsejax.training.switching import relabel_neurons, set_sparsity, switch
 
 GROWTH = 2**32 - 1
@@ -85,6 +86,7 @@ def train_step(
     loss, gradient = loss_and_gradient(
         cross_entropy, model, tokens, keys, place=scatter
     )
+    gradient = within_masks(gradient, model.config.static_weights, state.key)
     params = state.params
     updates, moments = optimizer.update(gradient, state.moments, params)
     params = jax.tree.map(jnp.add, params, updates)
@@ -250,12 +252,14 @@ class Run:
 
     def _init(self, sparsity: FFNSparsity) -> TrainState:
         _, params, buffers = nnx.split(self.build(sparsity), nnx.Param, ...)
+        key = jax.random.key(self.config.seed)
+        params = initial_weights(params, self.config.model.static_weights, key)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
             buffers=buffers,
             moments=self.optimizer.init(params),
-            key=jax.random.key(self.config.seed),
+            key=key,
         )
 
     def _shardings(self, sparsity: FFNSparsity) -> TrainState:

@@ -36,6 +36,7 @@ from sparsejax.reports.records import (
 )
 from sparsejax.reports.step_times import StepTimes
 from sparsejax.reports.throughput import Pace
+from sparsejax.sparsity.patterns import name_of
 from sparsejax.training.branch import Branch
 from sparsejax.training.progress import Progress
 from sparsejax.training.resume import begin_or_resume
@@ -279,12 +280,14 @@ class _Loop(Progress):
         )
         self.saving_seconds = 0.0
 
-    def own_size(self) -> dict[str, int]:
+    def own_size(self) -> dict[str, int | str]:
         """Returns the size of the phase's model where it is not the run's."""
         if self.run_of_phase is self.run:
             return {}
         model = self.run_of_phase.config.model
-        return {"d_hidden": model.d_hidden, "layers": model.layers}
+        static = model.static_weights
+        own = {} if static is None else {"static_weights": name_of(static)}
+        return {"d_hidden": model.d_hidden, "layers": model.layers, **own}
 
     def validate(self) -> None:
         own: dict[str, list[float]] = {}

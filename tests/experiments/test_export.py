@@ -1,5 +1,7 @@
 """The exported weights are the model: a NumPy forward pass with them agrees."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from experiments.export import dense_weights, export
 from sparsejax.config import ModelConfig
 from sparsejax.feed_forward.spec import FFNSparsity
 from sparsejax.models.transformer import Transformer
-from sparsejax.sparsity.patterns import NM
+from sparsejax.sparsity.patterns import NM, BlockDiagonal
 
 CONFIG = ModelConfig(
     vocab_size=11, d_model=8, layers=2, heads=2, kv_heads=1, d_hidden=16
@@ -55,8 +57,10 @@ def forward(w, tokens):
     return rms_norm(x, w["final_norm.scale"]) @ w["head"]
 
 
-def test_the_file_holds_the_model(tmp_path):
-    model = Transformer(CONFIG, rngs=nnx.Rngs(0))
+@pytest.mark.parametrize("static", [None, BlockDiagonal(2)])
+def test_the_file_holds_the_model(static, tmp_path):
+    config = replace(CONFIG, static_weights=static)
+    model = Transformer(config, rngs=nnx.Rngs(0))
     path = tmp_path / "model.safetensors"
     assert str(path) in export(model, path)
     tokens = np.array([3, 1, 4, 1, 5, 9, 2])

@@ -17,7 +17,8 @@ from tests.support.micro_run import WORDS
 from tests.support.whole_runs import shared_run
 
 FILES = Path(compare_recipes.__file__).parent / "comparisons"
-ARMS = ("dense-10", "dense-50", "two-of-eight-20", "grow-ffn-20", "grow-depth-20")
+SMALL_FIRST = ("grow-ffn", "grow-depth", "s2d-25")
+ARMS = ("dense-10", "dense-50", "two-of-eight-20", *(f"{of}-20" for of in SMALL_FIRST))
 EACH = 144
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -47,7 +48,7 @@ def test_every_length_has_its_tokens_and_every_arm_three_lengths():
         assert held_out * config.data.sequence_length >= 4e6
         assert config.data.split_by == "package" and config.data.drop_duplicates
     assert all(found >= {"20", "60", "200"} for found in lengths.values())
-    assert len(lengths) == 9 and lengths["dense"] >= {"10", "50", "170"}
+    assert len(lengths) == 12 and lengths["dense"] >= {"10", "50", "170"}
     trunks = [t for t in comparison.trials if t.trunk is None]
     for trunk in trunks:
         optimizer = trunk.config.optimizer
@@ -62,7 +63,7 @@ def test_every_arm_has_three_learning_rates_and_dense_four_seeds():
         arm = trial.name.rpartition("-")[0]
         rates.setdefault(arm, set()).add(trial.config.optimizer.peak_learning_rate)
         assert trial.config.steps == 2880
-    assert len(rates) == 8 and all(len(of) == 3 for of in rates.values())
+    assert len(rates) == 11 and all(len(of) == 3 for of in rates.values())
     assert [t.seed for t in trials if t.name == "dense-mid"] == [0, 1, 2, 3]
 
 
@@ -118,7 +119,7 @@ def test_the_ladder_runs_from_its_file_to_R(tmp_path, monkeypatch, capsys):
     comparison = replace(some, trials=tuple(tiny(t, text) for t in some.trials))
     folder = tmp_path / "runs"
     rows = compare_recipes.main(comparison, folder, None)
-    assert len(rows) == 10 and all(row["loss"] < 5.6 for row in rows)
+    assert len(rows) == 12 and all(row["loss"] < 5.6 for row in rows)
     assert "left out: 7 copies" in capsys.readouterr().out
 
     results = tmp_path / "rows.jsonl"
@@ -130,11 +131,11 @@ def test_the_ladder_runs_from_its_file_to_R(tmp_path, monkeypatch, capsys):
         found[row["arm"], round(row["tokens"] / 64)] = row
     assert set(found) == {
         *(("dense", steps) for steps in (10, 20, 50)),
-        *((arm, 20) for arm in ("two-of-eight", "grow-ffn", "grow-depth")),
+        *((arm, 20) for arm in ("two-of-eight", *SMALL_FIRST)),
     }
     # Of 20 steps the trunk's first was warm-up and the next 14 sparse.
     assert found["two-of-eight", 20]["sparse_share"] == pytest.approx(0.7)
-    for arm in ("grow-ffn", "grow-depth"):
+    for arm in SMALL_FIRST:
         assert found[arm, 20]["sparse_share"] == 0
         run = next(of for of in read_finished(folder)[0] if of.arm == arm)
         assert [stretch.steps for stretch in run.stretches] == [15, 5]

@@ -1,21 +1,29 @@
 """A model that grows on a mesh is the one that grows on one device."""
 
 from dataclasses import replace
+from functools import lru_cache
 
 import jax
 import numpy as np
 import pytest
 
 from sparsejax.config import MeshConfig, PhaseConfig, TrainConfig
+from sparsejax.sparsity.patterns import NM, BlockDiagonal
 from sparsejax.training.step import Run
 from tests.support.micro_run import arrays_of, micro_config
 
-SCHEDULE = (
-    PhaseConfig(name="small", share=0.5, d_hidden=64, layers=1),
-    PhaseConfig(name="whole"),
-)
+WHOLE = PhaseConfig(name="whole")
+SCHEDULES = {
+    "small": (PhaseConfig(name="small", share=0.5, d_hidden=64, layers=1), WHOLE),
+    "blocks": (
+        PhaseConfig(name="small", share=0.5, static_weights=BlockDiagonal(4)),
+        WHOLE,
+    ),
+    "masks": (PhaseConfig(name="small", share=0.5, static_weights=NM(2, 4)), WHOLE),
+}
 
 
+@lru_cache
 def grown(config: TrainConfig) -> tuple[dict[str, np.ndarray], list[float]]:
     """The state after the growth, and the losses of a step and a validation on both of
     its sides."""
@@ -23,7 +31,8 @@ def grown(config: TrainConfig) -> tuple[dict[str, np.ndarray], list[float]]:
     small, whole = run.phases
     before = run.of_phase(small)
     tokens = run.place(next(run.batches())["tokens"])
-    state, first = before.step(small.sparsity)(before.initial_state(), tokens)
+    state = before.initial_state(small.held)
+    state, first = before.step(small.sparsity)(state, tokens)
     losses = [float(first["loss"]), before.validate(state, small.sparsity)]
     state = run.switch_phase(state, small, whole)
     arrays = arrays_of(state)
@@ -32,11 +41,21 @@ def grown(config: TrainConfig) -> tuple[dict[str, np.ndarray], list[float]]:
     return arrays, [*losses, float(second["loss"])]
 
 
-@pytest.mark.parametrize("sizes", [(1, 8, 1), (1, 1, 8), (2, 2, 2)])
-def test_the_state_and_its_losses_are_those_of_one_device(sizes, text):
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("small", (1, 8, 1)),
+        ("small", (1, 1, 8)),
+        ("small", (2, 2, 2)),
+        ("blocks", (1, 8, 1)),
+        ("blocks", (1, 2, 4)),
+        ("masks", (2, 2, 2)),
+    ],
+)
+def test_the_state_and_its_losses_are_those_of_one_device(name, sizes, text):
     config = replace(micro_config(text), batch_size=16, micro_batches=1)
     model = replace(config.model, d_model=32, heads=8, kv_heads=8, d_hidden=128)
-    config = replace(config, model=model).with_schedule(SCHEDULE)
+    config = replace(config, model=model).with_schedule(SCHEDULES[name])
     data, fsdp, tensor = sizes
     mesh = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
     arrays, losses = grown(replace(config, mesh=mesh))
@@ -47,3 +66,14 @@ def test_the_state_and_its_losses_are_those_of_one_device(sizes, text):
     for name, array in arrays.items():
         np.testing.assert_allclose(array, expected[name], rtol=1e-3, atol=2e-5)
         assert array.shape == expected[name].shape, name
+
+
+def test_groups_that_a_mesh_would_cut_are_refused(text):
+    config = replace(micro_config(text), batch_size=16, micro_batches=1)
+    model = replace(config.model, d_model=32, heads=8, kv_heads=8, d_hidden=128)
+    config = replace(config, model=model).with_schedule(SCHEDULES["blocks"])
+    with pytest.raises(ValueError, match=r"are 4 groups, not a multiple of mesh.tens"):
+        Run(replace(config, mesh=MeshConfig(tensor=8)))
+    narrow = replace(model, d_model=16, heads=8)
+    with pytest.raises(ValueError, match=r"d_model=16 in 4 groups is not a multiple"):
+        Run(replace(config, model=narrow, mesh=MeshConfig(fsdp=8)))

@@ -9,7 +9,7 @@ import numpy as np
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.operands.token_sparsity import fixed_token_order
 from sparsejax.feed_forward.spec import FFNSparsity
-from sparsejax.routing.routers import ROUTERS, NearestCentre, TokenHash
+from sparsejax.routing.routers import ROUTERS, NearestCentre, SameExperts, TokenHash
 from sparsejax.sparsity.patterns import NM, VNM
 from tests.support.ffn_oracle import ffn_oracle
 
@@ -40,7 +40,7 @@ def all_sparsities():
         ):
             continue
         # before GEMM 1 the op only sees expert_index, whichever router made it
-        if chosen["router"] == TokenHash():
+        if chosen["router"] in (TokenHash(), SameExperts()):
             continue
         if chosen["token_sparsity"] is None and not chosen["permute_tokens"]:
             continue

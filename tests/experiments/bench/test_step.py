@@ -14,6 +14,7 @@ from pallas_kernels import tuning
 from sparsejax import cost_model
 from sparsejax.feed_forward.spec import DENSE
 from sparsejax.presets import PRESETS
+from sparsejax.training.recipe import Phase
 from tests.support import hopper
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -84,12 +85,29 @@ def test_steps_with_experts_run_on_clustered_neurons(config):
         assert row["error"] == pytest.approx({"loss": 0, "gradient_norm": 0}, abs=1e-4)
 
 
+def test_steps_with_static_weights_are_checked_against_whole_ones(config):
+    config = replace(config, modes=(), recipes=("s2d",), static_weights=("2:4",))
+    dense, *static = step.main(config)
+    assert [row["name"] for row in static] == ["recipe s2d", "static 2:4"]
+    patterns = [row["static_weights"] for row in (dense, *static)]
+    assert patterns == [None, "diagonal:4", "2:4"]
+    for row in static:
+        assert row["error"] == pytest.approx({"loss": 0, "gradient_norm": 0}, abs=1e-5)
+    quarter, masked = (row["state_gib"] / dense["state_gib"] for row in static)
+    assert quarter < 0.6 and masked == pytest.approx(1)
+    with pytest.raises(ValueError, match="'two': 'two' names no pattern"):
+        step.main(replace(config, static_weights=("two",)))
+
+
 def test_another_sparsity_gets_the_centres_of_the_clusters(config):
     train = step._train_config(config)
     modes = sparse_modes(experts=2, v=8)
     names = "2:4 weights", "skip_blocks"
-    steps = step.Steps(train, {name: modes[name] for name in names})
-    w_up = steps.run.model(steps.state, DENSE).blocks.ffn.w_up[...][0]
+    as_phases = {
+        name: Phase(kind=name, steps=1, sparsity=modes[name]) for name in names
+    }
+    steps = step.Steps(train, as_phases)
+    w_up = steps.run.model(steps._of(step.DENSE_STEP), DENSE).blocks.ffn.w_up[...][0]
     units = w_up / jnp.linalg.norm(w_up, axis=0, keepdims=True)
     means = units.reshape(len(w_up), 2, -1).mean(axis=2).T
     model = steps.run.model(steps._of("skip_blocks"), modes["skip_blocks"])

@@ -49,9 +49,13 @@ def test_a_dry_run_prints_the_plan_and_allocates_nothing(
     assert f"FFN share of a dense step's FLOPs: {flops.ffn_share():.1%}" in shown
     assert "memory, GiB per device" in shown and "1  Y1 = X W1" in shown
     assert "gathered weights" not in shown
-    assert ("predicted on sparse tensor cores" in shown) == (recipe != "dense")
-    kinds = ["dense"] if recipe == "dense" else ["warm-up", "sparse", "dense"]
-    assert all(f"│ {kind} " in shown for kind in kinds)
+    uses_them = recipe not in ("s2d", "dense")
+    assert ("predicted on sparse tensor cores" in shown) == uses_them
+    assert ("predicted by FLOPs: " in shown) == (recipe == "s2d")
+    assert ("is a batch of 4 dense GEMMs" in shown) == (recipe == "s2d")
+    before = {"dense": [], "s2d": ["sparse"]}.get(recipe, ["warm-up", "sparse"])
+    for kind in ("warm-up", "sparse", "dense"):
+        assert (f"│ {kind} " in shown) == (kind in [*before, "dense"])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from jax.test_util import check_grads
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.spec import FFNSparsity
 from sparsejax.routing.dispatch import row_count
-from sparsejax.routing.routers import ROUTERS, NearestCentre, TokenHash
+from sparsejax.routing.routers import ROUTERS, NearestCentre, SameExperts, TokenHash
 from sparsejax.sparsity.patterns import VNM
 from tests.support.ffn_cases import (
     D_HIDDEN,
@@ -317,6 +317,8 @@ def test_no_token_depends_on_another(router):
             experts = router.choose(x, experts=4, state={"centres": centres})
         if router == TokenHash():
             experts = router.choose(jnp.arange(tokens), experts=4)
+        if router == SameExperts():
+            experts = router.choose(x, experts=4)
         return apply(sparsity, x, w_up, w_down, experts)
 
     with jax.enable_x64(True):

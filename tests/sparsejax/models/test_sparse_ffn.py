@@ -12,10 +12,11 @@ from flax import nnx
 
 from sparsejax.feed_forward.spec import DENSE, FFNSparsity
 from sparsejax.models.sparse_ffn import SparseFFN, sparse_ffns
-from sparsejax.routing.routers import TokenHash
+from sparsejax.routing.routers import SameExperts, TokenHash
 from sparsejax.sparsity.compressed import decompress
 from sparsejax.sparsity.masks import magnitude_mask
 from sparsejax.sparsity.patterns import NM, VNM
+from sparsejax.training.switching import switch
 
 WEIGHTS = FFNSparsity(weights=NM(2, 4))
 TWO_FOUR = FFNSparsity(weights=NM(2, 4), activations=NM(2, 4))
@@ -199,6 +200,32 @@ def test_centres_appear_stay_and_go_with_the_experts():
     assert first.router_state["centres"].shape == (2, D)
     first.compute_as(TWO_FOUR)
     assert first.router_state is None
+
+
+def test_a_static_quarter_is_an_ffn_of_a_quarter_of_the_neurons_and_no_others_learn():
+    quarter = FFNSparsity(
+        activations=VNM(4, 2, 16),
+        router=SameExperts(),
+        weight_gradients="expert_columns",
+    )
+    layer = SparseFFN(D, F, rngs=nnx.Rngs(0))
+    before = np.asarray(layer.w_up[...])
+    switch(layer, None, quarter)
+    # The neurons stay where they were initialised: the first quarter is a random one.
+    np.testing.assert_array_equal(layer.w_up[...], before)
+    x = normal(64, D)
+    small = SparseFFN(
+        D, F // 4, sparsity=FFNSparsity(activations=NM(2, 4)), rngs=nnx.Rngs(1)
+    )
+    small.w_up[...] = layer.w_up[..., : F // 4]
+    small.w_down[...] = layer.w_down[: F // 4]
+    np.testing.assert_allclose(layer(x), small(x), atol=1e-5)
+    gradient = nnx.grad(lambda layer: (layer(x) ** 2).sum())(layer)
+    own = nnx.grad(lambda layer: (layer(x) ** 2).sum())(small)
+    for name, axis in (("w_up", 1), ("w_down", 0)):
+        of_quarter, others = np.split(np.asarray(gradient[name][...]), [F // 4], axis)
+        np.testing.assert_allclose(of_quarter, own[name][...], rtol=1e-4, atol=1e-4)
+        assert np.abs(of_quarter).max() > 0 and not others.any()
 
 
 def test_packed_weights_are_those_of_the_present_masters():

@@ -11,6 +11,7 @@ from sparsejax.routing import routers
 from sparsejax.routing.routers import (
     ActivationEnergy,
     NearestCentre,
+    SameExperts,
     TokenHash,
     named_router,
 )
@@ -87,6 +88,13 @@ def test_token_hash_is_fixed_balanced_and_distinct(choices):
     np.testing.assert_array_equal(got[:, :1], first)
 
 
+def test_same_experts_are_the_first_for_every_token():
+    choose = SameExperts().choose
+    got = choose(gaussian((5, 6)), experts=8, experts_per_token=2)
+    np.testing.assert_array_equal(got, [[0, 1]] * 5)
+    assert choose(gaussian((0, 6)), experts=8).shape == (0, 1)
+
+
 def test_activation_energy_is_the_largest_squared_activation():
     y = gaussian((12, 16)).at[3].set(-1.0)
     clusters = np.maximum(np.asarray(y, np.float64).reshape(12, 4, 4), 0)
@@ -107,7 +115,7 @@ def test_settings_find_a_router_by_its_name_and_by_a_former_one():
         assert named_router(router.name) is router
         assert routers.name_of(router) == router.name
     assert named_router("true_mass") == ActivationEnergy()
-    names = "'nearest_centre', 'token_hash', 'activation_energy'"
+    names = "'nearest_centre', 'token_hash', 'activation_energy', 'same_experts'"
     for wrong in ("truemass", None, 3, ["token_hash"], TokenHash):
         with pytest.raises(ValueError, match=f"must be one of {names}$"):
             named_router(wrong)
@@ -128,6 +136,7 @@ def test_what_a_router_reads_says_whether_blocks_can_be_skipped():
         "nearest_centre": True,
         "token_hash": True,
         "activation_energy": False,
+        "same_experts": True,
     }
     kept = [router.name for router in routers.ROUTERS if router.has_state]
     assert kept == ["nearest_centre"]

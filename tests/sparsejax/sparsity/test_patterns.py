@@ -1,11 +1,46 @@
 import pytest
 
-from sparsejax.sparsity.patterns import NM, TWO_FOUR, VNM
+from sparsejax.sparsity.patterns import (
+    NM,
+    TWO_FOUR,
+    VNM,
+    BlockDiagonal,
+    name_of,
+    named_pattern,
+)
 
 
 def test_density_is_the_kept_fraction():
     assert NM(2, 4).density == 0.5
     assert VNM(64, 2, 16).density == 0.125
+    assert BlockDiagonal(4).density == 0.25
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        (NM(2, 4), "2:4"),
+        (VNM(128, 2, 32), "128:2:32"),
+        (BlockDiagonal(4), "diagonal:4"),
+    ],
+)
+def test_a_pattern_is_found_by_its_name(pattern, name):
+    assert (name_of(pattern), named_pattern(name)) == (name, pattern)
+
+
+@pytest.mark.parametrize("wrong", ["diagonal:", "diagonal:4:2", "4", "diagonal:-4"])
+def test_what_names_no_pattern_is_refused(wrong):
+    with pytest.raises(ValueError, match=f"'{wrong}' names no pattern.*'diagonal:4'"):
+        named_pattern(wrong)
+
+
+def test_blocks_on_a_diagonal_are_several_and_equal():
+    for groups in (0, 1, 257):
+        with pytest.raises(ValueError, match=rf"groups={groups} is not in \[2, 256\]"):
+            BlockDiagonal(groups)
+    BlockDiagonal(4).check_divides(12, "d_hidden")
+    with pytest.raises(ValueError, match="d_hidden=10 is not a .* pad to 12, or use"):
+        BlockDiagonal(4).check_divides(10, "d_hidden")
 
 
 def test_experts_are_a_quarter_of_m():

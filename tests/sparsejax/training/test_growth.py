@@ -15,8 +15,7 @@ from sparsejax.reports.step_times import time_steps
 from sparsejax.reports.throughput import Pace
 from sparsejax.sparsity.patterns import NM, VNM
 from sparsejax.training.branch import Branch
-from sparsejax.training.growth import model_of
-from sparsejax.training.recipe import Phase, phases
+from sparsejax.training.recipe import Phase, model_of, phases
 from sparsejax.training.step import Run, TrainState
 from sparsejax.training.train import train
 from tests.support.micro_run import (

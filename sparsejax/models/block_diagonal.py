@@ -1,0 +1,72 @@
+"""Linear layers whose weights are blocks on a diagonal, run as batched dense GEMMs.
+
+A weight (d_in, d_out) of G groups is stored as its blocks (G, d_in / G, d_out / G), and
+G small GEMMs take the place of a large one: 1 / G of the FLOPs, of the parameters and
+of their moments.
+
+Which features a group has: what a layer writes, and what a layer inside of a branch
+reads (W_out of attention, W2 of the FFN), is cut into G contiguous groups. What a
+branch reads from the residual stream (W_query, W_key, W_value, W1, Wg) is not: there
+feature i belongs to group (i // (d / G^2)) mod G, so that a group reads an equal share
+of what each group has written. If both sides were contiguous, G narrow models would run
+side by side and meet in the head alone. This way every group hears of every other one
+two branches later, and two consecutive branches connect all features with all: the
+product of two block-diagonal matrices with such a permutation between them is what
+arXiv 2204.00595 (Monarch matrices) approximates dense ones by; grouped convolutions
+with shuffled channels (arXiv 1707.01083) do the same.
+
+No weight is moved for it. The permutation is one of the activations that a branch reads
+and stands right behind their normalisation, an element-wise operation that writes them
+anyway; its gradient stands before that of the normalisation, which reads it. Contiguous
+groups need none: GEMMs read and write them with strides.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def residual_groups(
+    x: Float[Array, "*tokens d_model"], groups: int
+) -> Float[Array, "*tokens groups d_in"]:
+    """Returns the features of the residual stream by the group that reads them, an
+    equal share of every contiguous group each."""
+    leading, width = x.shape[:-1], x.shape[-1]
+    shares = x.reshape(*leading, groups, groups, width // groups**2)
+    return jnp.swapaxes(shares, -2, -3).reshape(*leading, groups, width // groups)
+
+
+def contiguous_groups(
+    x: Float[Array, "*tokens d"], groups: int
+) -> Float[Array, "*tokens groups d_in"]:
+    """Returns features by contiguous groups, which is how they lie in memory."""
+    return x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
+
+
+def multiply(
+    x: Float[Array, "*tokens groups d_in"], blocks: Float[Array, "groups d_in d_out"]
+) -> Float[Array, "*tokens all_d_out"]:
+    """Returns the product of every group with its block, groups side by side."""
+    # The GEMMs read x where it lies: einsum would take the blocks for the left operand.
+    out = jax.vmap(jnp.matmul, in_axes=(-2, 0), out_axes=-2)(x, blocks)
+    return out.reshape(*out.shape[:-2], -1)
+
+
+def dense_weight(
+    blocks: Float[Array, "*layers groups d_in d_out"], *, reads_residual: bool
+) -> Float[Array, "*layers all_d_in all_d_out"]:
+    """Returns the dense weight that computes the same: zero outside of the blocks.
+
+    Args:
+      reads_residual: whether its inputs are `residual_groups`, and not contiguous ones.
+    """
+    *layers, groups, d_in, d_out = blocks.shape
+    shares = groups if reads_residual else 1
+    # (..., input group, share, features, output group, outputs)
+    own = blocks.reshape(*layers, groups, shares, d_in // shares, 1, d_out)
+    on_diagonal = jnp.eye(groups, dtype=bool)[:, None, None, :, None]
+    on_diagonal = jnp.expand_dims(on_diagonal, range(len(layers)))
+    full = jnp.where(on_diagonal, own, 0)
+    if reads_residual:
+        full = jnp.swapaxes(full, -5, -4)
+    return full.reshape(*layers, groups * d_in, groups * d_out)
