@@ -236,7 +236,7 @@ def parse(arguments: list[str]) -> Config:
         args=arguments,
         default=Config(recipe=recipe, phases=flags_of(RecipeConfig(), recipe)),
         description=__doc__,
-        prog="experiments/bench_mesh.py",
+        prog="experiments/bench/mesh.py",
         registry=REGISTRY,
     )
     return replace(config, phases=settings_of(config.phases, recipe))

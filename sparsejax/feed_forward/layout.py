@@ -159,7 +159,8 @@ def check_axis_types(mesh: Mesh | AbstractMesh) -> None:
         raise ValueError(
             f"mesh has the explicit axes {', '.join(explicit)}, and all have to be "
             f"automatic; write jax.make_mesh({sizes}, {mesh.axis_names}, axis_types="
-            f"(jax.sharding.AxisType.Auto,) * {len(sizes)}), or use sharding.make_mesh"
+            f"(jax.sharding.AxisType.Auto,) * {len(sizes)}), or use "
+            f"distributed.mesh.make_mesh"
         )
 
 

@@ -42,7 +42,7 @@ def test_explicit_axes_are_refused_with_the_mesh_to_write():
     assert str(error.value) == (
         "mesh has the explicit axes fsdp, and all have to be automatic; write "
         "jax.make_mesh((2, 3, 4), ('data', 'fsdp', 'tensor'), axis_types="
-        "(jax.sharding.AxisType.Auto,) * 3), or use sharding.make_mesh"
+        "(jax.sharding.AxisType.Auto,) * 3), or use distributed.mesh.make_mesh"
     )
 
 
