@@ -43,7 +43,6 @@ from experiments.bench.kernel_times import by_kind, kernel_times
 from experiments.bench.power import Draw, PowerSampler
 from experiments.bench.rows import append_rows
 from experiments.bench.sparse_modes import choose, sparse_modes
-from experiments.provenance import commit
 from sparsejax.config import MeshConfig, PresetName, RecipeName, TrainConfig
 from sparsejax.data.corpus import load_corpus
 from sparsejax.data.tokenizers import ByteTokenizer
@@ -53,6 +52,7 @@ from sparsejax.models.transformer import Transformer
 from sparsejax.ops.backend import Backend
 from sparsejax.presets import PRESETS
 from sparsejax.reports import metrics
+from sparsejax.reports.provenance import commit
 from sparsejax.training.recipe import phases
 from sparsejax.training.step import Run, TrainState, train_step
 from sparsejax.tuning.timing import Timing, over_alone, time_interleaved
