@@ -42,13 +42,13 @@ from experiments.comparing.finished_runs import (
 )
 from experiments.comparing.side_by_side import RunsFailed, share_memory, train_all
 from experiments.plot import plot_comparison
-from experiments.provenance import commit
 from experiments.running import console, printed_plan
 from experiments.running.own_process import Terminated, in_own_process
 from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.config import TrainConfig
 from sparsejax.config_file import changed_settings, read_config
 from sparsejax.presets import PRESETS
+from sparsejax.reports.provenance import commit
 from sparsejax.reports.records import (
     check_writable,
     first_step,

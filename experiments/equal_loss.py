@@ -45,10 +45,10 @@ from experiments.bench.rows import append_rows
 from experiments.comparing.dense_curve import DenseCurves
 from experiments.comparing.finished_runs import FinishedRun, baseline_arm, read_finished
 from experiments.plot import plot_equal_loss
-from experiments.provenance import commit
 from experiments.running import console
 from sparsejax.config import ModelConfig
 from sparsejax.cost_model import parameter_count, relative_flops
+from sparsejax.reports.provenance import commit
 
 REPLICATES = 2000
 INTERVAL = (5.0, 95.0)

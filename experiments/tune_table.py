@@ -25,13 +25,13 @@ from queue import Empty
 
 import tyro
 
-from experiments.provenance import commit
 from experiments.running.own_process import in_own_process
 from pallas_kernels import tuning
 from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.config import PresetName, RecipeName
 from sparsejax.ops.backend import GemmSpec, current_device
 from sparsejax.presets import PRESETS
+from sparsejax.reports.provenance import commit
 from sparsejax.tuning import tune
 from sparsejax.tuning.tune import Trial
 

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import tyro
 
+from sparsejax.command import main
 from sparsejax.distributed.processes import join
 from tests.fuzz.__main__ import Options as FuzzOptions
 from tests.fuzz.cases import FAMILIES, run_chunk
@@ -156,6 +157,14 @@ def as_it_stands(words: Command, launcher: Command) -> None:
     script(words)
 
 
+def as_installed(words: Command, launcher: Command) -> None:
+    """The command of the package, in this process."""
+    # The small run has saved its last step, and not those of the documents.
+    assert (
+        main.run([re.sub(r"^(runs/.*)@\d+$", r"\1", word) for word in words[1:]]) == 0
+    )
+
+
 def into_a_new_folder(words: Command, launcher: Command) -> None:
     """As it stands; what an earlier one has made of another text is left as it is."""
     place = words.index("--folder") + 1
@@ -189,6 +198,7 @@ HOW: dict[str, Callable[[Command, Command], Any]] = {
     "python": one_case,
     "experiments/tokenize_text.py": into_a_new_folder,
     "experiments/pretrain.py": planned_or_small,
+    "sparsejax": as_installed,
     "experiments/plot.py": as_it_stands,
     "experiments/compare_recipes.py": planned,
     "experiments/bench/ffn.py": settings,
@@ -199,9 +209,12 @@ HOW: dict[str, Callable[[Command, Command], Any]] = {
     "experiments/tune_table.py": settings_only,
 }
 """By program, in the order in which they have to be run."""
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-    "optional-dependencies"
-]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+ADDED = {
+    "--extra": PROJECT["project"]["optional-dependencies"],
+    "--group": PROJECT["dependency-groups"],
+}
+"""What may be installed beside the package and its tests, by flag of uv."""
 
 
 def taken_apart(command: Command) -> tuple[dict[str, str], Command, Command]:
@@ -217,8 +230,8 @@ def taken_apart(command: Command) -> tuple[dict[str, str], Command, Command]:
         words = words[words.index("uv") :]
     if words[:2] == ["uv", "run"]:
         words = words[2:]
-        while words[0] == "--extra":
-            assert words[1] in EXTRAS
+        while words[0] in ADDED:
+            assert words[1] in ADDED[words[0]]
             words = words[2:]
     return environment, launcher, tuple(words)
 

@@ -49,7 +49,6 @@ from experiments.bench.kernel_times import kernel_times
 from experiments.bench.masked_ffn import Inputs, masked_dense
 from experiments.bench.rows import append_rows
 from experiments.bench.sparse_modes import choose, sparse_modes
-from experiments.provenance import commit
 from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.config import MeshConfig
 from sparsejax.config_file import read_config
@@ -58,6 +57,7 @@ from sparsejax.feed_forward.spec import DENSE, FFNSparsity, FFNSpec
 from sparsejax.models.transformer import Transformer
 from sparsejax.ops.backend import Backend, current_device
 from sparsejax.reports.metrics import ffn_statistics
+from sparsejax.reports.provenance import commit
 from sparsejax.routing.clusters import balanced_clusters, contiguous_order
 from sparsejax.sparsity.masks import soft_threshold, soft_threshold_scale
 from sparsejax.training.step import Run

@@ -57,10 +57,10 @@ from experiments.bench.gemm_cases import (
 )
 from experiments.bench.power import PowerSampler
 from experiments.bench.rows import append_rows
-from experiments.provenance import commit
 from pallas_kernels import tuning
 from sparsejax.ops import grouped_matmul
 from sparsejax.ops.backend import current_device
+from sparsejax.reports.provenance import commit
 from sparsejax.tuning.ffn_gemms import Gemm
 from sparsejax.tuning.timing import Span, Timing, time_queued
 from sparsejax.tuning.tune import measured

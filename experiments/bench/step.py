@@ -48,7 +48,6 @@ from experiments.bench.kernel_times import by_kind, kernel_times
 from experiments.bench.power import Draw, PowerSampler
 from experiments.bench.rows import append_rows
 from experiments.bench.sparse_modes import choose, sparse_modes
-from experiments.provenance import commit
 from sparsejax.config import (
     MeshConfig,
     PhaseConfig,
@@ -65,6 +64,7 @@ from sparsejax.models.transformer import Transformer, cross_entropy
 from sparsejax.ops.backend import Backend
 from sparsejax.presets import PRESETS
 from sparsejax.reports import metrics
+from sparsejax.reports.provenance import commit
 from sparsejax.sparsity.patterns import name_of
 from sparsejax.training.growth import grown
 from sparsejax.training.micro_batches import loss_and_gradient

@@ -46,7 +46,6 @@ from sparsejax.checkpoints.stored_state import (
     is_renamed,
     named_leaves,
     rebuild,
-    spec_of_described,
     storable,
     stored_spec,
     with_present_names,
@@ -145,7 +144,7 @@ class Checkpoints:
         )
         # Each process reads on its own.
         self._reader = ocp.Checkpointer(
-            ocp.StandardCheckpointHandler(),
+            ocp.PyTreeCheckpointHandler(),
             multiprocessing_options=ocp.options.MultiprocessingOptions(
                 primary_host=jax.process_index(),
                 active_processes={jax.process_index()},
@@ -317,7 +316,9 @@ class Checkpoints:
         """
         return self._agreement.decide(lambda: self._held.find(step)[1]["metadata"])
 
-    def restore(self, step: int | None = None, *, template: PyTree) -> Restored:
+    def restore(
+        self, step: int | None = None, *, template: PyTree, part: bool = False
+    ) -> Restored:
         """Returns the checkpoint of a step, bit for bit as it was saved.
 
         The arrays are not compared with the manifest; `set_aside_damaged` does that.
@@ -327,6 +328,7 @@ class Checkpoints:
           template: the structure to restore into, with `jax.ShapeDtypeStruct` or arrays
             as leaves. Where a leaf has a sharding the array is put there, whatever mesh
             it was saved from; otherwise on the first device of each process.
+          part: leaves of the checkpoint that the template lacks are not read.
         Returns:
           the state in the template's structure, the data state, the metadata and the
             step.
@@ -342,15 +344,13 @@ class Checkpoints:
         described = {
             present[name]: leaf
             for name, leaf in record["state"].items()
-            if present[name] in leaves or not is_renamed(present[name])
+            if present[name] in leaves or not (part or is_renamed(present[name]))
         }
         check_fits(path, described, leaves)
         stored = {
             name: stored_spec(leaves[present[name]])
-            if present[name] in leaves
-            else spec_of_described(leaf)
             for name, leaf in record["state"].items()
-            if math.prod(leaf["shape"])
+            if present[name] in leaves and math.prod(leaf["shape"])
         }
         arrays = {}
         if stored:
@@ -371,9 +371,9 @@ class Checkpoints:
     def _read(self, path: Path, stored: dict[str, jax.ShapeDtypeStruct]) -> Any:
         """Returns the arrays of a checkpoint by name."""
         try:
-            return self._reader.restore(
-                path / "state", args=ocp.args.StandardRestore(stored)
-            )
+            places = ocp.checkpoint_utils.construct_restore_args(stored)
+            args = ocp.args.PyTreeRestore(stored, places, partial_restore=True)
+            return self._reader.restore(path / "state", args=args)
         except (MemoryError, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:  # Damage shows in many ways.

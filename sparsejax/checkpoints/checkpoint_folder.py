@@ -27,6 +27,13 @@ _COMMITTED = re.compile(r"step_(\d+)(?:_(\d+))?")
 _LEFTOVER = re.compile(r"step_\d+(_\d+)?\.(writing|orbax-checkpoint-tmp.*|deleting)")
 
 
+def named_checkpoint(text: str) -> tuple[Path, int | None]:
+    """Reads "RUN@STEP" as a run folder and a step, and "RUN" as the folder and None,
+    which stands for its latest checkpoint."""
+    stated = re.fullmatch(r"(.+)@(\d+)", text)
+    return (Path(text), None) if stated is None else (Path(stated[1]), int(stated[2]))
+
+
 def latest_step(folder: Path) -> int | None:
     """Returns the step of the newest complete checkpoint in a folder, which need not
     exist; None where there is none."""

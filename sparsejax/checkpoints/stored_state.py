@@ -89,14 +89,6 @@ def storable(leaves: dict[str, Array]) -> dict[str, Array]:
     }
 
 
-def spec_of_described(described: dict[str, Any]) -> jax.ShapeDtypeStruct:
-    """Returns the spec, on one device, of an array that `describe` described and that
-    is only read to be dropped."""
-    one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    shape, dtype = tuple(described["shape"]), jnp.dtype(described["dtype"])
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=one)
-
-
 def stored_spec(leaf: Any) -> jax.ShapeDtypeStruct:
     """Returns the shape, dtype and sharding of the stored array behind a leaf of the
     template."""

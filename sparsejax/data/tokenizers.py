@@ -1,6 +1,8 @@
 """Tokenizers from text to token ids and back: bytes, or a Hugging Face
 tokenizer.json."""
 
+import itertools
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +31,10 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
 
+    def to_json(self) -> str:
+        """Returns the tokenizer.json of what it does."""
+        ...
+
 
 class ByteTokenizer:
     """The tokenizer whose tokens are the bytes; there is nothing to train or to
@@ -47,6 +53,50 @@ class ByteTokenizer:
         """Returns the text of the ids; bytes that are not UTF-8 become the replacement
         mark."""
         return bytes(np.asarray(ids, np.uint8)).decode("utf-8", errors="replace")
+
+    def to_json(self) -> str:
+        """Returns a tokenizer.json with the same ids: byte-level pairs without a single
+        merge, so that no two bytes are ever one token."""
+        at_bytes = {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": False,
+            "use_regex": False,
+        }
+        content = {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [],
+            "normalizer": None,
+            "pre_tokenizer": at_bytes,
+            "post_processor": None,
+            "decoder": at_bytes,
+            "model": {
+                "type": "BPE",
+                "dropout": None,
+                "unk_token": None,
+                "continuing_subword_prefix": None,
+                "end_of_word_suffix": None,
+                "fuse_unk": False,
+                "byte_fallback": False,
+                "ignore_merges": False,
+                "vocab": {sign: byte for byte, sign in enumerate(_signs_of_bytes())},
+                "merges": [],
+            },
+        }
+        return json.dumps(content, ensure_ascii=False, indent=2)
+
+
+def _signs_of_bytes() -> list[str]:
+    """Returns the character that stands for each byte in byte-level vocabularies: its
+    own in Latin-1 where that prints, else the next one from U+0100 on.
+
+    Source: Radford et al. 2019, `bytes_to_unicode` in the code of GPT-2.
+    """
+    prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = itertools.count(0x100)
+    return [chr(byte if byte in prints else next(others)) for byte in range(256)]
 
 
 class HuggingFaceTokenizer:
@@ -103,6 +153,14 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(
             np.asarray(ids).tolist(), skip_special_tokens=False
         )
+
+    def to_json(self) -> str:
+        """Returns a tokenizer.json that encodes as this does: the file that was read,
+        without truncation, padding, and special tokens that encoding would add."""
+        content = json.loads(self._tokenizer.to_str())
+        if self._tokenizer.num_special_tokens_to_add(is_pair=False):
+            content["post_processor"] = None
+        return json.dumps(content, ensure_ascii=False, indent=2)
 
 
 def load_tokenizer(path: str | None) -> Tokenizer:

@@ -9,7 +9,6 @@ others than the trunk's.
 
 import json
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from sparsejax.checkpoints.checkpoint import Checkpoints, Restored
-from sparsejax.checkpoints.checkpoint_folder import CheckpointFolder
+from sparsejax.checkpoints.checkpoint_folder import CheckpointFolder, named_checkpoint
 from sparsejax.config import TrainConfig
 from sparsejax.config_file import check_branchable, from_json
 from sparsejax.reports.records import records_until, training_seconds
@@ -42,10 +41,7 @@ class Branch:
     def named(cls, text: str) -> "Branch":
         """Returns the branch that a text names: "RUN@STEP", or "RUN", which means the
         latest checkpoint of that run."""
-        stated = re.fullmatch(r"(.+)@(\d+)", text)
-        return (
-            cls(Path(text)) if stated is None else cls(Path(stated[1]), int(stated[2]))
-        )
+        return cls(*named_checkpoint(text))
 
     def step_among(self, steps: Sequence[int]) -> int:
         """Returns the step that the branch begins at, given the steps of the trunk's

@@ -7,6 +7,7 @@ import jax
 
 from sparsejax.config_file import check_resumable, from_json
 from sparsejax.data.corpus import unigram_loss
+from sparsejax.reports.provenance import commit
 from sparsejax.reports.records import (
     records_until,
     write_whole,
@@ -103,6 +104,7 @@ def _record_start(
         corpus=progress.run.corpus.description,
         unigram_loss=unigram_loss(progress.run.corpus),
         micro_batches=progress.run.micro_batches,
+        commit=commit(),
         **values,
     )
     if step_times is not None:

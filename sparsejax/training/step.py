@@ -282,13 +282,7 @@ class Run:
     def _graph(
         self, sparsity: FFNSparsity, held: FFNSparsity
     ) -> nnx.GraphDef[Transformer]:
-        def build() -> Transformer:
-            model = self.build(held)
-            for ffn in sparse_ffns(model):
-                ffn.compute_as(sparsity, keep_router_state=True)
-            return model
-
-        return nnx.split(nnx.eval_shape(build))[0]
+        return graph_on(partial(self.build, held), sparsity)
 
     def _step(self, sparsity: FFNSparsity, held: FFNSparsity) -> jax.stages.Wrapped:
         step = partial(train_step, self.graph(sparsity, held), self.optimizer)
@@ -415,6 +409,21 @@ class Run:
             return _with_model(state, model, moments)
 
         return apply
+
+
+def graph_on(
+    build: Callable[[], Transformer], sparsity: FFNSparsity
+) -> nnx.GraphDef[Transformer]:
+    """Returns the graph of a model that computes with `sparsity` on the state of the
+    model that `build` makes, which is only traced."""
+
+    def built() -> Transformer:
+        model = build()
+        for ffn in sparse_ffns(model):
+            ffn.compute_as(sparsity, keep_router_state=True)
+        return model
+
+    return nnx.split(nnx.eval_shape(built))[0]
 
 
 def _with_model(

@@ -90,6 +90,17 @@ def test_every_kind_of_leaf_comes_back_bit_for_bit(tmp_path):
     assert bits(drawn) == bits(jax.random.normal(state["keys"][0], (4,)))
 
 
+def test_a_part_of_a_checkpoint_is_read_and_the_rest_is_not(tmp_path):
+    save_steps(tmp_path, 3)
+    w = {"w": state_of(3)["w"]}
+    assert_same(Checkpoints(tmp_path).restore(template=w, part=True).state, w)
+    with pytest.raises(ValueError, match="the template nothing"):
+        Checkpoints(tmp_path).restore(template=w)
+    other = {"v": jnp.zeros((2, 3))}
+    with pytest.raises(ValueError, match="the checkpoint has nothing"):
+        Checkpoints(tmp_path).restore(template=other, part=True)
+
+
 @settings(
     deadline=None,
     max_examples=12,

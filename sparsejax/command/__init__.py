@@ -1,0 +1,1 @@
+"""The command `sparsejax`, a module for each of its parts."""

@@ -1,0 +1,1 @@
+"""Models as the rest of the ecosystem reads and writes them."""

@@ -1,0 +1,136 @@
+"""The model of a run, from a checkpoint in its folder: to be exported or sampled.
+
+Neither the run's data nor its optimiser is needed, and no moments are read.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from sparsejax.checkpoints.checkpoint import Checkpoints
+from sparsejax.config import TrainConfig
+from sparsejax.config_file import from_json
+from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.models.transformer import Transformer
+from sparsejax.reports.records import Record, records_until
+from sparsejax.reports.step_times import with_dense
+from sparsejax.sparsity.patterns import name_of
+from sparsejax.training.recipe import Phase, model_of, phases
+from sparsejax.training.step import graph_on
+from sparsejax.training.switching import switch
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """A run's model as it was after some of its steps."""
+
+    model: Transformer
+    """Computes as the steps of its phase do; on one device."""
+    config: TrainConfig
+    """The run's settings. The model's own size is `model.config`, in a phase of a model
+    that grows a smaller one."""
+    folder: Path
+    """The run folder."""
+    step: int
+    """Optimiser steps done."""
+    phases: tuple[Phase, ...]
+    """The run's phases as they were trained, or will be."""
+    phase: Phase
+    """The one that the model belongs to."""
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that the model was trained on, those seen twice counted twice."""
+        return self.step * self.config.tokens_per_step
+
+    def records(self) -> list[Record]:
+        """Returns the records of the run up to the model's step; none where the folder
+        has no metrics.jsonl."""
+        path = self.folder / "metrics.jsonl"
+        if not path.is_file():
+            return []
+        kinds = [phase.kind for phase in self.phases]
+        lines = records_until(path, self.step, kinds).splitlines()
+        return [json.loads(line) for line in lines]
+
+
+class _Weights(NamedTuple):
+    """The part of a `TrainState` that a model is made of, under its names there."""
+
+    params: nnx.State
+    buffers: nnx.State
+
+
+def load_trained_model(folder: Path, step: int | None = None) -> TrainedModel:
+    """Returns the model in a run folder after `step` steps, by default in its latest
+    checkpoint, on the first device.
+
+    Raises:
+      ValueError: the folder has no such checkpoint, or it is damaged.
+    """
+    if not (folder / "checkpoints").is_dir():
+        raise ValueError(
+            f"{folder} has no folder checkpoints; give the run folder of a run that "
+            f"has saved one"
+        )
+    with Checkpoints(folder / "checkpoints", keep=None) as checkpoints:
+        step = checkpoints.latest_step() if step is None else step
+        metadata = checkpoints.metadata(step)
+        config = from_json(metadata["config"])
+        # Checkpoints of before there was any are of runs that left no phase out.
+        planned = with_dense(phases(config), metadata.get("run_dense", ()))
+        phase = planned[metadata["phase"]]
+        build = partial(
+            _build, replace(config, model=model_of(phase, config.model)), phase.held
+        )
+        template: Any = jax.eval_shape(lambda: _weights_of(build()))
+        restored = checkpoints.restore(step, template=template, part=True)
+    graph = graph_on(build, phase.sparsity)
+    return TrainedModel(
+        model=nnx.merge(graph, restored.state.params, restored.state.buffers),
+        config=config,
+        folder=folder,
+        step=restored.step,
+        phases=planned,
+        phase=phase,
+    )
+
+
+def as_dense(model: Transformer, *, drop_activation_masks: bool = False) -> Transformer:
+    """Returns a dense model that computes what `model` does: where it has 2:4 weights,
+    those that GEMM 1 has read take the place of the masters, W1 := beta S(W1).
+
+    Args:
+      drop_activation_masks: also of a model with sparse activations, none of which is
+        left out then: the dense model is near to it, and computes something else.
+    Raises:
+      ValueError: activations are sparse, and their masks are not to be dropped: no
+        weights make a dense network compute the same.
+    """
+    if model.sparsity.activations is not None and not drop_activation_masks:
+        raise ValueError(
+            f"the model has sparse activations "
+            f"({name_of(model.sparsity.activations)}), and no dense weights compute "
+            f"the same; go on with the run to a dense phase, take an earlier "
+            f"checkpoint with RUN@STEP, or drop the masks "
+            f"(--drop-activation-masks), which gives a model near to it"
+        )
+    dense = nnx.clone(model)
+    switch(dense, None, DENSE, fold=True)
+    return dense
+
+
+def _build(config: TrainConfig, sparsity: FFNSparsity) -> Transformer:
+    return Transformer(
+        config.model, sparsity=sparsity, backend=config.backend, rngs=nnx.Rngs(0)
+    )
+
+
+def _weights_of(model: Transformer) -> _Weights:
+    _, params, buffers = nnx.split(model, nnx.Param, ...)
+    return _Weights(params=params, buffers=buffers)

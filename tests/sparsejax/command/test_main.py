@@ -1,0 +1,69 @@
+"""The command: help, refusals, and the console script that the package installs."""
+
+import json
+import os
+import re
+import subprocess
+import sysconfig
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import sparsejax.command
+from sparsejax.command import main
+from sparsejax.reports.provenance import commit
+from tests.support import llama_oracle
+from tests.support.exported_models import TOKENS
+
+
+def test_help_lists_every_command(capsys):
+    assert main.run([]) == main.run(["--help"]) == 0
+    said = capsys.readouterr().out
+    for name, does in main.COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(does)}$", said, re.MULTILINE)
+
+
+def test_every_command_is_a_module_and_every_module_a_command():
+    folder = Path(sparsejax.command.__file__).parent
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "main"}
+    assert modules == set(main.COMMANDS)
+
+
+def test_what_cannot_be_done_is_one_line(capsys, tmp_path):
+    assert main.run(["fly"]) == 2
+    assert "no command 'fly'" in capsys.readouterr().err
+    assert main.run(["export", str(tmp_path), str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("ValueError: ") and said.count("\n") == 1
+
+
+def test_a_run_is_exported(uninterrupted, tmp_path, capsys):
+    _, folder, _ = uninterrupted("default")
+    out = tmp_path / "out"
+    assert main.run(["export", str(folder), str(out), "--dtype", "bfloat16"]) == 0
+    assert "after step 12" in capsys.readouterr().out
+    config = json.loads((out / "config.json").read_text())
+    assert config["torch_dtype"] == "bfloat16"
+    assert llama_oracle.logits(out, TOKENS).shape == (TOKENS.size, 256)
+
+
+def test_the_console_script_is_installed():
+    (script,) = entry_points(group="console_scripts", name="sparsejax")
+    assert script.load() is main.main
+    program = Path(sysconfig.get_path("scripts")) / "sparsejax"
+    done = subprocess.run([program], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: sparsejax COMMAND")
+
+
+def test_the_commit_is_that_of_this_checkout():
+    told = commit()
+    if not (Path(main.__file__).parents[2] / ".git").exists():
+        assert told is None
+        return
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"],
+        cwd=os.path.dirname(main.__file__),
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert told is not None and head.startswith(told.rstrip("+"))

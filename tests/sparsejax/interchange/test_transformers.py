@@ -1,0 +1,84 @@
+"""What `transformers` itself makes of an exported folder.
+
+The tokenizers are loaded in every run of the tests. The models need PyTorch, 2.6 GB to
+download with CUDA (2.15.0 for Linux on x86), and so a group of its own:
+
+    uv run --group torch pytest -n 0 tests/sparsejax/interchange/test_transformers.py
+
+Last result: 2026-11-23, transformers 5.23.0 and torch 2.15.0 on a CPU: all passed.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsejax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
+from sparsejax.interchange.export import export_huggingface
+from tests.support.exported_models import MODELS, SMALL, TOKENS, logits_of, some_model
+from tests.support.tokenizer_file import write_tokenizer
+
+TEXTS = ["", "the sparse tensor core", " é\n\t 🙂 <s> the\r\n", "don't  stop\x00"]
+
+
+def load_tokenizer_of(folder):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def bytes_there(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bytes")
+    export_huggingface(
+        some_model(SMALL), folder, sequence_length=16, tokenizer=ByteTokenizer()
+    )
+    return load_tokenizer_of(folder)
+
+
+@settings(max_examples=50, deadline=None)
+@given(text=st.text())
+def test_bytes_are_the_same_tokens_there(bytes_there, text):
+    ours = ByteTokenizer()
+    expected = ours.encode(text.encode()).tolist()
+    assert bytes_there(text)["input_ids"] == expected
+    assert bytes_there.decode(expected) == text
+
+
+@settings(max_examples=50, deadline=None)
+@given(ids=st.lists(st.integers(0, 255), max_size=12))
+def test_bytes_that_are_no_text_are_decoded_alike(bytes_there, ids):
+    assert bytes_there.decode(ids) == ByteTokenizer().decode(ids)
+
+
+def test_a_tokenizer_does_there_what_the_run_did(tmp_path):
+    ours = HuggingFaceTokenizer(write_tokenizer(tmp_path / "tokenizer.json"))
+    model = some_model(SMALL.__class__(vocab_size=320, d_model=16, d_hidden=16))
+    out = tmp_path / "out"
+    export_huggingface(model, out, sequence_length=16, tokenizer=ours)
+    theirs = load_tokenizer_of(out)
+    for text in TEXTS:
+        expected = ours.encode(text.encode()).tolist()
+        # The file itself truncates, pads, and begins with <s>: none of it here.
+        assert theirs(text)["input_ids"] == expected
+        assert theirs.decode(expected) == ours.decode(expected) == text
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_computes_the_same_there(name, tmp_path):
+    torch = pytest.importorskip("torch", reason="uv run --group torch pytest")
+    from transformers import AutoModelForCausalLM
+
+    model = some_model(MODELS[name])
+    export_huggingface(model, tmp_path, sequence_length=16, tokenizer=ByteTokenizer())
+    loaded, told = AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys"))
+    expected_class = "Arcee" if name.startswith("relu2") else "Llama"
+    assert type(loaded).__name__ == f"{expected_class}ForCausalLM"
+    assert loaded.dtype == torch.float32
+    with torch.no_grad():
+        found = loaded(torch.from_numpy(TOKENS)[None]).logits[0].numpy()
+    # float32 on both sides, sums in another order; logits of order one
+    np.testing.assert_allclose(found, logits_of(model), atol=1e-5)
