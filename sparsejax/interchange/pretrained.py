@@ -5,14 +5,18 @@ import json
 import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from sparsejax.config import ModelConfig, TrainConfig
 from sparsejax.data.tokenizers import ByteTokenizer
 from sparsejax.interchange.architectures import model_config_of
 from sparsejax.interchange.tensors import Names, read_parameters, weight_files
+from sparsejax.models.transformer import Transformer
 
 HOW_COMPUTED = ("dtype", "remat", "scan_layers")
 """Settings of a model that say how it is computed, and not what it is."""
@@ -86,6 +90,26 @@ class Pretrained:
     def parameters(self) -> dict[Names, np.ndarray]:
         """Returns the weights: see `tensors.read_parameters`."""
         return read_parameters(self.folder, self.model)
+
+    def load(self, dtype: Literal["float32", "bfloat16"] = "float32") -> Transformer:
+        """Returns the model with its weights, dense, on the first device.
+
+        Args:
+          dtype: what it computes in; the weights are float32.
+        Raises:
+          ValueError, ImportError: as `parameters`.
+        """
+        config = replace(self.model, dtype=dtype)
+        built = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+        graph, params, buffers = nnx.split(built, nnx.Param, ...)
+        given = self.parameters()
+        names = lambda path: tuple(of.key for of in path if hasattr(of, "key"))
+        params = jax.tree.map_with_path(
+            lambda path, _: jnp.asarray(given[names(path)]), params
+        )
+        # What a dense model holds and does not read: the scales of 2:4 weights.
+        buffers = jax.tree.map(lambda of: jnp.ones(of.shape, of.dtype), buffers)
+        return nnx.merge(graph, params, buffers)
 
     def origin(self, run: Path) -> dict[str, Any]:
         """Returns what the checkpoints of the run in the folder `run` say of where it

@@ -4,7 +4,7 @@ The parameters are float32 masters; the layer computes in its `dtype`.
 """
 
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +68,14 @@ def attention_implementation(
     return "cudnn", f"{dtype}, head_dim={head_dim}: flash attention is available"
 
 
+class KVCache(NamedTuple):
+    """The rotated keys and the values of the tokens so far, by position: of one layer
+    (batch, capacity, kv_heads, head_dim), or with a leading axis of the layers."""
+
+    keys: Float[Array, "*layers batch capacity kv_heads head_dim"]
+    values: Float[Array, "*layers batch capacity kv_heads head_dim"]
+
+
 class Attention(nnx.Module):
     """Causal grouped-query attention with rotary positions, without biases.
 
@@ -125,6 +133,45 @@ class Attention(nnx.Module):
         # Gathered over fsdp in the compute dtype, and not before.
         w_out = constrain(self.w_out[...].astype(self.dtype), self.mesh, "tensor", None)
         return constrain(mixed.reshape(x.shape) @ w_out, self.mesh, BATCH, None, None)
+
+    def with_cache(
+        self,
+        x: Float[Array, "batch new d_model"],
+        cache: KVCache,
+        positions: Int[Array, "batch new"],
+    ) -> tuple[Float[Array, "batch new d_model"], KVCache]:
+        """Computes attention of new tokens to themselves and to those in the cache, and
+        returns the cache with their keys and values.
+
+        Args:
+          x: of the new tokens.
+          cache: of one layer, (batch, capacity, kv_heads, head_dim).
+          positions: of the new tokens in their sequence, where the cache gets them; a
+            token sees what the cache then holds up to its own position.
+        """
+        x = x.astype(self.dtype)
+
+        @jax.vmap
+        def rotate(heads: jax.Array, at: jax.Array) -> jax.Array:
+            return rotary_embedding(heads[None], at, base=self.rope_base)[0]
+
+        query = rotate(self._project(x, self.w_query, self.heads), positions)
+        key = rotate(self._project(x, self.w_key, self.kv_heads), positions)
+        value = self._project(x, self.w_value, self.kv_heads)
+        rows = jnp.arange(x.shape[0])[:, None]
+        cache = KVCache(
+            keys=cache.keys.at[rows, positions].set(key),
+            values=cache.values.at[rows, positions].set(value),
+        )
+        seen = jnp.arange(cache.keys.shape[1])[None, None, None, :]
+        mixed = jax.nn.dot_product_attention(
+            query,
+            cache.keys,
+            cache.values,
+            mask=seen <= positions[:, None, :, None],
+            implementation="xla",
+        )
+        return mixed.reshape(x.shape) @ self.w_out[...].astype(self.dtype), cache
 
     def _project(self, x: jax.Array, w: nnx.Param, heads: int) -> jax.Array:
         gathered = constrain(w[...].astype(self.dtype), self.mesh, None, "tensor")
