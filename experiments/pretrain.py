@@ -63,6 +63,7 @@ from sparsejax.config_file import (
 from sparsejax.data.batches import train_batches, validation_batches
 from sparsejax.data.corpus import Corpus, load_corpus
 from sparsejax.distributed.processes import Exchange, ProcessLost, join
+from sparsejax.interchange.pretrained import Pretrained
 from sparsejax.models.transformer import greedy_sample
 from sparsejax.presets import PRESETS
 from sparsejax.reports.records import check_writable
@@ -88,6 +89,10 @@ class Options:
     """RUN@STEP: begin with the checkpoint of that step in the run folder RUN (without
     @STEP: the latest), and go on in another folder, with that run's settings where no
     others are given; model, tokens and seeds stay."""
+    init_from: Path | None = None
+    """A Hugging Face folder (Llama, Arcee, Mistral, or what `sparsejax export` wrote):
+    begin with its weights and a fresh optimiser, with its model and tokenizer where no
+    others are given. Needs --recipe or --model of what its activation allows."""
     schedule: Path | None = None
     """A file, TOML or JSON, with the phases of the run instead of the recipe's: tables
     [[phase]] with name, share of the steps, sparsity, every, learning_rate_scale."""
@@ -118,10 +123,13 @@ def main(
     corpus: Corpus | None = None,
     step_times: StepTimes | None = None,
     branch: Branch | None = None,
+    init_from: Pretrained | None = None,
 ) -> Outcome:
     """Trains `config` in `run_folder`, or continues the run that is in it, to its end
-    or to where a new process is to resume it, and returns how it ended. `corpus`,
-    `step_times` and `branch` are as in `sparsejax.training.train.train`."""
+    or to where a new process is to resume it, and returns how it ended.
+
+    `corpus`, `step_times`, `branch` and `init_from` are those of
+    `sparsejax.training.train.train`."""
     if run_folder is None:
         now = datetime.now().strftime("%Y%m%d-%H%M%S")
         what = "schedule" if config.phases.schedule else config.recipe
@@ -142,6 +150,7 @@ def main(
             corpus=corpus,
             step_times=step_times,
             branch=branch,
+            init_from=init_from,
         )
     if outcome.resume_in_new_process:
         return outcome
@@ -224,10 +233,13 @@ def parse(arguments: list[str]) -> Options:
     first.add_argument("--recipe")
     first.add_argument("--resume", type=Path)
     first.add_argument("--branch")
+    first.add_argument("--init-from", type=Path)
     first.add_argument("--schedule", type=Path)
     start, _ = first.parse_known_args(arguments)
     check_flags(arguments)
     branch = None if start.branch is None else Branch.named(start.branch)
+    pretrained = None if start.init_from is None else Pretrained.read(start.init_from)
+    check_one_beginning(start)
     if start.resume is not None:
         default = settings_in(start.resume, "--resume", "a stopped run")
     else:
@@ -240,6 +252,8 @@ def parse(arguments: list[str]) -> Options:
             default = default.with_recipe(start.recipe)
         if start.schedule is not None:
             default = default.with_schedule(read_schedule(start.schedule))
+        if pretrained is not None:
+            default = pretrained.settings(default)
     options = tyro.cli(
         Options,
         args=arguments,
@@ -259,17 +273,28 @@ def parse(arguments: list[str]) -> Options:
                 f"--resume {start.resume} goes on with the phases that its run has; "
                 f"leave --schedule {start.schedule} out"
             )
-        if branch is not None:
-            raise ValueError(
-                f"--resume {start.resume} goes on with a run, and --branch "
-                f"{start.branch} begins one; leave one of them out"
-            )
         check_resumable(default, options.config, start.resume)
     elif branch is not None:
         trunk = read_config(branch.folder / "config.json")
         check_branchable(trunk, options.config, branch.folder)
         branch.first_step()
+    elif pretrained is not None:
+        pretrained.check_fits(options.config.model)
     return options
+
+
+def check_one_beginning(start: argparse.Namespace) -> None:
+    """Raises ValueError where a run is to begin in two ways, or to go on and begin."""
+    ways = {"--resume": "goes on with a run", "--branch": "begins one"}
+    ways["--init-from"] = "begins one"
+    values = (start.resume, start.branch, start.init_from)
+    given = [
+        f"{flag} {value} {does}"
+        for (flag, does), value in zip(ways.items(), values, strict=True)
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise ValueError(f"{', and '.join(given)}; leave one of them out")
 
 
 def settings_in(folder: Path, flag: str, what: str) -> TrainConfig:
@@ -316,6 +341,8 @@ def run(arguments: list[str]) -> int:
         options = parse(arguments)
         absent = absent_gpus(options)
         branch = None if options.branch is None else Branch.named(options.branch)
+        weights = options.init_from
+        init_from = None if weights is None else Pretrained.read(weights)
         if options.dry_run:
             said = what_data(options.config)
             printed_plan.announce(
@@ -337,6 +364,7 @@ def run(arguments: list[str]) -> int:
             corpus=corpus,
             step_times=step_times,
             branch=branch,
+            init_from=init_from,
         )
         if outcome.resume_in_new_process:
             resume_in_new_process(options, outcome.folder)

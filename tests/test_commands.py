@@ -22,9 +22,12 @@ import pytest
 import tyro
 
 from sparsejax.command import main
+from sparsejax.data.tokenizers import ByteTokenizer
 from sparsejax.distributed.processes import join
+from sparsejax.interchange.export import export_huggingface
 from tests.fuzz.__main__ import Options as FuzzOptions
 from tests.fuzz.cases import FAMILIES, run_chunk
+from tests.support.exported_models import MODELS, some_model
 from tests.support.synthetic_runs import ladder, write_comparison
 from tests.support.whole_runs import quick_runs
 from tests.support.wide_console import widen
@@ -158,11 +161,12 @@ def as_it_stands(words: Command, launcher: Command) -> None:
 
 
 def as_installed(words: Command, launcher: Command) -> None:
-    """The command of the package, in this process."""
+    """The command of the package, in this process; an export into a new folder."""
     # The small run has saved its last step, and not those of the documents.
-    assert (
-        main.run([re.sub(r"^(runs/.*)@\d+$", r"\1", word) for word in words[1:]]) == 0
-    )
+    arguments = [re.sub(r"^(runs/.*)@\d+$", r"\1", word) for word in words[1:]]
+    if words[1] == "export" and Path(words[3]).exists():
+        arguments[2] += "-again"
+    assert main.run(arguments) == 0
 
 
 def into_a_new_folder(words: Command, launcher: Command) -> None:
@@ -266,10 +270,17 @@ def test_commands_are_found_in_blocks_in_prose_and_in_docstrings(tmp_path):
 
 
 def make_place(folder: Path) -> None:
-    """What the documents suppose to be there: a text, a tokenizer, a comparison's runs;
-    the experiments beside them."""
+    """What the documents suppose to be there: a text, a tokenizer, a comparison's runs,
+    a model of `transformers`; the experiments beside them."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
+    bytes_model = some_model(MODELS["reglu2"])
+    export_huggingface(
+        bytes_model,
+        folder / "my-model",
+        sequence_length=16,
+        tokenizer=ByteTokenizer(),
+    )
     (folder / "experiments").symlink_to(ROOT / "experiments")
     (folder / "shared").mkdir()
     (folder / "shared" / "tokens").symlink_to(folder / "tokens")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "export": "the model of a run as a Hugging Face folder",
+    "sample": "text from the model of a run or of a Hugging Face folder",
 }
 """What each subcommand does; that of `name` is `sparsejax.command.name`."""
 

@@ -1,4 +1,4 @@
-"""The weights of a model under the names of `transformers`, in safetensors files.
+"""Weights under the names of `transformers`, in safetensors files, out and in.
 
 A linear layer of PyTorch stores the transpose of ours, (d_out, d_in); the names are
 those of Llama, which Arcee shares.
@@ -6,6 +6,7 @@ those of Llama, which Arcee shares.
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from sparsejax.config import ModelConfig
 from sparsejax.distributed.mesh import STACKED_BLOCKS
 from sparsejax.models.block_diagonal import dense_weight
 from sparsejax.models.transformer import Transformer
@@ -135,3 +137,121 @@ def _safetensors():
             "hf` or `pip install 'sparsejax[hf]'`"
         ) from error
     return save_file, SafetensorError
+
+
+def read_parameters(folder: Path, config: ModelConfig) -> dict[Names, np.ndarray]:
+    """Returns the parameters of a model from a Hugging Face folder, float32, by their
+    path in a `Transformer`; those of the blocks are stacked, (layers, ...).
+
+    Raises:
+      ValueError: a weight is missing, has another shape, is one that the model has no
+        place for, or a file cannot be read.
+      ImportError: safetensors is not installed.
+    """
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError(
+            "weights are read by the `safetensors` package; run `uv sync --extra hf` "
+            "or `pip install 'sparsejax[hf]'`"
+        ) from error
+    paths = weight_files(folder)
+    with ExitStack() as opened:
+        try:
+            files = [opened.enter_context(safe_open(p, "np")) for p in paths]
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"the weights in {folder} cannot be read ({error}); copy them anew"
+            ) from error
+        lies_in = {name: file for file in files for name in file.keys()}
+        shapes = _shapes(config)
+        expected = _expected_names(config)
+        _refuse_strangers(folder, set(lies_in) - expected, config)
+        if missing := sorted(expected - set(lies_in)):
+            raise ValueError(
+                f"{folder} has no weight {missing[0]}, which its config.json asks for; "
+                f"copy it anew"
+            )
+
+        def read(name: str, names: Names, place: Place) -> np.ndarray:
+            array = lies_in[name].get_tensor(name)
+            array = np.asarray(array.T if place.transposed else array, np.float32)
+            if array.shape != shapes[names]:
+                raise ValueError(
+                    f"{name} of {folder} has the shape {array.shape}, as our "
+                    f"{'.'.join(names)}, and config.json asks for {shapes[names]}; "
+                    f"the two do not belong together"
+                )
+            return array
+
+        found = {
+            names: read(place.name, names, place)
+            for names, place in OUTSIDE.items()
+            if names in shapes
+        }
+        for names, place in BLOCK.items():
+            own = ("blocks", *names)
+            if own in shapes:
+                layers = [
+                    read(f"model.layers.{layer}.{place.name}", own, place)
+                    for layer in range(config.layers)
+                ]
+                found[own] = np.stack(layers)
+    return found
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Returns the files that hold the weights of a Hugging Face folder.
+
+    Raises:
+      ValueError: there are none in safetensors.
+    """
+    index = folder / INDEX
+    try:
+        if index.is_file():
+            names = json.loads(index.read_text())["weight_map"].values()
+            return [folder / name for name in sorted(set(names))]
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"{index} is no index of weights: {error}") from error
+    if not (folder / "model.safetensors").is_file():
+        raise ValueError(
+            f"{folder} has no model.safetensors; save the model with `save_pretrained` "
+            f"of transformers, which writes one"
+        )
+    return [folder / "model.safetensors"]
+
+
+def _shapes(config: ModelConfig) -> dict[Names, tuple[int, ...]]:
+    """Returns the shape of each parameter by path, of one layer in the blocks."""
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    shapes = {}
+    for path, leaf in jax.tree.leaves_with_path(params):
+        names = tuple(entry.key for entry in path)
+        shapes[names] = leaf.shape[1:] if names[0] == "blocks" else leaf.shape
+    return shapes
+
+
+def _expected_names(config: ModelConfig) -> set[str]:
+    shapes = _shapes(config)
+    outside = {place.name for names, place in OUTSIDE.items() if names in shapes}
+    return outside | {
+        f"model.layers.{layer}.{place.name}"
+        for names, place in BLOCK.items()
+        if ("blocks", *names) in shapes
+        for layer in range(config.layers)
+    }
+
+
+def _refuse_strangers(folder: Path, names: set[str], config: ModelConfig) -> None:
+    """Raises ValueError for weights that the model has no place for."""
+    # What is computed, or said a second time.
+    tied = {"lm_head.weight"} if config.tie_embeddings else set()
+    strangers = sorted(n for n in names - tied if not n.endswith("rotary_emb.inv_freq"))
+    if strangers:
+        why = "a bias, and our transformer has none"
+        if not strangers[0].endswith(".bias"):
+            why = "for which our transformer has no place"
+        raise ValueError(
+            f"{folder} has the weight {strangers[0]}, {why}; give a model without it"
+        )

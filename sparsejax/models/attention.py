@@ -4,7 +4,7 @@ The parameters are float32 masters; the layer computes in its `dtype`.
 """
 
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +73,14 @@ def attention_implementation(
     return "cudnn", f"{dtype}, head_dim={head_dim}: flash attention is available"
 
 
+class KVCache(NamedTuple):
+    """The rotated keys and the values of the tokens so far, by position: of one layer
+    (batch, capacity, kv_heads, head_dim), or with a leading axis of the layers."""
+
+    keys: Float[Array, "*layers batch capacity kv_heads head_dim"]
+    values: Float[Array, "*layers batch capacity kv_heads head_dim"]
+
+
 class Attention(nnx.Module):
     """Causal grouped-query attention with rotary positions, without biases.
 
@@ -134,9 +142,7 @@ class Attention(nnx.Module):
     ) -> Float[Array, "batch sequence d_model"]:
         """Returns the attention of every token to itself and to those before it, in the
         compute dtype; `offset` is the position of the first token."""
-        shape, x = x.shape, x.astype(self.dtype)
-        if self.groups > 1:
-            x = residual_groups(x, self.groups)
+        shape, x = x.shape, self._read(x)
         positions = offset + jnp.arange(x.shape[1])
         rotate = partial(rotary_embedding, positions=positions, base=self.rope_base)
         query = rotate(self._project(x, self.w_query, self.heads))
@@ -146,15 +152,61 @@ class Attention(nnx.Module):
         mixed = jax.nn.dot_product_attention(
             query, key, value, is_causal=True, implementation=implementation
         )
-        mixed = mixed.reshape(shape)
+        out = self._write(mixed.reshape(shape))
+        return constrain(out, self.mesh, BATCH, None, None)
+
+    def with_cache(
+        self,
+        x: Float[Array, "batch new d_model"],
+        cache: KVCache,
+        positions: Int[Array, "batch new"],
+    ) -> tuple[Float[Array, "batch new d_model"], KVCache]:
+        """Returns the attention of new tokens to themselves and to those in the cache,
+        and the cache with their keys and values.
+
+        Args:
+          x: the new tokens' rows of the residual stream.
+          cache: the cache of one layer, (batch, capacity, kv_heads, head_dim).
+          positions: the new tokens' positions in their sequence, where their keys and
+            values are put; a token sees what the cache then holds up to its own.
+        """
+        shape, x = x.shape, self._read(x)
+
+        @jax.vmap
+        def rotate(heads: jax.Array, at: jax.Array) -> jax.Array:
+            return rotary_embedding(heads[None], at, base=self.rope_base)[0]
+
+        query = rotate(self._project(x, self.w_query, self.heads), positions)
+        key = rotate(self._project(x, self.w_key, self.kv_heads), positions)
+        value = self._project(x, self.w_value, self.kv_heads)
+        rows = jnp.arange(x.shape[0])[:, None]
+        cache = KVCache(
+            keys=cache.keys.at[rows, positions].set(key),
+            values=cache.values.at[rows, positions].set(value),
+        )
+        seen = jnp.arange(cache.keys.shape[1])[None, None, None, :]
+        mixed = jax.nn.dot_product_attention(
+            query,
+            cache.keys,
+            cache.values,
+            mask=seen <= positions[:, None, :, None],
+            implementation="xla",
+        )
+        return self._write(mixed.reshape(shape)), cache
+
+    def _read(self, x: jax.Array) -> jax.Array:
+        """Returns what the projections read of the residual stream."""
+        x = x.astype(self.dtype)
+        return residual_groups(x, self.groups) if self.groups > 1 else x
+
+    def _write(self, mixed: jax.Array) -> jax.Array:
+        """Returns the product with W_out, (..., d_model)."""
         # Gathered over fsdp in the compute dtype, and not before.
         w_out = self.w_out[...].astype(self.dtype)
-        if self.groups > 1:
-            w_out = constrain(w_out, self.mesh, "tensor", None, None)
-            out = multiply(contiguous_groups(mixed, self.groups), w_out)
-        else:
-            out = mixed @ constrain(w_out, self.mesh, "tensor", None)
-        return constrain(out, self.mesh, BATCH, None, None)
+        if self.groups == 1:
+            return mixed @ constrain(w_out, self.mesh, "tensor", None)
+        w_out = constrain(w_out, self.mesh, "tensor", None, None)
+        return multiply(contiguous_groups(mixed, self.groups), w_out)
 
     def _project(self, x: jax.Array, w: nnx.Param, heads: int) -> jax.Array:
         weight = w[...].astype(self.dtype)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, Key
 from sparsejax.config import ModelConfig
 from sparsejax.distributed.mesh import BATCH, batch_parts, constrain, ffn_layout
 from sparsejax.feed_forward.spec import DENSE, FFNSparsity
-from sparsejax.models.attention import Attention
+from sparsejax.models.attention import Attention, KVCache
 from sparsejax.models.initializers import fan_in_normal
 from sparsejax.models.norm import RMSNorm
 from sparsejax.models.sparse_ffn import SparseFFN
@@ -78,6 +78,21 @@ class Block(nnx.Module):
         x = x + self.attention(self.attention_norm(x))
         ffn_input = self.ffn_norm(x)
         return x + self.ffn(ffn_input, token_ids=token_ids, key=key), ffn_input
+
+    def with_cache(
+        self,
+        x: Float[Array, "batch new d_model"],
+        cache: KVCache,
+        positions: Int[Array, "batch new"],
+        token_ids: Int[Array, "batch new"],
+    ) -> tuple[Float[Array, "batch new d_model"], KVCache]:
+        """Returns the block's output for new tokens, and its cache with them:
+        `Attention.with_cache`."""
+        mixed, cache = self.attention.with_cache(
+            self.attention_norm(x), cache, positions
+        )
+        x = x + mixed
+        return x + self.ffn(self.ffn_norm(x), token_ids=token_ids), cache
 
 
 class Transformer(nnx.Module):
@@ -187,6 +202,24 @@ class Transformer(nnx.Module):
             unroll=not config.scan_layers,
         )
         return self.final_norm(x), ffn_inputs
+
+    def features_with_cache(
+        self,
+        tokens: Int[Array, "batch new"],
+        cache: KVCache,
+        positions: Int[Array, "batch new"],
+    ) -> tuple[Float[Array, "batch new d_model"], KVCache]:
+        """Returns what the head reads of new tokens, and the cache of all layers with
+        them: `Attention.with_cache`."""
+        graph, stacked = nnx.split(self.blocks)
+
+        def apply(x, layer):
+            state, own = layer
+            block = nnx.merge(graph, state)
+            return block.with_cache(x, own, positions, tokens)
+
+        x, cache = jax.lax.scan(apply, self._embed(tokens), (stacked, cache))
+        return self.final_norm(x), cache
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
         # Under fsdp each device looks up its columns for the tokens of all, and they

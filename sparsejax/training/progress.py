@@ -43,6 +43,8 @@ class Progress:
       phases: the phases as they are trained, those in `run_dense` with all GEMMs dense.
       phase_index: number of the phase that `state` belongs to.
       origin: the trunk that the run branched from, as checkpoints name it, or None.
+      pretrained: the folder of weights that the run began with, as checkpoints name it,
+        or None.
       saving_seconds: seconds that saves have taken since the last record of a step.
     """
 
@@ -68,6 +70,7 @@ class Progress:
         self.run_dense: tuple[int, ...] = ()
         self.step = self.phase_index = 0
         self.origin: dict[str, Any] | None = None
+        self.pretrained: dict[str, Any] | None = None
         self.saving_seconds = 0.0
         self.is_save_untold = False
 
@@ -165,6 +168,7 @@ class Progress:
                 "corpus": self.run.corpus.fingerprint,
                 "run_dense": self.run_dense,
                 "branch": self.origin,
+                "init_from": self.pretrained,
             },
             permanent=permanent,
             blocking=blocking,

@@ -1,12 +1,20 @@
-"""The beginning of a run: anew, as a branch of another one, or where it was stopped."""
+"""The beginning of a run: anew, with the weights of a folder, as a branch of another
+run, or where it was stopped."""
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from sparsejax.config_file import check_resumable, from_json
 from sparsejax.data.corpus import unigram_loss
+from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.interchange.pretrained import Pretrained
+from sparsejax.interchange.tensors import Names
+from sparsejax.models.sparse_ffn import sparse_ffns
 from sparsejax.reports.provenance import commit
 from sparsejax.reports.records import (
     records_until,
@@ -17,10 +25,14 @@ from sparsejax.training.branch import Branch, Trunk
 from sparsejax.training.growth import check_grows
 from sparsejax.training.progress import Progress
 from sparsejax.training.recipe import are_alike, phase_at, steps_left
+from sparsejax.training.step import Run, TrainState, with_model
 
 
 def begin_or_resume(
-    progress: Progress, step_times: StepTimes | None, branch: Branch | None
+    progress: Progress,
+    step_times: StepTimes | None,
+    branch: Branch | None,
+    init_from: Pretrained | None,
 ) -> None:
     """Brings the run to the point where the first step of this process begins.
 
@@ -28,6 +40,7 @@ def begin_or_resume(
       progress: the run, before any step.
       step_times: how long its steps take, or None where they were not timed.
       branch: the checkpoint of another run that a new one begins with, or None.
+      init_from: the folder of weights that a new run begins with, or None.
     Raises:
       ValueError: every checkpoint is damaged, or the checkpoint does not fit the
         settings, the tokens or the branch.
@@ -42,7 +55,7 @@ def begin_or_resume(
             f"the command again; to keep its records, use another folder"
         )
     if checkpoints.latest_step() is not None:
-        _restore(progress, branch)
+        _restore(progress, branch, init_from)
         progress.observe_only(
             "resume",
             checkpoint=str(checkpoints.path()),
@@ -54,11 +67,62 @@ def begin_or_resume(
     else:
         if step_times is not None:
             _leave_out_slower_phases(progress, step_times)
-        progress.state = progress.run_of_phase.initial_state(progress.phase.held)
-        _record_start(progress, step_times)
+        if init_from is None:
+            held = progress.phase.held
+            progress.state = progress.run_of_phase.initial_state(held)
+            _record_start(progress, step_times)
+        else:
+            _begin_with(progress, init_from, step_times)
     for checkpoint in damaged:
         path, reason = str(checkpoint.path), checkpoint.reason
         progress.observe_only("damaged", checkpoint=path, reason=reason)
+
+
+def _begin_with(
+    progress: Progress, folder: Pretrained, step_times: StepTimes | None
+) -> None:
+    """Takes the weights of a folder, with a fresh optimiser, at step 0."""
+    folder.check_fits(progress.config.model)
+    if progress.run_of_phase is not progress.run:
+        raise ValueError(
+            f"the first phase, {progress.phase.kind!r}, has a smaller model than "
+            f"{folder.folder}; begin with a phase of the whole model"
+        )
+    progress.pretrained = folder.origin(progress.folder)
+    parameters = folder.parameters()
+    progress.state = state_with(progress.run, parameters, progress.phase.held)
+    loss = progress.validation_loss(progress.phase)
+    # Before anything is trained: a folder that is moved is needed no more.
+    _record_start(
+        progress, step_times, init_from=progress.pretrained, validation_loss=loss
+    )
+    progress.save(blocking=True)
+
+
+def state_with(
+    run: Run, params: Mapping[Names, np.ndarray], sparsity: FFNSparsity
+) -> TrainState:
+    """Returns the state before the first step with these parameters, by their path in
+    the model, in place of random ones. A dense model enters `sparsity` by a switch,
+    with scales and clusters of these weights."""
+    state = run.initial_state(DENSE)
+
+    def given(path: tuple, leaf: jax.Array) -> jax.Array:
+        names = tuple(entry.key for entry in path if hasattr(entry, "key"))
+        return jax.device_put(params[names], leaf.sharding)
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, run.template(DENSE))
+
+    @partial(jax.jit, out_shardings=shardings)
+    def with_scales(state: TrainState) -> TrainState:
+        model = run.model(state, DENSE)
+        for ffn in sparse_ffns(model):
+            ffn.refresh_scales()
+        return with_model(state, model, state.moments)
+
+    placed = jax.tree.map_with_path(given, state.params)
+    state = with_scales(replace(state, params=placed))
+    return run.switch(state, DENSE, sparsity) if sparsity != DENSE else state
 
 
 def _begin_as_branch(
@@ -135,7 +199,9 @@ def _check_corpus(progress: Progress, fingerprint: Any) -> None:
         )
 
 
-def _restore(progress: Progress, branch: Branch | None) -> None:
+def _restore(
+    progress: Progress, branch: Branch | None, init_from: Pretrained | None
+) -> None:
     """Restores the newest checkpoint, and metrics.jsonl as it was when that was saved.
 
     Raises:
@@ -149,6 +215,9 @@ def _restore(progress: Progress, branch: Branch | None) -> None:
     progress.origin = metadata.get("branch")
     if branch is not None:
         branch.check_begun(progress.origin, progress.folder)
+    progress.pretrained = metadata.get("init_from")
+    if init_from is not None:
+        init_from.check_begun(progress.pretrained, progress.folder)
     _check_corpus(progress, metadata["corpus"])
     step = progress.checkpoints.latest_step()
     assert step is not None

@@ -376,7 +376,7 @@ class Run:
             model = self.model(state, before)
             folds = fold and self.config.phases.fold
             moments = switch(model, state.moments, after, fold=folds)
-            return _with_model(state, model, moments)
+            return with_model(state, model, moments)
 
         return apply(state)
 
@@ -394,7 +394,7 @@ class Run:
             for ffn in sparse_ffns(model):
                 ffn.refresh_scales()
             moments = padded(state.moments, self.template(DENSE).moments)
-            return _with_model(state, model, moments)
+            return with_model(state, model, moments)
 
         return apply(state)
 
@@ -406,7 +406,7 @@ class Run:
         def apply(state: TrainState) -> TrainState:
             model = self.model(state, sparsity)
             moments = relabel_neurons(model, state.moments, warm_start=True)
-            return _with_model(state, model, moments)
+            return with_model(state, model, moments)
 
         return apply
 
@@ -426,9 +426,10 @@ def graph_on(
     return nnx.split(nnx.eval_shape(built))[0]
 
 
-def _with_model(
+def with_model(
     state: TrainState, model: Transformer, moments: optax.OptState
 ) -> TrainState:
+    """Returns the state with the parameters and buffers of a model."""
     _, params, buffers = nnx.split(model, nnx.Param, ...)
     return replace(state, params=params, buffers=buffers, moments=moments)
 

@@ -28,6 +28,7 @@ from sparsejax.distributed.processes import (
     is_loss_of_contact,
     until_sigterm,
 )
+from sparsejax.interchange.pretrained import Pretrained
 from sparsejax.models.transformer import Transformer
 from sparsejax.reports.records import (
     Record,
@@ -71,6 +72,7 @@ def train(
     corpus: Corpus | None = None,
     step_times: StepTimes | None = None,
     branch: Branch | None = None,
+    init_from: Pretrained | None = None,
 ) -> Outcome:
     """Trains `config` in `folder`, or continues the run that `folder` holds.
 
@@ -94,6 +96,9 @@ def train(
     the checkpoint, a switch comes first. It saves at once, and needs the other run no
     more.
 
+    With `init_from` a new run begins at step 0 with the weights of a Hugging Face
+    folder and a fresh optimiser. It saves at once, and needs the folder no more.
+
     A run of several processes (`jax.distributed`) calls it in all of them, with one
     folder that all of them see; process 0 writes the records.
 
@@ -108,6 +113,11 @@ def train(
         anything else.
     """
     check_writable(folder)
+    if branch is not None and init_from is not None:
+        raise ValueError(
+            f"a run begins as a branch of {branch.folder} or with {init_from.folder}; "
+            f"leave one of them out"
+        )
     saved = folder / "config.json"
     if saved.exists():
         check_resumable(read_config(saved), config, folder)
@@ -122,7 +132,7 @@ def train(
         until_sigterm(run.mesh) as terminated,
     ):
         loop = _Loop(run, folder, checkpoints, observe, stop_after_sparse)
-        begin_or_resume(loop, step_times, branch)
+        begin_or_resume(loop, step_times, branch, init_from)
         loop.pace.start(loop.step)
         if jax.process_index() == 0:
             with loop.writing(saved):

@@ -18,10 +18,12 @@ from experiments import compare_recipes, pretrain
 from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.config import RECIPES, MeshConfig, TrainConfig
 from sparsejax.config_file import from_json, read_schedule, to_json
+from sparsejax.interchange.export import export_huggingface
 from sparsejax.presets import PRESETS
 from sparsejax.routing.routers import ActivationEnergy, TokenHash
 from sparsejax.sparsity.patterns import VNM
 from sparsejax.training.step import Run
+from tests.support.exported_models import MODELS, some_model
 from tests.support.micro_run import (
     arguments_of,
     assert_same_bits,
@@ -72,6 +74,22 @@ def test_flags_override_the_preset():
 def test_every_setting_is_a_flag(text):
     config = with_phases(micro_config(text, plot=True), fold=False)
     assert pretrain.parse(arguments_of(config)).config == config
+
+
+def test_weights_of_a_folder_bring_their_model(tmp_path):
+    export_huggingface(some_model(MODELS["swiglu"]), tmp_path, sequence_length=16)
+    begin = ["--init-from", str(tmp_path)]
+    options = pretrain.parse([*begin, "--recipe", "weights", "--model.dtype=bfloat16"])
+    assert options.config.model == replace(MODELS["swiglu"], dtype="bfloat16")
+    assert options.config.recipe == "weights" and options.init_from == tmp_path
+    for more, reason in [
+        (["--recipe", "dense", "--model.layers", "3"], "model.layers=3 is not that of"),
+        (["--resume", "runs/a"], "goes on with a run, and --init-from"),
+        (["--branch", "runs/a"], "leave one of them out"),
+        ([], "--recipe weights"),  # silu has no zeros for the default recipe
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            pretrain.parse([*begin, *more])
 
 
 def test_no_flags_are_the_tiny_preset():

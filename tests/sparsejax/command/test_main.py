@@ -46,6 +46,22 @@ def test_a_run_is_exported(uninterrupted, tmp_path, capsys):
     assert llama_oracle.logits(out, TOKENS).shape == (TOKENS.size, 256)
 
 
+def test_a_run_and_its_export_say_the_same(uninterrupted, tmp_path, capsys):
+    _, folder, _ = uninterrupted("default")
+    out = tmp_path / "out"
+    assert main.run(["export", str(folder), str(out)]) == 0
+    capsys.readouterr()
+    options = ["--prompt", "the ", "token", "--tokens", "8", "--temperature", "0"]
+    said = []
+    for model in (folder, out, f"{folder}@12"):
+        assert main.run(["sample", str(model), *options]) == 0
+        said.append(capsys.readouterr().out)
+    assert len(set(said)) == 1 and said[0].startswith("the ") and "\ntoken" in said[0]
+    (out / "tokenizer.json").unlink()
+    assert main.run(["sample", str(out), *options]) == 1
+    assert "--tokenizer" in capsys.readouterr().err
+
+
 def test_the_console_script_is_installed():
     (script,) = entry_points(group="console_scripts", name="sparsejax")
     assert script.load() is main.main

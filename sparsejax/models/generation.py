@@ -1,0 +1,174 @@
+"""Text from a model: sampled continuations of a batch of prompts, with a KV cache.
+
+The prompts are run once; then every step computes one token of each sequence, and reads
+the keys and values of those before from a cache. `transformer.greedy_sample`, which
+runs a model on a mesh and lets a long text slide through a window, has none.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+from sparsejax.models.attention import KVCache
+from sparsejax.models.transformer import Transformer
+
+
+def generate(
+    model: Transformer,
+    prompts: Sequence[Sequence[int] | np.ndarray],
+    length: int,
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    vocab_size: int | None = None,
+    seed: int = 0,
+) -> Int[np.ndarray, "batch length"]:
+    """Returns `length` tokens after each prompt, int32.
+
+    A token is drawn from softmax(logits / temperature), restricted to the fewest most
+    likely tokens whose probabilities together are `top_p` or more (nucleus sampling,
+    arXiv 1904.09751); with temperature 0 it is the most likely one, ties to the lower
+    id. What a prompt gets depends on its place in the batch and on the seed, and not on
+    the other prompts, up to rounding. Compiled once per number of prompts, longest
+    prompt and `length`.
+
+    Args:
+      model: on one device, dense or sparse.
+      prompts: token ids of each, at least one, of any lengths.
+      length: tokens to add.
+      temperature: 0 or more.
+      top_p: above 0, at most 1.
+      vocab_size: only ids below it are drawn, as a tokenizer with fewer tokens than the
+        model's table needs; None: all.
+      seed: of the draws.
+    Raises:
+      ValueError: an argument is out of its range, or the model lies on several devices.
+    """
+    whole = model.config.vocab_size
+    vocab_size = whole if vocab_size is None else vocab_size
+    _check(model, prompts, length, temperature, top_p, vocab_size)
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    tokens = np.zeros((len(prompts), lengths.max()), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    drawn = _generate(
+        model,
+        tokens,
+        lengths,
+        np.float32(temperature),
+        np.float32(top_p),
+        jax.random.key(seed),
+        length=length,
+        vocab_size=vocab_size,
+        greedy=temperature == 0,
+    )
+    return np.asarray(drawn)
+
+
+def _check(
+    model: Transformer,
+    prompts: Sequence[Sequence[int] | np.ndarray],
+    length: int,
+    temperature: float,
+    top_p: float,
+    vocab_size: int,
+) -> None:
+    if not prompts or not all(len(prompt) for prompt in prompts):
+        raise ValueError(
+            f"{len(prompts)} prompts, of {[len(prompt) for prompt in prompts]} tokens: "
+            f"the model predicts from at least one; pass e.g. the id of a separator"
+        )
+    whole = model.config.vocab_size
+    largest = max(int(np.max(prompt)) for prompt in prompts)
+    if largest >= whole or min(int(np.min(prompt)) for prompt in prompts) < 0:
+        raise ValueError(
+            f"a prompt has ids outside of the model's vocab_size={whole}; encode it "
+            f"with the tokenizer that the model was trained with"
+        )
+    if length < 1:
+        raise ValueError(f"length={length} must be 1 or more tokens")
+    if not (0 <= temperature < np.inf and 0 < top_p <= 1):
+        raise ValueError(
+            f"temperature={temperature} must be 0 or more, and top_p={top_p} above 0 "
+            f"and at most 1"
+        )
+    if not 0 < vocab_size <= whole:
+        raise ValueError(
+            f"vocab_size={vocab_size} must be from 1 to the model's {whole}; give the "
+            f"tokenizer that the model was trained with"
+        )
+    if model.mesh is not None and model.mesh.size > 1:
+        raise ValueError(
+            f"the model lies on a mesh of {model.mesh.size} devices, and a cache is on "
+            f"one; load it with load_trained_model, or use greedy_sample"
+        )
+
+
+def empty_cache(model: Transformer, batch: int, capacity: int) -> KVCache:
+    """Returns the cache of all layers for `capacity` tokens, (layers, batch, capacity,
+    kv_heads, head_dim) in the compute dtype, with nothing in it."""
+    config = model.config
+    shape = (config.layers, batch, capacity, config.kv_heads, config.head_dim)
+    zeros = partial(jnp.zeros, shape, jnp.dtype(config.dtype))
+    return KVCache(keys=zeros(), values=zeros())
+
+
+@partial(nnx.jit, static_argnames=("length", "vocab_size", "greedy"))
+def _generate(
+    model: Transformer,
+    tokens: Int[Array, "batch longest"],
+    lengths: Int[Array, " batch"],
+    temperature: Float[Array, ""],
+    top_p: Float[Array, ""],
+    key: Key[Array, ""],
+    *,
+    length: int,
+    vocab_size: int,
+    greedy: bool,
+) -> Int[Array, "batch length"]:
+    batch, longest = tokens.shape
+
+    def draw(features: jax.Array, number: jax.Array | int) -> jax.Array:
+        logits = model.logits(features)[:, :vocab_size]
+        if greedy:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        of_row = partial(jax.random.fold_in, jax.random.fold_in(key, number))
+        keys = jax.vmap(of_row)(jnp.arange(batch))
+        logits = nucleus(logits / temperature, top_p)
+        return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+    def step(carry, number):
+        token, positions, cache = carry
+        features, cache = model.features_with_cache(
+            token[:, None], cache, positions[:, None]
+        )
+        return (draw(features[:, 0], number), positions + 1, cache), token
+
+    # Shorter prompts are filled up at the end: no token sees what lies behind it, and
+    # the places in the cache are taken by what is drawn before anything reads them.
+    positions = jnp.broadcast_to(jnp.arange(longest), tokens.shape)
+    cache = empty_cache(model, batch, longest + length)
+    features, cache = model.features_with_cache(tokens, cache, positions)
+    last = features[jnp.arange(batch), lengths - 1]
+    carry = draw(last, 0), lengths, cache
+    return jax.lax.scan(step, carry, jnp.arange(1, length + 1))[1].T
+
+
+def nucleus(
+    logits: Float[Array, "batch vocab"], top_p: Float[Array, ""] | float
+) -> Float[Array, "batch vocab"]:
+    """Returns the logits, those outside of the nucleus -inf: the fewest most likely
+    tokens whose probabilities sum to `top_p` or more; ties go to the lower id."""
+    order = jnp.argsort(-logits, axis=-1, stable=True)
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    ranked = jnp.take_along_axis(probabilities, order, axis=-1)
+    before = jnp.cumsum(ranked, axis=-1) - ranked
+    # The first is always in, whatever rounding makes of the sum before it.
+    inside = (before < top_p).at[:, 0].set(True)
+    back = jnp.argsort(order, axis=-1)
+    return jnp.where(jnp.take_along_axis(inside, back, axis=-1), logits, -jnp.inf)

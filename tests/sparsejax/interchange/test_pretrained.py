@@ -1,0 +1,161 @@
+"""Hugging Face folders that come in: the same model, or refused with the reason."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from sparsejax.config import TrainConfig
+from sparsejax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
+from sparsejax.interchange import tensors
+from sparsejax.interchange.export import export_huggingface
+from sparsejax.interchange.pretrained import Pretrained
+from tests.support.exported_models import MODELS, SMALL, some_model
+from tests.support.tokenizer_file import write_tokenizer
+
+
+def exported(folder: Path, config=SMALL, **changes) -> Path:
+    """A folder whose config.json is changed; None takes a setting away."""
+    export_huggingface(
+        some_model(config), folder, sequence_length=16, tokenizer=ByteTokenizer()
+    )
+    path = folder / "config.json"
+    settings = json.loads(path.read_text()) | changes
+    kept = {name: value for name, value in settings.items() if value is not None}
+    path.write_text(json.dumps(kept))
+    return folder
+
+
+STORED_WHOLE = [name for name in MODELS if MODELS[name].static_weights is None]
+
+
+@pytest.mark.parametrize("name", STORED_WHOLE)
+def test_a_model_comes_back_bit_for_bit(name, tmp_path):
+    model = some_model(MODELS[name])
+    folder = exported(tmp_path, MODELS[name])
+    found = Pretrained.read(folder)
+    assert found.model == MODELS[name]
+    parameters = found.parameters()
+    assert ("head",) not in parameters or not MODELS[name].tie_embeddings
+    stored = dict(tensors.huggingface_tensors(model))
+    up = parameters["blocks", "ffn", "w_up"]
+    for layer in range(2):
+        theirs = stored[f"model.layers.{layer}.mlp.up_proj.weight"]
+        assert up[layer].T.tobytes() == theirs.tobytes() and up.dtype == np.float32
+    for names in parameters:
+        part = model
+        for one in names:
+            part = getattr(part, one)
+        assert np.asarray(part[...]).tobytes() == parameters[names].tobytes(), names
+
+
+def test_blocks_on_a_diagonal_come_back_as_whole_weights(tmp_path):
+    config = MODELS["blocks on a diagonal"]
+    found = Pretrained.read(exported(tmp_path, config))
+    assert found.model == replace(config, static_weights=None)
+    w_up = found.parameters()["blocks", "ffn", "w_up"]
+    assert w_up.shape == (2, 16, 32)
+    # Each neuron reads one half of the residual stream's features.
+    assert (np.count_nonzero(w_up, axis=1) == 8).all()
+
+
+def test_several_files_of_bfloat16_are_read(tmp_path):
+    folder = exported(tmp_path)
+    expected = Pretrained.read(folder).parameters()
+    stored = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    import ml_dtypes
+
+    rounded = {name: w.astype(ml_dtypes.bfloat16) for name, w in stored.items()}
+    tensors.write_tensors(rounded, folder, shard_bytes=8000)
+    found = Pretrained.read(folder).parameters()
+    for names, array in expected.items():
+        np.testing.assert_array_equal(
+            found[names], array.astype(ml_dtypes.bfloat16).astype(np.float32)
+        )
+
+
+def test_what_version_4_of_transformers_writes_is_read(tmp_path):
+    folder = exported(tmp_path, rope_parameters=None, rope_theta=500.0, rope_scaling={})
+    assert Pretrained.read(folder).model.rope_base == 500.0
+
+
+MISTRAL = {"model_type": "mistral", "hidden_act": "silu", "sliding_window": 8}
+REFUSED = {
+    "qwen2": ({"model_type": "qwen2"}, "queries, keys and values have biases"),
+    "qwen3": ({"model_type": "qwen3"}, "normalises queries and keys"),
+    "other": ({"model_type": "gpt2"}, "none of llama, arcee, mistral"),
+    "bias": ({"attention_bias": True}, "attention_bias=true, and our transformer"),
+    "act": ({"hidden_act": "gelu"}, "hidden_act='gelu', and ours have relu2"),
+    "rope": (
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
+        "rope_type='llama3', and ours are not rescaled",
+    ),
+    "old rope": (
+        {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}},
+        "rope_type='linear'",
+    ),
+    "head": ({"head_dim": 8}, "head_dim=8 and num_attention_heads=4"),
+    "window": (MISTRAL, "sliding_window"),
+    "no size": ({"vocab_size": None}, "lacks vocab_size"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_the_transformer_cannot_hold_is_refused(what, tmp_path):
+    changes, reason = REFUSED[what]
+    with pytest.raises(ValueError, match=reason):
+        Pretrained.read(exported(tmp_path, **changes))
+
+
+def test_weights_that_do_not_belong_are_named(tmp_path):
+    folder = exported(tmp_path)
+    pretrained, path = Pretrained.read(folder), folder / "model.safetensors"
+    stored = load_file(path)
+    key = "model.layers.1.self_attn.k_proj.weight"
+
+    def refused(weights: dict, reason: str) -> None:
+        save_file(weights, path)
+        with pytest.raises(ValueError, match=reason):
+            pretrained.parameters()
+
+    refused({n: w for n, w in stored.items() if n != key}, f"no weight {key}")
+    bias = {"model.layers.0.self_attn.q_proj.bias": np.ones(16, np.float32)}
+    refused(stored | bias, r"q_proj.bias, a bias, and our transformer has none")
+    norm = {"model.layers.0.self_attn.q_norm.weight": np.ones(4, np.float32)}
+    refused(stored | norm, r"q_norm.weight, for which our transformer has no place")
+    refused(stored | {key: stored[key][:4]}, r"has the shape \(16, 4\)")
+    path.write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="cannot be read"):
+        pretrained.parameters()
+    path.unlink()
+    with pytest.raises(ValueError, match=r"no model.safetensors; save the model"):
+        pretrained.parameters()
+
+
+def test_what_is_no_such_folder_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="is no Hugging Face folder"):
+        Pretrained.read(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="is a run folder; give a Hugging Face folder"):
+        Pretrained.read(tmp_path)
+
+
+def test_model_and_tokenizer_come_from_the_folder_and_the_rest_does_not(tmp_path):
+    pretrained = Pretrained.read(exported(tmp_path / "out", MODELS["reglu2"]))
+    start = TrainConfig()
+    start = replace(start, model=replace(start.model, remat="full"))
+    settings = pretrained.settings(start)
+    assert settings.model == replace(MODELS["reglu2"], remat="full")
+    assert settings.data.tokenizer is None  # bytes are built in
+    assert settings.optimizer == start.optimizer
+    pretrained.check_fits(replace(settings.model, dtype="bfloat16"))
+    with pytest.raises(ValueError, match=r"model.d_hidden=64 is not that of .* 32"):
+        pretrained.check_fits(replace(settings.model, d_hidden=64))
+    path = write_tokenizer(tmp_path / "out" / "tokenizer.json")
+    assert pretrained.settings(start).data.tokenizer == str(path)
+    assert HuggingFaceTokenizer(path).vocab_size > 256

@@ -1,0 +1,111 @@
+"""Generation: what a cache leaves out is what full recomputation computes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.models.generation import empty_cache, generate, nucleus
+from sparsejax.sparsity.patterns import NM, VNM
+from tests.support.exported_models import MODELS, SMALL, some_model
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6]]
+LENGTH = 6
+
+
+def recomputed(model, prompt):
+    """The most likely tokens, the whole sequence computed anew for each."""
+    whole = np.zeros((1, len(prompt) + LENGTH), np.int32)
+    whole[0, : len(prompt)] = prompt
+    for place in range(len(prompt), whole.size):
+        # Causality makes the zeros behind irrelevant, and the program one.
+        whole[0, place] = np.argmax(model(jnp.asarray(whole))[0, place - 1])
+    return whole[0, len(prompt) :]
+
+
+CASES = {name: (config, DENSE) for name, config in MODELS.items()} | {
+    "2:4": (SMALL, FFNSparsity(weights=NM(2, 4), activations=NM(2, 4))),
+    "experts": (SMALL, FFNSparsity(activations=VNM(4, 2, 8))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_tokens_of_a_batch_are_those_of_full_recomputation(name):
+    config, sparsity = CASES[name]
+    model = some_model(config, sparsity)
+    found = generate(model, PROMPTS, LENGTH)
+    assert found.shape == (3, LENGTH)
+    for row, prompt in zip(found, PROMPTS, strict=True):
+        assert row.tolist() == recomputed(model, prompt).tolist()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_with_a_cache_are_close_to_those_without(name):
+    model = some_model(MODELS[name])
+    tokens = jnp.arange(10)[None] * 7 % 256
+    cache = empty_cache(model, 1, 12)
+    features = []
+    # three pieces: a prompt, a token, several
+    for piece in (slice(0, 4), slice(4, 5), slice(5, 10)):
+        positions = jnp.arange(10)[None, piece]
+        new, cache = model.features_with_cache(tokens[:, piece], cache, positions)
+        features.append(new)
+    found = model.logits(jnp.concatenate(features, axis=1))
+    # float32, sums in another order; logits of order one
+    np.testing.assert_allclose(found, model(tokens), atol=1e-5)
+
+
+def test_draws_follow_the_softmax_within_the_nucleus():
+    model = some_model(SMALL)
+    prompts = [[1, 2, 3]] * 4000
+    drawn = generate(model, prompts, 1, temperature=0.7, top_p=0.5, vocab_size=40)
+    logits = np.asarray(model(jnp.array([[1, 2, 3]]))[0, -1, :40], np.float64) / 0.7
+    share = np.exp(logits - logits.max())
+    share /= share.sum()
+    ranked = np.argsort(-share)
+    inside = ranked[: 1 + np.searchsorted(np.cumsum(share[ranked]), 0.5)]
+    expected = np.zeros(40)
+    expected[inside] = share[inside] / share[inside].sum()
+    found = np.bincount(drawn[:, 0], minlength=40) / 4000
+    assert set(np.flatnonzero(found)) <= set(inside)
+    # five standard deviations of a share of 4000 draws
+    np.testing.assert_allclose(found, expected, atol=5 * np.sqrt(0.25 / 4000))
+
+
+def test_a_seed_repeats_and_another_does_not():
+    model = some_model(SMALL)
+    draw = lambda seed: generate(model, PROMPTS, LENGTH, temperature=1.0, seed=seed)
+    assert (draw(1) == draw(1)).all() and (draw(1) != draw(2)).any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(-8, 8), min_size=6, max_size=6), st.floats(0.0625, 1, width=32)
+)
+def test_the_nucleus_is_the_fewest_most_likely(values, top_p):
+    logits = jnp.array([values], jnp.float32)
+    kept = np.isfinite(np.asarray(nucleus(logits, top_p))[0])
+    share = np.asarray(jax.nn.softmax(logits[0]), np.float64)
+    order = sorted(range(6), key=lambda i: (-values[i], i))
+    assert [i for i in order if kept[i]] == order[: kept.sum()]  # the most likely
+    inside = share[order[: kept.sum()]]
+    assert inside.sum() >= top_p - 1e-6  # enough
+    assert kept.sum() == 1 or inside[:-1].sum() <= top_p + 1e-6  # and no more
+
+
+def test_what_cannot_be_generated_is_refused():
+    model = some_model(SMALL)
+    for prompts, options, reason in [
+        ([], {}, "0 prompts"),
+        ([[1], []], {}, "at least one"),
+        ([[256]], {}, "outside of the model's vocab_size=256"),
+        ([[1]], {"length": 0}, "length=0"),
+        ([[1]], {"temperature": -1.0}, "temperature=-1.0"),
+        ([[1]], {"top_p": 0.0}, "top_p=0.0"),
+        ([[1]], {"vocab_size": 300}, "vocab_size=300"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            generate(model, prompts, **({"length": 1} | options))
