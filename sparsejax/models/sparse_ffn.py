@@ -1,6 +1,7 @@
 """The FFN with sparse GEMMs, as a Flax NNX module.
 
-Parameters are float32 masters; the layer computes in its `dtype`. The layers of a model
+Parameters are masters of `param_dtype`, float32 unless told otherwise; the layer
+computes in its `dtype`. The layers of a model
 may be stacked: a `SparseFFN` whose weights carry a leading layer axis packs, rescales
 and clusters all its layers at once, and is called one layer at a time by the scan over
 them.
@@ -67,14 +68,18 @@ class SparseFFN(nnx.Module):
         activation: ActivationName = "relu2",
         sparsity: FFNSparsity = DENSE,
         dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: jax.nn.initializers.Initializer | None = None,
         down_scale: float = 1.0,
         backend: Backend | None = None,
         layout: FFNLayout | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        """`down_scale` multiplies the initial deviation of w_down; `backend` names what
-        runs the sparse GEMMs (None: the best supported); `layout` says how the FFN lies
-        on a mesh of several devices.
+        """`param_dtype` is that of the masters, and `kernel_init` makes them from a
+        key, (d_in, d_out) and that dtype (None: `fan_in_normal`); the initial w_down is
+        multiplied by `down_scale`. `backend` names what runs the sparse GEMMs (None:
+        the best supported); `layout` says how the FFN lies on a mesh of several
+        devices.
 
         Raises:
           ValueError: a choice that is none, or a sparsity that does not fit: `check`.
@@ -87,14 +92,17 @@ class SparseFFN(nnx.Module):
         self.dtype = jnp.dtype(dtype)
         self.backend = backend
         self.layout = layout
-        self.w_up = nnx.Param(fan_in_normal(rngs.params(), (d_model, d_hidden)))
-        self.w_down = nnx.Param(
-            fan_in_normal(rngs.params(), (d_hidden, d_model), down_scale)
-        )
+
+        def kernel(d_in: int, d_out: int, scale: float = 1.0) -> nnx.Param:
+            key, shape = rngs.params(), (d_in, d_out)
+            if kernel_init is None:
+                return nnx.Param(fan_in_normal(key, shape, scale).astype(param_dtype))
+            return nnx.Param(kernel_init(key, shape, param_dtype) * scale)
+
+        self.w_up = kernel(d_model, d_hidden)
+        self.w_down = kernel(d_hidden, d_model, down_scale)
         self.w_gate = nnx.data(
-            nnx.Param(fan_in_normal(rngs.params(), (d_model, d_hidden)))
-            if activation != "relu2"
-            else None
+            kernel(d_model, d_hidden) if activation != "relu2" else None
         )
         self.scales = SoftThresholdScale(self._scales())
         self.router_state: RouterState | None = nnx.data(None)
