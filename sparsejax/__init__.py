@@ -1,17 +1,23 @@
 """Pre-train language models faster on sparse tensor cores."""
 
+from sparsejax.config import ModelConfig as ModelConfig
 from sparsejax.feed_forward.choice import SlowerThanDense as SlowerThanDense
 from sparsejax.feed_forward.choice import why_slower_than_dense as why_slower_than_dense
 from sparsejax.feed_forward.ffn import ffn as ffn
 from sparsejax.feed_forward.gated_ffn import GatedFFNSpec as GatedFFNSpec
 from sparsejax.feed_forward.gated_ffn import gated_ffn as gated_ffn
+from sparsejax.feed_forward.layout import FFNLayout as FFNLayout
+from sparsejax.feed_forward.operands.weights import PackedFFN as PackedFFN
+from sparsejax.feed_forward.operands.weights import pack_ffn as pack_ffn
 from sparsejax.feed_forward.spec import FFNSparsity as FFNSparsity
 from sparsejax.feed_forward.spec import FFNSpec as FFNSpec
 from sparsejax.models.attention import Attention as Attention
+from sparsejax.models.generation import generate as generate
 from sparsejax.models.norm import RMSNorm as RMSNorm
 from sparsejax.models.sparse_ffn import SparseFFN as SparseFFN
 from sparsejax.models.transformer import Transformer as Transformer
 from sparsejax.models.transformer import cross_entropy as cross_entropy
+from sparsejax.models.transformer import greedy_sample as greedy_sample
 from sparsejax.ops.backend import Decision as Decision
 from sparsejax.ops.grouped_matmul import grouped_matmul as grouped_matmul
 from sparsejax.ops.sparse_matmul import sparse_matmul as sparse_matmul
@@ -25,6 +31,7 @@ from sparsejax.sparsity.compressed import compress as compress
 from sparsejax.sparsity.compressed import decompress as decompress
 from sparsejax.sparsity.estimators import mvue as mvue
 from sparsejax.sparsity.estimators import straight_through as straight_through
+from sparsejax.sparsity.masks import soft_threshold_scale as soft_threshold_scale
 from sparsejax.sparsity.packed import Packed as Packed
 from sparsejax.sparsity.packed import pack as pack
 from sparsejax.sparsity.packed import unpack as unpack

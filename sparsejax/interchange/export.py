@@ -82,6 +82,8 @@ def export_huggingface(
                 "tokenizer_class": "PreTrainedTokenizerFast",
                 "model_max_length": sequence_length,
                 "clean_up_tokenization_spaces": False,
+                # Version 4 would hand a model token types, too, which has none.
+                "model_input_names": ["input_ids", "attention_mask"],
             }
         )
     if card is not None:

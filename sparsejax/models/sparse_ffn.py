@@ -1,6 +1,7 @@
 """The FFN with sparse GEMMs, as a Flax NNX module.
 
-Parameters are float32 masters; the layer computes in its `dtype`. The layers of a model
+Parameters are masters of `param_dtype`, float32 unless told otherwise; the layer
+computes in its `dtype`. The layers of a model
 may be stacked: a `SparseFFN` whose weights carry a leading layer axis packs, rescales
 and clusters all its layers at once, and is called one layer at a time by the scan over
 them.
@@ -73,6 +74,8 @@ class SparseFFN(nnx.Module):
         activation: ActivationName = "relu2",
         sparsity: FFNSparsity = DENSE,
         dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: jax.nn.initializers.Initializer | None = None,
         down_scale: float = 1.0,
         groups: int = 1,
         backend: Backend | None = None,
@@ -85,7 +88,11 @@ class SparseFFN(nnx.Module):
           d_model, d_hidden: the widths of the FFN.
           activation: "relu2", or "swiglu" or "reglu2" with a gate.
           sparsity: which operand of which GEMM is sparse; dense by default.
-          dtype: compute dtype; the parameters are float32.
+          dtype: compute dtype.
+          param_dtype: dtype of the masters, from which the weights that are read are
+            rounded.
+          kernel_init: makes a weight from a key, (d_in, d_out) and `param_dtype`; None
+            for truncated normal by fan-in.
           down_scale: factor of the initial deviation of w_down.
           groups: with two or more the FFN is as many dense ones side by side, on
             weights that are block-diagonal (`block_diagonal`).
@@ -105,13 +112,23 @@ class SparseFFN(nnx.Module):
         self.groups = groups
         self.backend = backend
         self.layout = layout
-        initial = partial(fan_in_normal, groups=groups)
-        self.w_up = nnx.Param(initial(rngs.params(), (d_model, d_hidden)))
-        self.w_down = nnx.Param(initial(rngs.params(), (d_hidden, d_model), down_scale))
+
+        def kernel(d_in: int, d_out: int, scale: float = 1.0) -> nnx.Param:
+            key, shape = rngs.params(), (d_in, d_out)
+            if kernel_init is None:
+                weight = fan_in_normal(key, shape, scale, groups=groups)
+                return nnx.Param(weight.astype(param_dtype))
+            if groups == 1:
+                return nnx.Param(kernel_init(key, shape, param_dtype) * scale)
+            block = d_in // groups, d_out // groups
+            of_block = lambda key: kernel_init(key, block, param_dtype)
+            blocks = jax.vmap(of_block)(jax.random.split(key, groups))
+            return nnx.Param(blocks * scale)
+
+        self.w_up = kernel(d_model, d_hidden)
+        self.w_down = kernel(d_hidden, d_model, down_scale)
         self.w_gate = nnx.data(
-            nnx.Param(initial(rngs.params(), (d_model, d_hidden)))
-            if activation != "relu2"
-            else None
+            kernel(d_model, d_hidden) if activation != "relu2" else None
         )
         self.scales = SoftThresholdScale(self._scales())
         self.router_state: RouterState | None = nnx.data(None)

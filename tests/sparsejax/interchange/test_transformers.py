@@ -5,9 +5,10 @@ download with CUDA (2.15.0 for Linux on x86), and so a group of its own:
 
     uv run --group torch pytest -n 0 tests/sparsejax/interchange/test_transformers.py
 
-Last result: 2026-11-23, transformers 5.23.0 and torch 2.15.0 on a CPU: all passed.
+Last result: 2026-11-23, transformers 5.23.0 and torch 2.15.0 on a CPU: 10 passed.
 """
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from sparsejax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from sparsejax.interchange.export import export_huggingface
+from sparsejax.interchange.pretrained import Pretrained
 from tests.support.exported_models import MODELS, SMALL, TOKENS, logits_of, some_model
 from tests.support.tokenizer_file import write_tokenizer
 
@@ -61,6 +63,7 @@ def test_a_tokenizer_does_there_what_the_run_did(tmp_path):
         expected = ours.encode(text.encode()).tolist()
         # The file itself truncates, pads, and begins with <s>: none of it here.
         assert theirs(text)["input_ids"] == expected
+        assert theirs(text).keys() == {"input_ids", "attention_mask"}
         assert theirs.decode(expected) == ours.decode(expected) == text
 
 
@@ -82,3 +85,48 @@ def test_the_model_computes_the_same_there(name, tmp_path):
         found = loaded(torch.from_numpy(TOKENS)[None]).logits[0].numpy()
     # float32 on both sides, sums in another order; logits of order one
     np.testing.assert_allclose(found, logits_of(model), atol=1e-5)
+
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+THEIRS = {
+    "Llama": {"tie_word_embeddings": True, "rms_norm_eps": 1e-4},
+    "Mistral": {"sliding_window": None},
+    "Arcee": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_a_model_made_there_computes_the_same_here(name, tmp_path):
+    torch = pytest.importorskip("torch", reason="uv run --group torch pytest")
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**SIZES, **THEIRS[name])
+    torch.manual_seed(0)
+    theirs = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+    theirs.save_pretrained(tmp_path)
+    tokens = TOKENS % 96
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens)[None]).logits[0].numpy()
+    found = Pretrained.read(tmp_path).load()(jnp.asarray(tokens)[None])[0]
+    # float32 on both sides, sums in another order; logits of order one
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_a_qwen_made_there_is_refused(tmp_path):
+    pytest.importorskip("torch", reason="uv run --group torch pytest")
+    import transformers
+
+    qwen = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES))
+    qwen.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="queries, keys and values have biases"):
+        Pretrained.read(tmp_path)

@@ -331,3 +331,42 @@ def test_a_training_loop_of_ones_own_learns(sparsity):
 
     losses = [float(step(layer, optimiser)) for _ in range(60)]
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_weights_begin_as_they_are_told_to():
+    init = jax.nn.initializers.constant(0.5)
+    layer = SparseFFN(
+        8,
+        16,
+        activation="swiglu",
+        kernel_init=init,
+        param_dtype=jnp.bfloat16,
+        down_scale=0.25,
+        rngs=nnx.Rngs(0),
+    )
+    assert layer.w_gate is not None
+    for weight, value, shape in [
+        (layer.w_up, 0.5, (8, 16)),
+        (layer.w_gate, 0.5, (8, 16)),
+        (layer.w_down, 0.125, (16, 8)),
+    ]:
+        expected = jnp.full(shape, value, jnp.bfloat16)
+        assert weight[...].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(weight[...], expected)
+
+
+def test_bfloat16_masters_compute_as_the_same_numbers_in_float32():
+    sparsity = FFNSparsity(weights=NM(2, 4), activations=NM(2, 4))
+    build = lambda dtype: SparseFFN(
+        8, 16, sparsity=sparsity, param_dtype=dtype, rngs=nnx.Rngs(0)
+    )
+    small, large = build(jnp.bfloat16), build(jnp.float32)
+    for of, to in ((small.w_up, large.w_up), (small.w_down, large.w_down)):
+        to[...] = of[...].astype(jnp.float32)
+    large.refresh_scales()
+    x = jax.random.normal(jax.random.key(1), (12, 8))
+    total = lambda layer: (layer(x) ** 2).sum()
+    # S(W) is rounded to bfloat16 of the one: half a unit of 8 bits, four GEMMs deep
+    np.testing.assert_allclose(total(small), total(large), rtol=3e-2)
+    gradient = nnx.grad(total)(small)
+    assert gradient["w_up"].get_value().dtype == jnp.bfloat16
