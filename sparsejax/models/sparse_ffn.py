@@ -1,10 +1,9 @@
 """The FFN with sparse GEMMs, as a Flax NNX module.
 
 Parameters are masters of `param_dtype`, float32 unless told otherwise; the layer
-computes in its `dtype`. The layers of a model
-may be stacked: a `SparseFFN` whose weights carry a leading layer axis packs, rescales
-and clusters all its layers at once, and is called one layer at a time by the scan over
-them.
+computes in its `dtype`. The layers of a model may be stacked: a `SparseFFN` whose
+weights carry a leading layer axis packs, rescales and clusters all its layers at once,
+and is called one layer at a time by the scan over them.
 """
 
 from functools import partial
