@@ -17,10 +17,8 @@ import numpy as np
 from flax import nnx
 from jax.experimental.multihost_utils import process_allgather
 
-from sparsejax.distributed.mesh import STACKED_BLOCKS
-from sparsejax.models.block_diagonal import dense_weight
+from sparsejax.models.block_diagonal import stacked_dense_weight
 from sparsejax.models.transformer import Transformer
-from sparsejax.training.growth import ENDS_OF_BRANCHES
 
 
 def dense_weights(model: Transformer) -> dict[str, np.ndarray]:
@@ -47,12 +45,8 @@ def dense_weights(model: Transformer) -> dict[str, np.ndarray]:
         if names[0] != "blocks":
             weights[".".join(names)] = array
             continue
-        if array.ndim == STACKED_BLOCKS:
-            reads_residual = names[-1] not in ENDS_OF_BRANCHES
-            array = np.asarray(
-                dense_weight(jnp.asarray(array), reads_residual=reads_residual)
-            )
-        for index, layer in enumerate(array):
+        stacked = stacked_dense_weight(names[-1], jnp.asarray(array))
+        for index, layer in enumerate(np.asarray(stacked)):
             weights[".".join(["blocks", str(index), *names[1:]])] = layer
     return weights
 

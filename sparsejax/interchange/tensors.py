@@ -15,10 +15,8 @@ import numpy as np
 from flax import nnx
 
 from sparsejax.config import ModelConfig
-from sparsejax.distributed.mesh import STACKED_BLOCKS
-from sparsejax.models.block_diagonal import dense_weight
+from sparsejax.models.block_diagonal import stacked_dense_weight
 from sparsejax.models.transformer import Transformer
-from sparsejax.training.growth import ENDS_OF_BRANCHES
 
 type Names = tuple[str, ...]
 """Where a parameter lies in a model, or in a block, name by name."""
@@ -42,14 +40,15 @@ BLOCK: dict[Names, Place] = {
     ("ffn", "w_up"): Place("mlp.up_proj.weight", transposed=True),
     ("ffn", "w_down"): Place("mlp.down_proj.weight", transposed=True),
 }
-"""By path in a block; the name follows "model.layers.I."."""
+"""The place of each parameter of a block by its path there; the name follows
+"model.layers.I."."""
 
 OUTSIDE: dict[Names, Place] = {
     ("embedding",): Place("model.embed_tokens.weight"),
     ("final_norm", "scale"): Place("model.norm.weight"),
     ("head",): Place("lm_head.weight", transposed=True),
 }
-"""By path in the model, outside of the blocks."""
+"""The place of each parameter outside of the blocks by its path in the model."""
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
@@ -72,10 +71,7 @@ def huggingface_tensors(model: Transformer) -> Iterator[tuple[str, np.ndarray]]:
         stacked = leaves.get(("blocks", *path))
         if stacked is None:
             continue
-        if stacked.ndim == STACKED_BLOCKS:
-            reads_residual = path[-1] not in ENDS_OF_BRANCHES
-            stacked = dense_weight(stacked, reads_residual=reads_residual)
-        for layer, weight in enumerate(stacked):
+        for layer, weight in enumerate(stacked_dense_weight(path[-1], stacked)):
             yield f"model.layers.{layer}.{place.name}", _stored(weight, place)
 
 

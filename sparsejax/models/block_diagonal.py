@@ -25,6 +25,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from sparsejax.distributed.mesh import STACKED_BLOCKS
+
+ENDS_OF_BRANCHES = ("w_out", "w_down")
+"""The names of the weights that write into the residual stream."""
+
 
 def residual_groups(
     x: Float[Array, "*tokens d_model"], groups: int
@@ -70,3 +75,17 @@ def dense_weight(
     if reads_residual:
         full = jnp.swapaxes(full, -5, -4)
     return full.reshape(*layers, groups * d_in, groups * d_out)
+
+
+def stacked_dense_weight(name: str, weight: jax.Array) -> jax.Array:
+    """Returns a weight of a model's stacked blocks as a dense one, (layers, d_in,
+    d_out): blocks on a diagonal become the dense weight that computes the same, and
+    every other parameter stays as it is.
+
+    Args:
+      name: the name of the parameter in its layer, such as "w_up".
+      weight: the parameter of all layers, the layers on its first axis.
+    """
+    if weight.ndim != STACKED_BLOCKS:
+        return weight
+    return dense_weight(weight, reads_residual=name not in ENDS_OF_BRANCHES)

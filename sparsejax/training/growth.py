@@ -4,7 +4,6 @@ A model whose linear layers have static weights becomes dense: their other entri
 at zero. Weights that were stored as blocks on a diagonal are put where they belong in
 whole ones; those that were masked lie there already.
 
-
 An FFN grows by neurons behind those that it has: their columns of W1 (and Wg) are as at
 initialisation, their rows of W2 are zero. A model grows by layers behind those that it
 has: layer l becomes a copy of layer l modulo the layers before, whose two output
@@ -23,11 +22,8 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from sparsejax.config import ModelConfig
-from sparsejax.models.block_diagonal import dense_weight
+from sparsejax.models.block_diagonal import ENDS_OF_BRANCHES, stacked_dense_weight
 from sparsejax.training.switching import NEURON_AXES
-
-ENDS_OF_BRANCHES = ("w_out", "w_down")
-"""The names of the weights that write into the residual stream."""
 
 
 def check_grows(before: ModelConfig, after: ModelConfig) -> None:
@@ -83,8 +79,7 @@ def _without_groups(
     on a diagonal, with one axis more than `like`, what it becomes."""
     if present.ndim == like.ndim:
         return present
-    reads_residual = _name(path) not in ENDS_OF_BRANCHES
-    return dense_weight(present, reads_residual=reads_residual)
+    return stacked_dense_weight(_name(path), present)
 
 
 def _grown_leaf(name: str, present: jax.Array, fresh: jax.Array) -> jax.Array:
