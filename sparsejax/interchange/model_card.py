@@ -34,6 +34,8 @@ def model_card(run: TrainedModel, *, name: str, tokenizer: str | None) -> str:
     ]
     if not run.model.sparsity.is_dense:
         sections += ["## Weights", _what_became_of_the_weights(run.model.sparsity)]
+    elif run.model.config.static_weights is not None:
+        sections += ["## Weights", _what_static_weights_are(run.model.config)]
     return "\n\n".join(sections) + "\n"
 
 
@@ -62,6 +64,12 @@ def _how_it_was_trained(run: TrainedModel) -> str:
 
 def _phase(phase: Phase) -> str:
     text = f"{phase.kind}: {phase.steps:,} steps, {_sparsity(phase.sparsity)}"
+    if phase.static_weights is not None:
+        text += f" on static weights {name_of(phase.static_weights)}"
+    if phase.d_hidden is not None:
+        text += f", FFN width {phase.d_hidden}"
+    if phase.layers is not None:
+        text += f", {phase.layers} layers"
     if phase.every is not None:
         between = _sparsity(phase.every.sparsity)
         text += f"; every {phase.every.steps} steps one of {between}"
@@ -96,6 +104,15 @@ def _table(run: TrainedModel) -> list[str]:
         "commit of sparsejax": commit or "not recorded",
     }
     return ["| | |", "|---|---|", *(f"| {key} | {of} |" for key, of in rows.items())]
+
+
+def _what_static_weights_are(model: ModelConfig) -> str:
+    assert model.static_weights is not None
+    return (
+        f"The run was in a phase with static weights {name_of(model.static_weights)} "
+        f"in all linear layers. They are stored as whole matrices, with zeros where "
+        f"the pattern has no entry."
+    )
 
 
 def _what_became_of_the_weights(sparsity: FFNSparsity) -> str:

@@ -2,21 +2,25 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from sparsejax.config import PhaseConfig
 from sparsejax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from sparsejax.feed_forward.spec import FFNSparsity
 from sparsejax.interchange import tensors
 from sparsejax.interchange.export import export_huggingface, export_run
+from sparsejax.interchange.model_card import model_card
 from sparsejax.sparsity.patterns import NM
-from sparsejax.training.trained_model import load_trained_model
+from sparsejax.training.recipe import phases
+from sparsejax.training.trained_model import TrainedModel, load_trained_model
 from tests.support import llama_oracle
 from tests.support.exported_models import MODELS, SMALL, TOKENS, logits_of, some_model
-from tests.support.micro_run import read_records
+from tests.support.micro_run import micro_config, read_records
 from tests.support.tokenizer_file import write_tokenizer
 
 LENGTH = 16
@@ -133,6 +137,27 @@ def test_the_card_says_recipe_loss_tokens_and_commit(uninterrupted, tmp_path):
     assert str(config.data.text) not in card and "## Weights" not in card
     found = llama_oracle.logits(tmp_path / "my-model", TOKENS)
     np.testing.assert_allclose(found, logits_of(outcome.model), atol=ROUNDING)
+
+
+def test_the_card_of_a_static_phase_says_which_entries_there_are(text, tmp_path):
+    small = PhaseConfig(name="small", share=0.5, d_hidden=32, layers=1)
+    config = micro_config(text, recipe="s2d")
+    grown = micro_config(text).with_schedule((small, PhaseConfig(name="whole")))
+    run = TrainedModel(
+        model=some_model(MODELS["blocks on a diagonal"]),
+        config=config,
+        folder=tmp_path,
+        step=3,
+        phases=phases(config),
+        phase=phases(config)[0],
+    )
+    card = model_card(run, name="static", tokenizer=None)
+    first, last = (of for of in card.splitlines() if of.startswith("* "))
+    assert first.endswith(" steps, dense on static weights diagonal:4")
+    assert last.endswith(" steps, dense")
+    assert "static weights diagonal:2 in all linear layers" in card
+    card = model_card(replace(run, phases=phases(grown)), name="g", tokenizer=None)
+    assert "* small: 6 steps, dense, FFN width 32, 1 layers\n" in card
 
 
 def test_a_run_with_sparse_activations_is_exported_only_on_demand(
