@@ -234,7 +234,7 @@ def _gated_backward(
 
 
 class _Row(NamedTuple):
-    """One of a thread's two rows of A."""
+    """A row of A that a thread works on; each thread has two."""
 
     index: ir.Value
     """The index of the row of A; the last one where A has no such row."""

@@ -247,7 +247,7 @@ def _backward(shape, ref, store, feature, token, values, metadata, dy) -> None:
 
 
 class _Row(NamedTuple):
-    """One of a thread's two rows of an epilogue tile."""
+    """A row of an epilogue tile that a thread works on; each thread has two."""
 
     index: ir.Value
     """The index of the row that is written; the last one where the matrix has no such

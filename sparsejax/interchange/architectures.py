@@ -22,7 +22,8 @@ ARCHITECTURES = {
     "swiglu": ("llama", "LlamaForCausalLM", "silu"),
     "reglu2": ("llama", "LlamaForCausalLM", "relu2"),
 }
-"""By activation: model_type, class and hidden_act in `transformers`."""
+"""For each activation the model_type, the class and the hidden_act in
+`transformers`."""
 
 
 def huggingface_config(
@@ -76,7 +77,7 @@ WHY_NOT = {
     "qwen3": "it normalises queries and keys, which our attention does not",
     "gemma": "its norms scale by 1 + w and its embeddings are scaled, ours are not",
 }
-"""What keeps other architectures out, by model_type."""
+"""For each model_type that is refused the reason."""
 
 
 REQUIRED = (

@@ -28,7 +28,8 @@ class Pretrained:
 
     folder: Path
     model: ModelConfig
-    """Its sizes and activation; `HOW_COMPUTED` has the defaults."""
+    """The sizes and the activation of the model. The settings of `HOW_COMPUTED` have
+    their defaults."""
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -54,8 +55,8 @@ class Pretrained:
 
     @property
     def tokenizer(self) -> str | None:
-        """The path of its tokenizer.json; None for that of bytes, which is built in,
-        and where there is none."""
+        """The path of the folder's tokenizer.json; None where that is the one of bytes,
+        which is built in, and where there is none."""
         path = self.folder / "tokenizer.json"
         if not path.is_file():
             return None

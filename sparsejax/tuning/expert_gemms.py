@@ -33,7 +33,7 @@ class Problem(NamedTuple):
     """One GEMM of E experts and its operands."""
 
     tuned: TunedGemm
-    """What its times are looked up by."""
+    """The key under which the tables hold the GEMM's times."""
     sparse: Callable[..., Any]
     """Runs the kernel's GEMM, as a function of its config and the operands."""
     operands: tuple

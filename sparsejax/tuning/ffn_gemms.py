@@ -51,7 +51,7 @@ class Problem:
     d_model: int
     d_hidden: int
     tuned: TunedGemm
-    """What its times are looked up by."""
+    """The key under which the tables hold the GEMM's times."""
     source: Any
     """The array or arrays that are packed: W, Y1, dA, or A by token."""
     copied: jax.Array

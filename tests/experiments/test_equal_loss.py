@@ -22,7 +22,7 @@ TWO_FOUR = FFNSparsity(weights=NM(2, 4), activations=NM(2, 4))
 
 
 def loss(tokens: float) -> float:
-    """Of the dense model."""
+    """The loss of the dense model after so many tokens."""
     return 0.9 + 0.4 * (tokens / 1e5) ** -0.3
 
 

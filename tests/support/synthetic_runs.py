@@ -30,7 +30,7 @@ class Synthetic:
     arm: str | None = None
     seed: int = 0
     seconds: float = 100.0
-    """Of its own steps."""
+    """The seconds of the run's own steps."""
     side_by_side: int = 1
     device: str = "abacus"
     batch_losses: Sequence[float] | None = None

@@ -18,7 +18,7 @@ from pallas_kernels.sm90.threads.prune_2to4 import TILE, constant
 
 
 class Row(Protocol):
-    """One of a thread's two rows of a tile."""
+    """A row of a tile that a thread works on; each thread has two."""
 
     @property
     def index(self) -> ir.Value:
@@ -37,7 +37,7 @@ class Row(Protocol):
 
 
 class Place(NamedTuple):
-    """A tile of 64 tokens by 64 features, by its indices among all tiles."""
+    """The indices, among all tiles, of a tile of 64 tokens by 64 features."""
 
     token_block: ir.Value
     feature_block: ir.Value

@@ -31,7 +31,7 @@ def test_the_last_model_is_the_run_s(uninterrupted):
 
 
 def test_a_model_computes_as_its_phase(uninterrupted):
-    """Its loss on the held-out tokens is the one that the run recorded."""
+    """The model that is read has the loss on held-out tokens that the run recorded."""
     config, folder, _ = uninterrupted("paper")
     run = load_trained_model(folder, 3)
     assert run.model.sparsity == config.sparsity
