@@ -80,7 +80,7 @@ LONGEST_FIRST = (
     "test_pretrain.py",
     "test_before_training.py",
     "bench/test_ffn.py",
-    "test_tuning.py",
+    "test_tuned_tables.py",
 )
 
 

@@ -31,16 +31,19 @@ A100 = Device.named("NVIDIA A100-SXM4-80GB")
 
 def timed(
     gemm: TunedGemm,
-    sparse_us: float,
-    dense_us: float,
+    sparse_us: float = 1.0,
+    dense_us: float = 2.0,
     pack_us: float = 10.0,
+    **config,
 ) -> tuning.Entry:
-    """What a search would have kept of `gemm`."""
+    """What a search would have kept of `gemm`: the default config but for the fields in
+    `config`."""
+    default = sparse_matmul_configs.default_config(
+        gemm.shape(), H200.count_multiprocessors()
+    )
     return tuning.Entry(
         gemm=gemm,
-        config=sparse_matmul_configs.default_config(
-            gemm.shape(), H200.count_multiprocessors()
-        ),
+        config=replace(default, **config),
         sparse_us=sparse_us,
         dense_us=dense_us,
         pack_us=pack_us,
