@@ -126,3 +126,11 @@ def without_speed(records: list[dict]) -> list[dict]:
         {k: v for k, v in record.items() if not any(c in k for c in clocked)}
         for record in records
     ]
+
+
+def stopped_run(folder: Path, config: TrainConfig) -> list[str]:
+    """Makes the folder of a run of `config` that has begun; returns the arguments that
+    resume it."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(to_json(config)))
+    return ["--resume", str(folder)]
