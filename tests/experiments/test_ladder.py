@@ -63,7 +63,7 @@ def test_every_arm_has_three_learning_rates_and_dense_four_seeds():
         arm = trial.name.rpartition("-")[0]
         rates.setdefault(arm, set()).add(trial.config.optimizer.peak_learning_rate)
         assert trial.config.steps == 2880
-    assert len(rates) == 11 and all(len(of) == 3 for of in rates.values())
+    assert len(rates) == 12 and all(len(of) == 3 for of in rates.values())
     assert [t.seed for t in trials if t.name == "dense-mid"] == [0, 1, 2, 3]
 
 
