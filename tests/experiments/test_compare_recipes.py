@@ -1,5 +1,5 @@
-"""A comparison: its plan, its runs and what becomes of them when started again, its
-tables and rows."""
+"""A comparison: its plan, its runs and what becomes of them when started again, and its
+rows."""
 
 import json
 import math

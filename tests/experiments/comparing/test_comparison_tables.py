@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.compare_recipes import losses_table, means_table
+from experiments.comparing.comparison_tables import losses_table, means_table
 from experiments.running import console
 
 pytestmark = pytest.mark.usefixtures("quick")
