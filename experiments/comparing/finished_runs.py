@@ -9,7 +9,12 @@ from pathlib import Path
 
 from sparsejax.config import ModelConfig, TrainConfig
 from sparsejax.config_file import read_config
-from sparsejax.reports.records import Record, records_until, training_seconds
+from sparsejax.reports.records import (
+    Record,
+    records_until,
+    training_seconds,
+    wall_seconds,
+)
 from sparsejax.reports.step_times import with_dense
 from sparsejax.training.recipe import model_of, phases
 
@@ -44,6 +49,10 @@ class FinishedRun:
     seconds: float | None
     """The seconds that its steps took, those of its trunk included; None where they are
     not recorded, or where other runs had a share of the device."""
+    wall_seconds: float | None = None
+    """The wall-clock seconds up to the beginning of its last save, compilation,
+    validation, clustering, saves and its trunk included; None where `seconds` is, or
+    where no record states them."""
     side_by_side: int = 1
     """The number of runs that were trained at a time on its devices, or on those of its
     trunk."""
@@ -132,6 +141,7 @@ def read_run(folder: Path, name: str, arm: str) -> FinishedRun:
         batch_losses=tuple(last.get("batch_losses", ())),
         stretches=stretches(folder, config.steps),
         seconds=seconds if known else None,
+        wall_seconds=wall_seconds(records, config.steps) if known else None,
         side_by_side=at_once,
         device=_all_of("device", sessions),
         commit=_all_of("commit", sessions),

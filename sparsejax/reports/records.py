@@ -78,6 +78,14 @@ def _seconds_before(records: Sequence[Record]) -> float:
     return math.nan if seconds is None else seconds
 
 
+def wall_seconds(records: Sequence[Record], step: int) -> float | None:
+    """Returns the wall-clock seconds that the run had taken when the checkpoint of
+    `step` was begun, with all that is no training step; None where no record says so,
+    as none did in earlier versions."""
+    own = [r for r in records if r["event"] == "checkpoint" and r["step"] == step]
+    return own[-1].get("wall_seconds") if own else None
+
+
 def write_whole(path: Path, text: str) -> None:
     """Replaces the content of a file as a whole or not at all."""
     draft = path.with_suffix(".draft")

@@ -22,7 +22,12 @@ from sparsejax.checkpoints.checkpoint import Checkpoints, Restored
 from sparsejax.checkpoints.checkpoint_folder import CheckpointFolder, named_checkpoint
 from sparsejax.config import TrainConfig
 from sparsejax.config_file import check_branchable, from_json
-from sparsejax.reports.records import records_until, training_seconds
+from sparsejax.reports.records import (
+    Record,
+    records_until,
+    training_seconds,
+    wall_seconds,
+)
 from sparsejax.reports.step_times import with_dense
 from sparsejax.training.optimizer import learning_rate
 from sparsejax.training.recipe import Phase, phases
@@ -175,14 +180,21 @@ class Trunk:
         """Returns the state and the position in the data: see `Checkpoints.restore`."""
         return self._checkpoints.restore(self.step, template=template)
 
-    def seconds(self) -> float | None:
-        """Returns the seconds that the trunk's training steps took up to the
-        checkpoint, or None where its records do not say."""
+    def wall_seconds(self) -> float | None:
+        """Returns the wall-clock seconds that the trunk took up to the checkpoint, or
+        None where its records do not say."""
+        return wall_seconds(self._records(), self.step)
+
+    def _records(self) -> list[Record]:
         kinds = [phase.kind for phase in self.phases]
         path, steps = self._folder / "metrics.jsonl", self.config.steps
         lines = records_until(path, steps, kinds).splitlines()
-        records = [json.loads(line) for line in lines]
-        seconds = training_seconds(records, self.config.tokens_per_step)
+        return [json.loads(line) for line in lines]
+
+    def seconds(self) -> float | None:
+        """Returns the seconds that the trunk's training steps took up to the
+        checkpoint, or None where its records do not say."""
+        seconds = training_seconds(self._records(), self.config.tokens_per_step)
         known = [step for step in seconds if np.isfinite(seconds[step])]
         if not known or max(known) < self.step:
             return None

@@ -46,6 +46,9 @@ class Progress:
       pretrained: the folder of weights that the run began with, as checkpoints name it,
         or None.
       saving_seconds: seconds that saves have taken since the last record of a step.
+      wall_seconds_before: wall-clock seconds of the run before this process: of its
+        steps timed beforehand, of its trunk, or of earlier processes up to the
+        checkpoint that this one began with; None where they are not known.
     """
 
     state: TrainState
@@ -72,6 +75,8 @@ class Progress:
         self.origin: dict[str, Any] | None = None
         self.pretrained: dict[str, Any] | None = None
         self.saving_seconds = 0.0
+        self.wall_seconds_before: float | None = 0.0
+        self._began = time.perf_counter()
         self.is_save_untold = False
 
     @property
@@ -93,6 +98,13 @@ class Progress:
         do."""
         phase = self.phase
         return self.run_of_phase.model(self.state, phase.sparsity, phase.held)
+
+    def wall_seconds(self) -> float | None:
+        """Returns the wall-clock seconds that the run has taken so far, with
+        compilation, validation, clustering and saving; None where those of its trunk or
+        of an earlier process are not known."""
+        before = self.wall_seconds_before
+        return None if before is None else before + time.perf_counter() - self._began
 
     def learning_rate_of(self, step: int) -> float:
         """Returns the learning rate of the step after `step` steps."""
@@ -156,7 +168,7 @@ class Progress:
         self.checkpoints.wait()
         self.tell_save()
         # First the record: a complete checkpoint then has all records of its step.
-        self.record("checkpoint", permanent=permanent)
+        self.record("checkpoint", permanent=permanent, wall_seconds=self.wall_seconds())
         self.checkpoints.save(
             self.step,
             self.state,

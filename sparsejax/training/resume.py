@@ -1,6 +1,7 @@
 """The beginning of a run: anew, with the weights of a folder, as a branch of another
 run, or where it was stopped."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -18,6 +19,7 @@ from sparsejax.models.sparse_ffn import sparse_ffns
 from sparsejax.reports.provenance import commit
 from sparsejax.reports.records import (
     records_until,
+    wall_seconds,
     write_whole,
 )
 from sparsejax.reports.step_times import StepTimes, phases_run_dense
@@ -67,6 +69,7 @@ def begin_or_resume(
     else:
         if step_times is not None:
             _leave_out_slower_phases(progress, step_times)
+            progress.wall_seconds_before = step_times.seconds
         if init_from is None:
             held = progress.phase.held
             progress.state = progress.run_of_phase.initial_state(held)
@@ -136,6 +139,9 @@ def _begin_as_branch(
     progress.step, progress.origin = trunk.step, trunk.origin
     progress.phase_index = phase_at(progress.phases, progress.step)
     check_grows(trunk_run.config.model, progress.run_of_phase.config.model)
+    before = trunk.wall_seconds()
+    timing = 0.0 if step_times is None else step_times.seconds
+    progress.wall_seconds_before = None if before is None else before + timing
     if step_times is not None:
         _leave_out_slower_phases(progress, step_times)
     elif are_alike(progress.phases, trunk.phases) and not progress.config.keep_slower:
@@ -234,6 +240,8 @@ def _restore(
         kept = records_until(progress.metrics_file, restored.step, kinds)
         with progress.writing(progress.metrics_file):
             write_whole(progress.metrics_file, kept)
+        records = [json.loads(line) for line in kept.splitlines()]
+        progress.wall_seconds_before = wall_seconds(records, restored.step)
 
 
 def _check_phase(

@@ -9,6 +9,7 @@ import pytest
 
 from experiments import compare_recipes, equal_loss
 from experiments.comparing.comparison_file import Comparison, Trial, read_comparison
+from experiments.comparing.equal_loss_rows import parameters
 from experiments.comparing.finished_runs import read_finished
 from sparsejax.config import ModelConfig, PhaseConfig
 from sparsejax.sparsity.patterns import VNM
@@ -32,7 +33,7 @@ def test_every_length_has_its_tokens_and_every_arm_three_lengths():
     comparison = whole("ladder-5m")
     cooled = [t for t in comparison.trials if t.trunk and t.seed == 0]
     dense = next(t for t in cooled if t.name == "dense-20").config
-    count = equal_loss.parameters(dense.model)
+    count = parameters(dense.model)
     assert 4.5e6 < count < 5e6
     lengths: dict[str | None, set[str]] = {}
     for trial in cooled:
@@ -140,4 +141,4 @@ def test_the_ladder_runs_from_its_file_to_R(tmp_path, monkeypatch, capsys):
         run = next(of for of in read_finished(folder)[0] if of.arm == arm)
         assert [stretch.steps for stretch in run.stretches] == [15, 5]
         small, large = (stretch.model for stretch in run.stretches)
-        assert equal_loss.parameters(small) < equal_loss.parameters(large)
+        assert parameters(small) < parameters(large)

@@ -31,6 +31,8 @@ class Synthetic:
     seed: int = 0
     seconds: float = 100.0
     """The seconds of the run's own steps."""
+    wall_seconds: float | None = None
+    """The wall-clock seconds of the run; None as in runs of earlier versions."""
     side_by_side: int = 1
     device: str = "abacus"
     batch_losses: Sequence[float] | None = None
@@ -101,5 +103,8 @@ def _write_run(folder: Path, run: Synthetic) -> None:
         )
         losses = {"batch_losses": run.batch_losses} if run.batch_losses else {}
         records.append(end | {"event": "validation", "loss": run.loss} | losses)
+        if run.wall_seconds is not None:
+            own = {"event": "checkpoint", "wall_seconds": run.wall_seconds}
+            records.append(end | own)
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (folder / "metrics.jsonl").write_text(lines)

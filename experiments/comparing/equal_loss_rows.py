@@ -1,0 +1,391 @@
+"""What the arms of a comparison are worth: tokens and seconds to their loss, over those
+of the dense model.
+
+The reference's runs of at least three lengths give the dense curve (`dense_curve`).
+Every replicate of a bootstrap has losses, a curve and speeds of its own; an interval
+lies between the percentiles `INTERVAL` of the replicates.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from jaxtyping import Float64
+
+from experiments.comparing.dense_curve import DenseCurves
+from experiments.comparing.finished_runs import FinishedRun
+from sparsejax.config import ModelConfig
+from sparsejax.cost_model import parameter_count, relative_flops
+
+REPLICATES = 2000
+INTERVAL = (5.0, 95.0)
+"""The percentiles of the replicates between which 90 % of them lie."""
+
+DEVIATIONS_IN_INTERVAL = 3.2897
+"""The width of the central 90 % of a normal distribution, in standard deviations."""
+
+type Key = tuple[str, int]
+"""The arm of a run, and its number of tokens."""
+
+type Replicates = Float64[np.ndarray, " replicates"]
+"""A figure as it is, and then that of each bootstrap replicate."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How many times as fast as a dense step a sparse one is, with the 90 % interval of
+    that figure where it is known."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Returns the speed of a text, "1.44" or "1.44:1.42-1.46".
+
+        Raises:
+          ValueError: a number is missing or not positive and finite, or the value lies
+            outside its interval.
+        """
+        value, colon, interval = text.partition(":")
+        numbers = [float(value), *map(float, interval.split("-") if colon else ())]
+        if len(numbers) not in (1, 3) or not all(0 < x < math.inf for x in numbers):
+            raise ValueError(f"{text!r} is not a positive speed")
+        if colon and not numbers[1] <= numbers[0] <= numbers[2]:
+            raise ValueError(f"{text!r} has a value outside its interval")
+        return cls(*numbers)
+
+    def replicates(self, generator: np.random.Generator) -> Replicates:
+        """Returns the value, and draws of a log-normal distribution about it whose
+        central 90 % are as wide as the interval."""
+        drawn = np.full(REPLICATES, self.value)
+        if self.low is not None and self.high is not None:
+            deviation = math.log(self.high / self.low) / DEVIATIONS_IN_INTERVAL
+            drawn *= np.exp(generator.normal(0.0, deviation, REPLICATES))
+        return np.concatenate([[self.value], drawn])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One arm at one length, over its seeds.
+
+    R is a ratio of costs to one loss, the arm's over the dense model's: `R_tokens` in
+    tokens, `R` in seconds of steps, `R_wall` in wall-clock seconds of the whole run.
+    `_low` and `_high` are the ends of the 90 % interval.
+    """
+
+    comparison: str
+    arm: str
+    parameters: int
+    """The number of parameters of the arm's model at the end, without embedding and
+    head."""
+    tokens: int
+    tokens_per_parameter: float
+    """The arm's tokens over the parameters of the dense model."""
+    loss: float
+    """The mean loss over the seeds, in nats per token."""
+    dense_tokens: float | None
+    """The tokens D_eq; None where the dense curve never has this loss."""
+    delta: float | None
+    """ln(D / D_eq), which is ln of `R_tokens`."""
+    extrapolated: bool
+    """Whether D_eq is below the shortest or above the longest dense run."""
+    sparse_share: float
+    """The share q of the steps that are sparse."""
+    seconds: float | None
+    """The measured seconds of the arm's steps, a mean over the seeds; None where not
+    known."""
+    wall_seconds: float | None
+    """The measured wall-clock seconds of the arm's runs, likewise."""
+    speed: float | None
+    """How many times as fast as a dense step a sparse one is; None where it was not
+    given."""
+    speed_low: float | None
+    speed_high: float | None
+    speed_from: str | None
+    """The source of R's seconds: "measured", that of `speed`, or "FLOPs"."""
+    break_even_speed: float | None
+    """The speed of a sparse step at which R is 1; None where there is none."""
+    R_tokens: float | None
+    R_tokens_low: float | None
+    R_tokens_high: float | None
+    R: float | None
+    R_low: float | None
+    R_high: float | None
+    R_wall: float | None
+    R_wall_low: float | None
+    R_wall_high: float | None
+    measured: bool
+    """Whether R comes from measured seconds; `R_wall` always does."""
+    side_by_side: int
+    """The number of runs that shared a device while these were trained."""
+    seeds: int
+    device: str | None
+    commit: str | None
+    """The commit that the runs were trained with."""
+    command: str
+    analysed_with: str | None
+    """The commit of the script that made the row."""
+
+
+def grouped(runs: Sequence[FinishedRun]) -> dict[Key, list[FinishedRun]]:
+    """Returns the runs of one arm and one length together, whatever their seed.
+
+    Raises:
+      ValueError: two of them have the same seed.
+    """
+    groups: dict[Key, list[FinishedRun]] = {}
+    for run in runs:
+        groups.setdefault((run.arm, run.tokens), []).append(run)
+    for (arm, tokens), of in groups.items():
+        seeds = [run.seed for run in of]
+        if len(set(seeds)) < len(seeds):
+            names = ", ".join(dict.fromkeys(run.name for run in of))
+            raise ValueError(
+                f"arm {arm!r} has several runs of {tokens:,} tokens and one seed "
+                f"({names}); give them arms of their own in the comparison file"
+            )
+    return dict(sorted(groups.items(), key=lambda of: of[0][1]))
+
+
+def rows_of(
+    groups: Mapping[Key, Sequence[FinishedRun]],
+    reference: str,
+    speeds: Mapping[str, Speed],
+    speed_from: str | None,
+    *,
+    comparison: str,
+    command: str,
+    analysed_with: str | None = None,
+    seed: int = 0,
+) -> list[Row]:
+    """Returns a row per group, the rows of the reference first.
+
+    Raises:
+      ValueError: no dense curve, or a speed of an arm that is not there.
+    """
+    arms = dict.fromkeys(arm for arm, _ in groups)
+    for name in (reference, *speeds):
+        if name not in arms:
+            raise ValueError(
+                f"{name!r} is no arm with finished runs; there are "
+                f"{', '.join(arms) or 'none'}"
+            )
+    dense = {key: of for key, of in groups.items() if key[0] == reference}
+    models = {of.config.model for runs in dense.values() for of in runs}
+    if len(models) > 1:
+        raise ValueError(
+            f"the runs of the reference {reference!r} have {len(models)} different "
+            f"models; name the arms in the comparison file so that it has one"
+        )
+    (model,) = models
+    generator = np.random.default_rng(seed)
+    losses = replicates(groups, generator)
+    drawn_speeds = {arm: of.replicates(generator) for arm, of in speeds.items()}
+    curves = DenseCurves.fit(
+        np.array([tokens for _, tokens in dense], np.float64),
+        np.stack([losses[key] for key in dense], axis=1),
+        np.array([len(of) for of in dense.values()], np.float64),
+    )
+    dense_runs = [run for of in dense.values() for run in of]
+    has_spread = any(len(of) > 1 for of in groups.values())
+    lengths = [tokens for _, tokens in dense]
+    rows = []
+    for key in (*dense, *(key for key in groups if key not in dense)):
+        (arm, tokens), of = key, groups[key]
+        equal = curves.tokens(losses[key])
+        in_tokens = tokens / equal
+        relative, measured = cost(of, dense_runs, drawn_speeds.get(arm))
+        ratios = None if relative is None else relative * in_tokens
+        of_wall = wall_ratios(of, dense_runs, equal)
+        reached = bool(np.isfinite(equal[0]))
+        speed = speeds.get(arm)
+        source = speed_from if speed is not None else "FLOPs"
+        if measured or relative is None:
+            source = "measured" if measured else None
+        rows.append(
+            Row(
+                comparison=comparison,
+                arm=arm,
+                parameters=parameters(of[0].config.model),
+                tokens=tokens,
+                tokens_per_parameter=tokens / parameters(model),
+                loss=float(losses[key][0]),
+                dense_tokens=float(equal[0]) if reached else None,
+                delta=math.log(in_tokens[0]) if reached else None,
+                extrapolated=not min(lengths) <= equal[0] <= max(lengths),
+                sparse_share=of[0].sparse_share,
+                seconds=_mean(run.seconds for run in of),
+                wall_seconds=_mean(run.wall_seconds for run in of),
+                speed=None if speed is None else speed.value,
+                speed_low=None if speed is None else speed.low,
+                speed_high=None if speed is None else speed.high,
+                speed_from=source,
+                break_even_speed=break_even(of[0], model, in_tokens[0]),
+                **_with_interval("R_tokens", in_tokens, has_spread),
+                **_with_interval("R", ratios, has_spread),
+                **_with_interval("R_wall", of_wall, has_spread),
+                measured=measured,
+                side_by_side=max(run.side_by_side for run in of),
+                seeds=len(of),
+                device=_all_of(run.device for run in of),
+                commit=_all_of(run.commit for run in of),
+                command=command,
+                analysed_with=analysed_with,
+            )
+        )
+    return rows
+
+
+def _with_interval(
+    name: str, ratios: Replicates | None, has_spread: bool
+) -> dict[str, float | None]:
+    """Returns a ratio as fields of a row: its value, and the ends of its interval,
+    which there is none of where no arm has two seeds."""
+    value = low = high = None
+    if ratios is not None:
+        value = float(ratios[0])
+        if has_spread:
+            low, high = (float(x) for x in np.percentile(ratios[1:], INTERVAL))
+    return {name: value, f"{name}_low": low, f"{name}_high": high}
+
+
+def replicates(
+    groups: Mapping[Key, Sequence[FinishedRun]], generator: np.random.Generator
+) -> dict[Key, Replicates]:
+    """Returns the mean loss of each group: first as it is, then of each bootstrap
+    replicate.
+
+    A replicate draws the batches of the validation anew, the same for all runs, where
+    all runs record the loss of each. For each of a group's seeds it also draws a
+    deviation from the mean, from those of all groups with two seeds or more; they are
+    made sqrt(n / (n - 1)) times larger, as many times as a mean over n seeds has made
+    them smaller.
+    """
+    runs = [run for of in groups.values() for run in of]
+    counts = {len(run.batch_losses) for run in runs}
+    batches = counts.pop() if len(counts) == 1 else 0
+    drawn = None
+    if batches > 1:
+        drawn = generator.integers(batches, size=(REPLICATES, batches))
+    deviations = []
+    for of in groups.values():
+        own = np.array([run.loss for run in of])
+        if (n := len(own)) > 1:
+            deviations += list((own - own.mean()) * math.sqrt(n / (n - 1)))
+    losses = {}
+    for key, of in groups.items():
+        mean = float(np.mean([run.loss for run in of]))
+        replicate = np.full(REPLICATES, mean)
+        if drawn is not None:
+            by_batch = np.mean([run.batch_losses for run in of], axis=0)
+            replicate += by_batch[drawn].mean(axis=1) - by_batch.mean()
+        if deviations:
+            size = (REPLICATES, len(of))
+            replicate += generator.choice(np.array(deviations), size).mean(axis=1)
+        losses[key] = np.concatenate([[mean], replicate])
+    return losses
+
+
+def cost(
+    runs: Sequence[FinishedRun],
+    dense_runs: Sequence[FinishedRun],
+    speed: Replicates | None,
+) -> tuple[Replicates | float | None, bool]:
+    """Returns the cost of a token of these runs, in tokens of the dense runs' model,
+    and whether it was measured. It is measured in seconds of steps where no speed is
+    given, no run shared its device, and all devices are of one kind; by FLOPs and the
+    speed of the sparse steps elsewhere.
+
+    The cost is None where the runs have sparse steps whose speed is not known.
+    """
+    if speed is None and _alike(runs, dense_runs):
+        own, dense = (_mean_per_token(of) for of in (runs, dense_runs))
+        if own is not None and dense is not None:
+            return own / dense, True
+    if speed is None and runs[0].sparse_share > 0:
+        return None, False
+    dense, sparse = flop_shares(runs[0], dense_runs[0].config.model)
+    return dense + sparse / (1.0 if speed is None else speed), False
+
+
+def wall_ratios(
+    runs: Sequence[FinishedRun],
+    dense_runs: Sequence[FinishedRun],
+    equal: Replicates,
+) -> Replicates | None:
+    """Returns the wall-clock seconds of these runs over those of a dense run of D_eq
+    tokens, or None where they were not measured on devices of one kind.
+
+    The dense run's are a straight line in its tokens, fitted to the dense runs: what
+    does not grow with the tokens, as compilation, is paid once by either.
+
+    Args:
+      runs: the runs of one arm and one length.
+      dense_runs: the runs of the dense model, of at least two lengths.
+      equal: D_eq, the tokens after which the dense model has the arm's loss.
+    """
+    own = _mean(run.wall_seconds for run in runs)
+    dense = [run.wall_seconds for run in dense_runs if run.wall_seconds is not None]
+    if own is None or len(dense) < len(dense_runs) or not _alike(runs, dense_runs):
+        return None
+    slope, constant = np.polyfit([run.tokens for run in dense_runs], dense, 1)
+    seconds = constant + slope * equal
+    return own / np.maximum(seconds, np.finfo(np.float64).tiny)
+
+
+def flop_shares(run: FinishedRun, model: ModelConfig) -> tuple[float, float]:
+    """Returns the FLOPs of a run's dense steps, and those that its sparse steps would
+    have if they were dense, over those of the dense `model` in as many steps."""
+    length = run.config.data.sequence_length
+    dense = sparse = 0.0
+    for of in run.stretches:
+        share = relative_flops(of.model, model, length) * of.steps / run.config.steps
+        dense += (1 - of.sparse_share) * share
+        sparse += of.sparse_share * share
+    return dense, sparse
+
+
+def break_even(run: FinishedRun, model: ModelConfig, excess: float) -> float | None:
+    """Returns the speed of a sparse step at which R is 1, by FLOPs; None where the run
+    has no sparse steps, or where no speed suffices.
+
+    Args:
+      run: a run of the arm.
+      model: the dense model.
+      excess: D / D_eq.
+    """
+    dense, sparse = flop_shares(run, model)
+    left = (1 / excess if excess > 0 else math.inf) - dense
+    return sparse / left if sparse and left > 0 else None
+
+
+def parameters(model: ModelConfig) -> int:
+    """Returns the number of a model's parameters without embedding and head."""
+    count = parameter_count(model)
+    return count.total - count.embedding - count.head
+
+
+def _alike(runs: Sequence[FinishedRun], others: Sequence[FinishedRun]) -> bool:
+    """Returns whether all of these runs were trained on one kind of device."""
+    return len({run.device for run in (*runs, *others)}) == 1
+
+
+def _mean_per_token(runs: Sequence[FinishedRun]) -> float | None:
+    """Returns the measured seconds of steps per token; None where a run has none."""
+    mean = _mean(run.seconds for run in runs)
+    return None if mean is None else mean * len(runs) / sum(r.tokens for r in runs)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Returns the mean of the values; None where one of them is None."""
+    given = list(values)
+    known = [value for value in given if value is not None]
+    return float(np.mean(known)) if len(known) == len(given) else None
+
+
+def _all_of(values: Iterable[str | None]) -> str | None:
+    return ", ".join(dict.fromkeys(filter(None, values))) or None
