@@ -43,20 +43,22 @@ class Synthetic:
 
 
 def ladder() -> list[Synthetic]:
-    """Dense runs of three lengths, and a sparse one of each."""
+    """Dense runs of three lengths, and a sparse one of each, of two seeds."""
     sparse = DENSE.with_recipe("default")
     return [
         Synthetic(
             name=f"{arm}-{steps}",
             arm=arm,
             config=replace(config, steps=steps),
-            loss=0.9 + 0.4 * (share * steps) ** -0.3,
+            seed=seed,
+            loss=0.9 + 0.4 * (share * steps) ** -0.3 + 1e-3 * seed,
         )
         for arm, config, share in (
             ("dense", DENSE, 1.0),
             ("two-of-eight", sparse, 0.9),
         )
         for steps in (100, 300, 1000)
+        for seed in (0, 1)
     ]
 
 

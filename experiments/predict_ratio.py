@@ -1,0 +1,242 @@
+"""Predicts R, the seconds to dense's loss over dense's, at sizes that nobody trained.
+
+    uv run experiments/predict_ratio.py runs/equal_loss.jsonl \\
+        --arm two-of-eight --speed 1.44:1.42-1.46 --speed-from "bench_step, llama-1b"
+
+It reads rows of `experiments/equal_loss.py`, those of several sizes and lengths, and
+fits the excess of tokens of the arm,
+
+    delta = ln(D / D_eq) = a + b ln N + c ln(D / N)
+
+Where the 90 % interval of b holds 0, the dependence on the size is not resolved: the
+prediction then takes the rung with the largest excess and no dependence. The ratio of
+seconds is
+
+    R = (1 - q + q / s) exp(delta)
+
+for the share q of the arm's steps that are sparse and the speed s of a sparse step over
+a dense one, which `--speed` gives: that of this very recipe at the width that is
+predicted. An arm without sparse steps costs per token what the largest rung says. The
+90 % interval comes from the intervals of the rows and of the speed.
+
+It runs on a CPU in seconds, prints a table, and `--results` takes a row per size and
+length. Every row says that it is predicted, and not measured.
+"""
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from rich.table import Table
+
+from experiments.bench.rows import append_rows
+from experiments.comparing.delta_fit import DeltaFit, Excess
+from experiments.comparing.equal_loss_rows import INTERVAL, Replicates, Speed
+from experiments.running import console
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of the prediction: of which arm, at which sizes and lengths."""
+
+    rows: tyro.conf.Positional[Path]
+    """File of rows of experiments/equal_loss.py."""
+    arm: str
+    """Arm whose R is predicted."""
+    parameters: tuple[float, ...] = (1.8e9, 7.5e9)
+    """Parameters of the models to predict for, without embedding and head."""
+    tokens_per_parameter: tuple[float, ...] = (20.0, 60.0, 200.0)
+    """Lengths to predict for."""
+    speed: str | None = None
+    """Speed of a sparse step over a dense one as S or S:LOW-HIGH, LOW to HIGH being its
+    90 % interval."""
+    speed_from: str | None = None
+    """Source of that speed, such as a row of bench_step."""
+    seed: int = 0
+    """Seed of the bootstrap."""
+    results: Path = Path("runs/predicted_ratio.jsonl")
+    """File to which the rows are added."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """R of an arm at one size and length, with its 90 % interval."""
+
+    arm: str
+    parameters: float
+    tokens_per_parameter: float
+    delta: float
+    R: float
+    R_low: float
+    R_high: float
+    sparse_share: float
+    speed: float | None
+    speed_from: str | None
+    size_slope: float | None
+    """b of the fit; None where there is one size only."""
+    size_is_resolved: bool
+    """Whether the prediction rests on b, and not on the worst rung."""
+    rungs: tuple[int, ...]
+    """The sizes that were trained."""
+    measured: bool
+    command: str
+
+
+def main(config: Config, command: str) -> list[Prediction]:
+    """Prints the table, adds the rows to the file, and returns them.
+
+    Raises:
+      ValueError: no rows of the arm, a speed that is missing, or rows from which
+        nothing can be predicted.
+    """
+    generator = np.random.default_rng(config.seed)
+    rows = rows_of_arm(config.rows, config.arm)
+    fit = DeltaFit.draw(list(map(_excess, rows)), generator)
+    cost, sparse_share, speed = cost_per_token(config, rows, generator)
+    slope = fit.size_slope()
+    predictions = []
+    for parameters in config.parameters:
+        for length in config.tokens_per_parameter:
+            delta = fit.at(parameters, length)
+            ratio = cost * np.exp(delta)
+            low, high = np.percentile(ratio[1:], INTERVAL)
+            predictions.append(
+                Prediction(
+                    arm=config.arm,
+                    parameters=parameters,
+                    tokens_per_parameter=length,
+                    delta=float(delta[0]),
+                    R=float(ratio[0]),
+                    R_low=float(low),
+                    R_high=float(high),
+                    sparse_share=sparse_share,
+                    speed=None if speed is None else speed.value,
+                    speed_from=config.speed_from,
+                    size_slope=None if slope is None else slope[0],
+                    size_is_resolved=fit.is_size_resolved,
+                    rungs=tuple(fit.sizes),
+                    measured=False,
+                    command=command,
+                )
+            )
+    console.STDOUT.print(table_of(predictions))
+    if not fit.is_size_resolved:
+        console.say(
+            "the dependence on the size is not resolved: the rung with the largest "
+            "excess stands for all sizes"
+        )
+    append_rows(map(asdict, predictions), config.results)
+    return predictions
+
+
+def rows_of_arm(path: Path, arm: str) -> list[dict[str, Any]]:
+    """Returns the last row of the arm for each size and length.
+
+    Raises:
+      ValueError: the file has no row of the arm, or a row without an interval.
+    """
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    arms = dict.fromkeys(row["arm"] for row in rows)
+    if arm not in arms:
+        raise ValueError(
+            f"--arm {arm} has no row in {path}; there are {', '.join(arms) or 'none'}"
+        )
+    own = [row for row in rows if row["arm"] == arm]
+    for row in own:
+        if row.get("R_tokens_low") is None:
+            raise ValueError(
+                f"the row of {arm} at {row['tokens_per_parameter']:.1f} tokens per "
+                f"parameter in {path} has no interval; train a second seed of an arm "
+                f"and run experiments/equal_loss.py again"
+            )
+    # A file is added to: of two analyses of one length the later one counts.
+    places = {(_dense_parameters(row), row["tokens"]): row for row in own}
+    return list(places.values())
+
+
+def _dense_parameters(row: dict[str, Any]) -> int:
+    """Returns the parameters of the dense model, which the row's own may differ
+    from."""
+    return round(row["tokens"] / row["tokens_per_parameter"])
+
+
+def _excess(row: dict[str, Any]) -> Excess:
+    return Excess.of_ratio(
+        _dense_parameters(row),
+        row["tokens_per_parameter"],
+        row["R_tokens"],
+        row["R_tokens_low"],
+        row["R_tokens_high"],
+    )
+
+
+def cost_per_token(
+    config: Config, rows: Sequence[dict[str, Any]], generator: np.random.Generator
+) -> tuple[Replicates | float, float, Speed | None]:
+    """Returns the cost of a token of the arm in tokens of the dense model, the share of
+    its steps that are sparse, and their speed.
+
+    Raises:
+      ValueError: an arm with sparse steps without a speed, or a speed without its
+        source or of an arm without sparse steps.
+    """
+    largest = max(rows, key=_dense_parameters)
+    share = largest["sparse_share"]
+    if (config.speed is None) != (config.speed_from is None):
+        raise ValueError(
+            "--speed and --speed-from belong together: a speed says which figure it "
+            "is; give both or none"
+        )
+    if config.speed is None:
+        if share:
+            raise ValueError(
+                f"{config.arm} has sparse steps, and how fast they are at the sizes to "
+                f"predict for is not in {config.rows}; give --speed and --speed-from"
+            )
+        return largest["R"] / largest["R_tokens"], share, None
+    if not share:
+        raise ValueError(
+            f"--speed {config.speed} is that of sparse steps, of which {config.arm} "
+            f"has none; leave it out"
+        )
+    speed = Speed.read(config.speed)
+    return 1 - share + share / speed.replicates(generator), share, speed
+
+
+def table_of(predictions: Sequence[Prediction]) -> Table:
+    """Returns the table that is printed, a line for each size and length."""
+    table = Table(title=f"predicted, not measured: R of {predictions[0].arm}")
+    for name in ("parameters", "tokens/param", "delta", "R", "90 %"):
+        table.add_column(name, justify="right")
+    for of in predictions:
+        table.add_row(
+            f"{of.parameters / 1e9:.3g} B",
+            f"{of.tokens_per_parameter:g}",
+            f"{of.delta:+.4f}",
+            f"{of.R:.3f}",
+            f"{of.R_low:.3f}-{of.R_high:.3f}",
+        )
+    return table
+
+
+def run(arguments: list[str]) -> int:
+    """Runs the command and returns its exit status."""
+    config = tyro.cli(
+        Config, args=arguments, description=__doc__, prog="experiments/predict_ratio.py"
+    )
+    command = shlex.join(["experiments/predict_ratio.py", *arguments])
+    try:
+        main(config, command)
+    except (ValueError, OSError) as error:
+        return console.fail(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))
