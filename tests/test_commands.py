@@ -211,6 +211,7 @@ HOW: dict[str, Callable[[Command, Command], Any]] = {
     "experiments/bench/step.py": settings,
     "experiments/equal_loss.py": as_it_stands,
     "experiments/predict_ratio.py": as_it_stands,
+    "experiments/compare_models.py": settings,
     "experiments/tune_table.py": settings_only,
 }
 """By program, in the order in which they have to be run."""

@@ -131,7 +131,9 @@ def unigram_loss(corpus: Corpus) -> float:
     return float(-(held_out @ log_share) / held_out.sum())
 
 
-class _File(NamedTuple):
+class File(NamedTuple):
+    """A file of a corpus."""
+
     name: str
     """The path relative to the folder or the glob, which decides the side of the
     file."""
@@ -139,17 +141,32 @@ class _File(NamedTuple):
     tokens: Tokens
 
 
+def held_out_files(config: DataConfig, *, vocab_size: int) -> list[File]:
+    """Returns the files of a text that `load_corpus` holds out, in their order; of a
+    single file its held-out end.
+
+    Raises:
+      ValueError: those of `load_corpus`; or the data are shards, which are no text.
+    """
+    if config.shards is not None:
+        raise ValueError(
+            f"data.shards={config.shards!r} are tokens, and their files are no texts; "
+            f"give the text that they were made of"
+        )
+    tokenizer = _tokenizer_within(config.tokenizer, vocab_size)
+    read = _read_text(config, tokenizer)
+    held_out, _ = _hold_out_by_hash(
+        read.files, config.validation_share, config.split_by
+    )
+    pairs = zip(read.files, held_out, strict=True)
+    return [
+        file._replace(tokens=file.tokens[-count:]) for file, count in pairs if count
+    ]
+
+
 def _from_text(config: DataConfig, vocab_size: int) -> Corpus:
     tokenizer = _tokenizer_within(config.tokenizer, vocab_size)
-    found = text_files(config.text)
-    tokens = _tokenise(found.paths, tokenizer)
-    named = zip(found.names, found.paths, tokens, strict=True)
-    files = [_File(*entry) for entry in named if entry[2].size]
-    if not files:
-        raise ValueError(f"text={config.text!r}: all {len(tokens)} files are empty")
-    with_copies = len(files)
-    if config.drop_duplicates:
-        files = _without_copies(files)
+    files, origin, copies = _read_text(config, tokenizer)
     held_out, rule = _hold_out_by_hash(files, config.validation_share, config.split_by)
     train, validation = (
         (np.concatenate(side),) if side else () for side in _split(files, held_out)
@@ -163,16 +180,31 @@ def _from_text(config: DataConfig, vocab_size: int) -> Corpus:
         tokenizer=tokenizer,
         description=(
             f"{len(files)} files, {sum(file.tokens.size for file in files)} tokens "
-            f"({tokenizer.name}) from {found.origin}; held out: {sum(held_out)} "
-            f"tokens, {rule}"
-            + (
-                f"; left out: {copies} copies"
-                if (copies := with_copies - len(files))
-                else ""
-            )
+            f"({tokenizer.name}) from {origin}; held out: {sum(held_out)} "
+            f"tokens, {rule}" + (f"; left out: {copies} copies" if copies else "")
         ),
         fingerprint=_fingerprint(files, held_out, survey.digests),
     )
+
+
+class _Text(NamedTuple):
+    files: list[File]
+    """The files that hold any text, without copies where these are dropped."""
+    origin: str
+    copies: int
+    """The number of copies that were dropped."""
+
+
+def _read_text(config: DataConfig, tokenizer: Tokenizer) -> _Text:
+    """Returns the files of `config.text`. Raises ValueError where all are empty."""
+    found = text_files(config.text)
+    tokens = _tokenise(found.paths, tokenizer)
+    named = zip(found.names, found.paths, tokens, strict=True)
+    files = [File(*entry) for entry in named if entry[2].size]
+    if not files:
+        raise ValueError(f"text={config.text!r}: all {len(tokens)} files are empty")
+    kept = _without_copies(files) if config.drop_duplicates else files
+    return _Text(kept, found.origin, len(files) - len(kept))
 
 
 def _from_shards(config: DataConfig, shards: str, vocab_size: int) -> Corpus:
@@ -188,7 +220,7 @@ def _from_shards(config: DataConfig, shards: str, vocab_size: int) -> Corpus:
             f"leaves none to train on; rename one or match more"
         )
     files = [
-        _File(name, path, open_shard(path, config.shard_dtype))
+        File(name, path, open_shard(path, config.shard_dtype))
         for name, path, side in zip(found.names, found.paths, sides, strict=True)
         if side != "left out"
     ]
@@ -277,9 +309,9 @@ def _read(path: Path) -> bytes:
         ) from error
 
 
-def _without_copies(files: Sequence[_File]) -> list[_File]:
+def _without_copies(files: Sequence[File]) -> list[File]:
     """Returns the files without those that have the same tokens as an earlier one."""
-    once: dict[bytes, _File] = {}
+    once: dict[bytes, File] = {}
     for file in files:
         digest = hashlib.sha256(np.ascontiguousarray(file.tokens)).digest()
         once.setdefault(digest, file)
@@ -287,7 +319,7 @@ def _without_copies(files: Sequence[_File]) -> list[_File]:
 
 
 def _hold_out_by_hash(
-    files: Sequence[_File],
+    files: Sequence[File],
     share: float,
     split_by: Literal["file", "package"] = "file",
 ) -> tuple[list[int], str]:
@@ -304,13 +336,13 @@ def _hold_out_by_hash(
     return _whole(files, chosen), f"{sum(chosen)} of the files"
 
 
-def _whole(files: Sequence[_File], held_out: Sequence[bool]) -> list[int]:
+def _whole(files: Sequence[File], held_out: Sequence[bool]) -> list[int]:
     pairs = zip(files, held_out, strict=True)
     return [file.tokens.size if out else 0 for file, out in pairs]
 
 
 def _split(
-    files: Sequence[_File], held_out: Sequence[int]
+    files: Sequence[File], held_out: Sequence[int]
 ) -> tuple[list[Tokens], list[Tokens]]:
     train, validation = [], []
     for file, count in zip(files, held_out, strict=True):
@@ -342,7 +374,7 @@ class _Survey(NamedTuple):
     """The SHA-256 of each file's tokens, taken by blocks."""
 
 
-def _survey(files: Sequence[_File], limit: int, whose: str) -> _Survey:
+def _survey(files: Sequence[File], limit: int, whose: str) -> _Survey:
     """Returns the largest id and the digest of each file, reading every token once, in
     threads and in bounded memory.
 
@@ -374,7 +406,7 @@ def _survey(files: Sequence[_File], limit: int, whose: str) -> _Survey:
     return _Survey(largest, [digest.hexdigest() for digest in digests])
 
 
-def _refuse_id(file: _File, start: int, limit: int, whose: str) -> NoReturn:
+def _refuse_id(file: File, start: int, limit: int, whose: str) -> NoReturn:
     block = file.tokens[start : start + _BLOCK]
     position = start + int(np.argmax(block >= limit))
     raise ValueError(
@@ -385,7 +417,7 @@ def _refuse_id(file: _File, start: int, limit: int, whose: str) -> NoReturn:
 
 
 def _fingerprint(
-    files: Sequence[_File], held_out: Sequence[int], digests: Sequence[str]
+    files: Sequence[File], held_out: Sequence[int], digests: Sequence[str]
 ) -> str:
     fingerprint = hashlib.sha256()
     for file, count, digest in zip(files, held_out, digests, strict=True):
