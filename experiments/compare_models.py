@@ -57,7 +57,7 @@ class Config:
     """Glob of a text that no run was trained on, all of whose files are read. Default:
     the files that the runs have held out."""
     domain: Domain = "ending"
-    """What the files of one domain have in common."""
+    """The part of a file's name that files of one domain have in common."""
     choices: int = 2000
     """Places at which the next line is chosen."""
     files: int = 1000

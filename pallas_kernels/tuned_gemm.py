@@ -25,11 +25,12 @@ class TunedGemm:
     is_weight_gradient: bool = False
     """Whether the GEMM sums over the tokens, into float32."""
     sparse_operand: Literal["weight", "input", "gradient"] = "weight"
-    """Which factor is 2:4, along the axis that is summed over."""
+    """The factor that is 2:4, along the axis that is summed over."""
     experts: int = 1
-    """How many experts the GEMM is grouped by: a row meets the weight of its expert."""
+    """The number of experts that the GEMM is grouped by: a row meets the weight of its
+    expert."""
     group_tile: int = 0
-    """How many rows that follow each other have one expert; 0 where nothing is
+    """The number of consecutive rows that have one expert; 0 where nothing is
     grouped."""
     d_in: int
     """The width of the input. Neurons are those of one expert; and in a weight gradient
@@ -38,8 +39,8 @@ class TunedGemm:
     """The width of the output, counted as `d_in` is, with the residual rows of a sparse
     gradient."""
     tokens: int
-    """How many tokens the GEMM has. Of a grouped GEMM it is the number of rows: one for
-    each expert of a token, and those that fill up group tiles."""
+    """The number of tokens that the GEMM has. Of a grouped GEMM it is the number of
+    rows: one for each expert of a token, and those that fill up group tiles."""
     weight_transposed: bool = False
     """Whether a dense weight is stored (d_out, d_in)."""
     float32_out: bool = False
@@ -123,22 +124,22 @@ class TunedGemm:
 
     @property
     def multiplications(self) -> int:
-        """How many multiplications the GEMM has, those with zeros included: a row meets
-        one expert."""
+        """The number of multiplications of the GEMM, those with zeros included: a row
+        meets one expert."""
         return self.tokens * self.d_in * self.d_out
 
     @property
     def dense_multiplications(self) -> int:
-        """How many multiplications the dense GEMM has, where a row meets all experts
-        and no row fills up a group tile."""
+        """The number of multiplications of the dense GEMM, where a row meets all
+        experts and no row fills up a group tile."""
         rows = self.tokens - (self.experts - 1) * self.group_tile
         widths = self.d_in * self.d_out
         return max(rows, self.group_tile) * widths * self.experts
 
     @property
     def numbers_to_pack(self) -> int:
-        """How many numbers the sparse factor has before it is packed: a weight those of
-        all experts."""
+        """The number of numbers that the sparse factor has before it is packed: a
+        weight those of all experts."""
         match self.sparse_operand:
             case "weight":
                 return self.d_in * self.d_out * self.experts

@@ -35,12 +35,12 @@ NEIGHBOUR = 2.0
 tokens."""
 
 ESTIMATED_GAIN = 1.16
-"""How many times as fast as dense an estimated GEMM must be to be chosen unasked: more
+"""The gain over dense that an estimated GEMM must have to be chosen unasked: more
 than any estimate of a shipped entry, made from the other entries of its GPU, is above
 its measurement."""
 
 GAIN_ELSEWHERE = 1.25
-"""How many times as fast as dense a GEMM must be to be chosen unasked where it is
+"""The gain over dense that a GEMM must have to be chosen unasked where it is
 estimated from another GPU. Of 75 shapes that were measured on an H100 and on an H200,
 the gain on one was at most 1.22 times that on the other."""
 
@@ -90,7 +90,7 @@ class Times:
 
     @property
     def least_gain(self) -> float:
-        """How many times as fast as dense the GEMM must be to be chosen unasked."""
+        """The gain over dense that the GEMM must have to be chosen unasked."""
         if self.measured_on is not None:
             return GAIN_ELSEWHERE
         return ESTIMATED_GAIN if self.smaller else 1.0

@@ -170,7 +170,8 @@ def as_installed(words: Command, launcher: Command) -> None:
 
 
 def into_a_new_folder(words: Command, launcher: Command) -> None:
-    """As it stands; what an earlier one has made of another text is left as it is."""
+    """Runs the command as it stands; what an earlier one has made of another text is
+    left as it is."""
     place = words.index("--folder") + 1
     while Path(words[place]).exists():
         words = (*words[:place], f"{words[place]}-again", *words[place + 1 :])
@@ -187,7 +188,8 @@ def settings_only(words: Command, launcher: Command) -> Any:
 
 
 def settings(words: Command, launcher: Command) -> None:
-    """The same of a benchmark, whose rows go where git does not look."""
+    """Checks likewise that a benchmark understands its command, and that its rows go
+    where git does not look."""
     config = settings_only(words, launcher)
     if "--results" not in words:
         assert config.results.parent == Path("runs")
@@ -220,7 +222,7 @@ ADDED = {
     "--extra": PROJECT["project"]["optional-dependencies"],
     "--group": PROJECT["dependency-groups"],
 }
-"""What may be installed beside the package and its tests, by flag of uv."""
+"""The extras and groups that may be installed beside the package, by flag of uv."""
 
 
 def taken_apart(command: Command) -> tuple[dict[str, str], Command, Command]:
@@ -272,8 +274,8 @@ def test_commands_are_found_in_blocks_in_prose_and_in_docstrings(tmp_path):
 
 
 def make_place(folder: Path) -> None:
-    """What the documents suppose to be there: a text, a tokenizer, a comparison's runs,
-    a model of `transformers`; the experiments beside them."""
+    """Makes what the documents suppose to be there: a text, a tokenizer, a comparison's
+    runs, a model of `transformers`; the experiments beside them."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     bytes_model = some_model(MODELS["reglu2"])

@@ -57,7 +57,7 @@ def test_the_programs_of_a_guide_run_one_after_the_other(guide, recwarn):
 
 
 def anchors_of(document: Path) -> set[str]:
-    """Of its headings, as GitHub makes them."""
+    """Returns the anchors of a document's headings, as GitHub makes them."""
     text = FENCED.sub("", document.read_text())
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)

@@ -95,7 +95,7 @@ class Config:
     inputs what that layer reads of the training text; d_model, d_hidden and zeros are
     then the model's. None: weights and inputs are random."""
     backend: Backend | None = None
-    """What runs the sparse modes; None: the fastest for each GEMM."""
+    """The backend that runs the sparse modes; None: the fastest for each GEMM."""
     only: tuple[str, ...] = ()
     """Names of the modes that are timed beside the dense one; none named: all."""
     rounds: int = 15

@@ -119,7 +119,7 @@ class Row:
     microseconds."""
     time_us_range: list[float]
     speedup: float
-    """How many times as fast as dense it is: the median of the ratios in one round."""
+    """The speed over dense: the median of the ratios in one round."""
     spread: list[float]
     """The smallest and the largest of these ratios."""
     rounds: int

@@ -64,7 +64,7 @@ class Config:
     recipe: RecipeName = "default"
     phases: RecipeConfig = field(default_factory=RecipeConfig)
     backend: Backend | None = None
-    """What runs the sparse GEMMs; None: the fastest for each."""
+    """The backend that runs the sparse GEMMs; None: the fastest for each."""
     meshes: tuple[tuple[int, int, int], ...] = ((2, 1, 1), (1, 2, 1), (1, 1, 2))
     """Sizes (data, fsdp, tensor) of each mesh; none larger than the devices there
     are."""

@@ -94,7 +94,7 @@ class Config:
     v: int = 128
     """Rows of a V:N:M block."""
     backend: Backend | None = None
-    """What runs the sparse GEMMs; None: the fastest for each."""
+    """The backend that runs the sparse GEMMs; None: the fastest for each."""
     layers: int | None = None
     """Number of layers; None: the preset's."""
     vocab_size: int | None = None
@@ -102,8 +102,8 @@ class Config:
     batch_size: int = 8
     micro_batches: int = 2
     remat: Literal["none", "full", "dots"] = "none"
-    """What a block recomputes in the backward. Recomputing is work that the dense step
-    need not do: only where memory ends."""
+    """The part that a block recomputes in the backward. Recomputing is work that the
+    dense step need not do: only where memory ends."""
     scan_layers: bool = True
     """Whether a loop runs over the layers; off, compiling takes longer and a step
     less."""

@@ -1,5 +1,5 @@
-"""What the arms of a comparison are worth: tokens and seconds to their loss, over those
-of the dense model.
+"""The worth of a comparison's arms: tokens and seconds to their loss, over those of the
+dense model.
 
 The reference's runs of at least three lengths give the dense curve (`dense_curve`).
 Every replicate of a bootstrap has losses, a curve and speeds of its own; an interval
@@ -35,8 +35,8 @@ type Replicates = Float64[np.ndarray, " replicates"]
 
 @dataclass(frozen=True)
 class Speed:
-    """How many times as fast as a dense step a sparse one is, with the 90 % interval of
-    that figure where it is known."""
+    """The speed of a sparse step over a dense one, with the 90 % interval of that
+    figure where it is known."""
 
     value: float
     low: float | None = None
@@ -101,8 +101,7 @@ class Row:
     wall_seconds: float | None
     """The measured wall-clock seconds of the arm's runs, likewise."""
     speed: float | None
-    """How many times as fast as a dense step a sparse one is; None where it was not
-    given."""
+    """The speed of a sparse step over a dense one; None where it was not given."""
     speed_low: float | None
     speed_high: float | None
     speed_from: str | None

@@ -29,8 +29,8 @@ from sparsejax.data.tokenizers import Tokenizer, Tokens
 from sparsejax.models.transformer import Transformer
 
 Domain = Literal["ending", "folder"]
-"""What files of one domain have in common: the ending of their names, or their first
-folder."""
+"""The part that files of one domain have in common: the ending of their names, or their
+first folder."""
 
 CHOICES = 4
 """Lines among which the next one is chosen, itself included."""
@@ -76,7 +76,7 @@ class Scored(NamedTuple):
     """The predictions of a model for the tokens of a file from the second on."""
 
     log_probability: Float32[np.ndarray, " tokens"]
-    """That of the true token, in nats."""
+    """The log-probability of the true token, in nats."""
     is_right: Bool[np.ndarray, " tokens"]
     """Whether the true token was the most likely one."""
 

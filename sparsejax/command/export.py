@@ -19,14 +19,15 @@ from sparsejax.training.trained_model import load_trained_model
 
 @dataclass(frozen=True)
 class Options:
-    """What is exported, where to and how."""
+    """The options of `sparsejax export`: a run, a folder, and how it is written."""
 
     run: tyro.conf.Positional[str]
     """The run folder, or RUN@STEP."""
     folder: tyro.conf.Positional[Path]
-    """Where the model goes; must not exist yet."""
+    """The folder that the model goes into; it must not exist yet."""
     dtype: WeightDtype = "float32"
-    """How the weights are stored. bfloat16 halves the files and rounds the weights."""
+    """The dtype of the stored weights. bfloat16 halves the files and rounds the
+    weights."""
     tokenizer: str | None = None
     """Path of the run's tokenizer.json where it is no longer where it was, or of the
     one that made the run's shards."""

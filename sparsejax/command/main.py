@@ -13,7 +13,8 @@ COMMANDS = {
     "export": "the model of a run as a Hugging Face folder",
     "sample": "text from the model of a run or of a Hugging Face folder",
 }
-"""What each subcommand does; that of `name` is `sparsejax.command.name`."""
+"""The subcommands by name, with what each does. The module of `name` is
+`sparsejax.command.name`."""
 
 
 def usage() -> str:

@@ -21,7 +21,7 @@ from sparsejax.training.trained_model import load_trained_model
 
 @dataclass(frozen=True)
 class Options:
-    """What is continued, by which model and how."""
+    """The options of `sparsejax sample`: a model, prompts, and how tokens are drawn."""
 
     model: tyro.conf.Positional[str]
     """A run folder, RUN@STEP, or a Hugging Face folder."""

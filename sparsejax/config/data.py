@@ -9,7 +9,7 @@ from sparsejax.config.ranges import Count, Interval, Seed, check_intervals
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where the tokens of a run come from, and how they are split."""
+    """The source of a run's tokens, and how they are split."""
 
     text: str | None = None
     """Glob of text files ("**" allowed). None: the Python standard library's source."""
@@ -28,10 +28,10 @@ class DataConfig:
     """Share of the files that is held out; a file is always on the same side. Not read
     where shards are named val."""
     split_by: Literal["file", "package"] = "file"
-    """What lies on one side of the split as a whole: each file of a text, or each
-    package, all files in the same folder at the top of the glob, so that no copy of a
-    file's neighbours is held out while it is trained on. The held-out share is then one
-    of packages."""
+    """The unit that lies on one side of the split as a whole: each file of a text, or
+    each package, all files in the same folder at the top of the glob, so that no copy
+    of a file's neighbours is held out while it is trained on. The held-out share is
+    then one of packages."""
     drop_duplicates: bool = False
     """Whether, of text files with the same content, only the first by name is read."""
     seed: Seed = 0

@@ -27,7 +27,7 @@ class ModelConfig:
     rope_base: Positive = 10_000.0
     norm_epsilon: Positive = 1e-6
     static_weights: StaticPattern | None = None
-    """Which entries the weights of all linear layers have, chosen once and at random
+    """The entries that the weights of all linear layers have, chosen once and at random
     where there is a choice: BlockDiagonal(4), "diagonal:4" in files, computes a quarter
     of the FLOPs (`models.block_diagonal`); NM(2, 4) trains half of the entries, by
     masks at dense cost (`training.static_weights`). None: all. A phase may have its
@@ -35,8 +35,8 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; master weights and optimiser moments are always float32."""
     remat: Literal["none", "full", "dots"] = "none"
-    """What a block recomputes in the backward: nothing ("none"), everything ("full"),
-    or all but the outputs of the plain GEMMs ("dots")."""
+    """The part that a block recomputes in the backward: nothing ("none"), everything
+    ("full"), or all but the outputs of the plain GEMMs ("dots")."""
     scan_layers: bool = True
     """Whether one block is compiled and a loop runs it for every layer. False: the
     program has all layers one after the other; it takes longer to compile, and nothing

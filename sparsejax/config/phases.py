@@ -44,7 +44,7 @@ that of arXiv 2602.06183, one of four experts by nearest centre; activations is 
 arXiv 2503.16672; `STATIC_WEIGHTS` says what s2d has besides."""
 
 STATIC_WEIGHTS: dict[RecipeName, StaticPattern] = {"s2d": BlockDiagonal(4)}
-"""Which entries the weights of all linear layers have in the first phase of a recipe
+"""The entries that the weights of all linear layers have in the first phase of a recipe
 that begins with static ones. s2d is that of arXiv 2304.05511, whose weights are 75 to
 87.5 % zeros, unstructured; with blocks on a diagonal any device computes the quarter
 that is left as dense GEMMs."""
@@ -84,7 +84,7 @@ class PhaseConfig:
     layers: CountOrNone = None
     """Layers in this phase, of a model that grows. None: the model's."""
     static_weights: StaticPattern | None = None
-    """Which entries the weights of all linear layers have in this phase, of a model
+    """The entries that the weights of all linear layers have in this phase, of a model
     whose others begin at zero after it. None: the model's."""
 
     def __post_init__(self) -> None:

@@ -38,12 +38,12 @@ class TrainConfig:
     preset: PresetName = "tiny"
     """Sizes and settings to start from; every other flag overrides one of them."""
     recipe: RecipeName = "default"
-    """What is sparse in a part of the run. default: 2:4 weights and activations in its
-    middle. paper: 2:4 weights and V:2:M activations (arXiv 2602.06183). activations:
-    2:4 activations only (arXiv 2503.16672). weights: 2:4 weights only. s2d: all linear
-    layers with static weights from the first step, a quarter of them by default (arXiv
-    2304.05511). dense: nothing. phases.sparsity and phases.static_weights change their
-    settings. Not read with a schedule."""
+    """The named schedule of what is sparse, and when. default: 2:4 weights and
+    activations in its middle. paper: 2:4 weights and V:2:M activations (arXiv
+    2602.06183). activations: 2:4 activations only (arXiv 2503.16672). weights: 2:4
+    weights only. s2d: all linear layers with static weights from the first step, a
+    quarter of them by default (arXiv 2304.05511). dense: nothing. phases.sparsity and
+    phases.static_weights change their settings. Not read with a schedule."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -60,8 +60,8 @@ class TrainConfig:
     """Most sequences of a micro-batch that one device takes. Not read where
     micro_batches is a number."""
     backend: Backend | None = None
-    """What runs the sparse GEMMs. None: the fastest that can, for each GEMM. A name
-    runs all of them or is refused."""
+    """The backend that runs the sparse GEMMs. None: the fastest that can, for each
+    GEMM. A name runs all of them or is refused."""
     seed: Seed = 0
     """The seed of the initial weights and of random estimators."""
     deterministic: bool = False

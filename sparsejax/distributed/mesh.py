@@ -45,8 +45,8 @@ _BLOCK_AXES = {
     name: ("tensor", "fsdp", None) for name in ("w_query", "w_key", "w_value", "w_out")
 }
 STACKED_BLOCKS = 4
-"""How many axes such weights have in a training state: layers, blocks, and the two of a
-block."""
+"""The number of axes that such weights have in a training state: layers, blocks, and
+the two of a block."""
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:

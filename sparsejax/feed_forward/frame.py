@@ -30,7 +30,8 @@ from sparsejax.feed_forward.plan import FFNPlan
 
 
 class Execution(NamedTuple):
-    """How the GEMMs of one kind of FFN follow each other on a device."""
+    """The forward and the backward of one kind of FFN on a device: its GEMMs in
+    order."""
 
     forward: Callable[..., tuple[jax.Array, Any]]
     """Takes (static, x, weights as read, expert_index); returns Y and the residuals, a

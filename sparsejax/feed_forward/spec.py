@@ -38,7 +38,7 @@ TokenSparsity = Literal["magnitude", "mvue", "mvue_approximate"]
 
 @dataclass(frozen=True, kw_only=True)
 class FFNSparsity:
-    """Which operand of which GEMM is sparse, and how. The default is a dense FFN.
+    """The sparsity of the operands of an FFN's GEMMs. The default is a dense FFN.
 
     Sources: arXiv 2602.06183 (weights, Venom, router), 2503.16672 (activations).
     """
@@ -50,11 +50,12 @@ class FFNSparsity:
     """The pattern of A and dY1 in GEMMs 2 and 4, along the F neurons; None: dense."""
 
     router: Router = NEAREST_CENTRE
-    """How a token chooses its experts (V:N:M only): a `Router` or its registered
-    name."""
+    """The way in which a token chooses its experts (V:N:M only): a `Router` or its
+    registered name."""
 
     experts_per_token: int = 1
-    """How many of E experts a token uses (V:N:M only): g; A has density g * n / m."""
+    """The number g of the E experts that a token uses (V:N:M only); A has density g * n
+    / m."""
 
     skip_blocks: bool = False
     """Whether GEMM 1 computes just the neurons of a token's experts (V:N:M only). GEMM
@@ -65,11 +66,13 @@ class FFNSparsity:
     selects anew in dY1 and GEMMs 5, 6 read unmasked activations: an ablation."""
 
     weight_gradients: WeightGradients = "dense"
-    """How GEMMs 5 and 6 sum: over all tokens, or by expert over the expert's tokens."""
+    """The sums that GEMMs 5 and 6 take: over all tokens, or by expert over the expert's
+    tokens."""
 
     token_sparsity: TokenSparsity | None = None
-    """How A and dY1 are made 2:4 along the tokens for GEMMs 5 and 6: by magnitude, or
-    by the minimum-variance unbiased estimator (needs a key). None: they are not."""
+    """The way in which A and dY1 are made 2:4 along the tokens for GEMMs 5 and 6: by
+    magnitude, or by the minimum-variance unbiased estimator (needs a key). None: they
+    are not."""
 
     dense_features: float = 0.05
     """The share of features, those with most non-zeros, that stay dense in GEMMs 5 and

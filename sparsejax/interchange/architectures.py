@@ -1,4 +1,4 @@
-"""Which architecture of `transformers` a model is; config.json, out and in.
+"""The architecture of `transformers` that a model has; config.json, out and in.
 
 relu2    ArceeForCausalLM   down(relu(up(x))^2)
 swiglu   LlamaForCausalLM   down(silu(gate(x)) * up(x))
@@ -15,7 +15,7 @@ from sparsejax.config import ModelConfig
 from sparsejax.feed_forward.activation import ActivationName
 
 WeightDtype = Literal["float32", "bfloat16"]
-"""How weights are stored."""
+"""The dtypes in which weights are stored."""
 
 ARCHITECTURES = {
     "relu2": ("arcee", "ArceeForCausalLM", "relu2"),

@@ -23,7 +23,7 @@ type Names = tuple[str, ...]
 
 
 class Place(NamedTuple):
-    """Where a weight stands in `transformers`."""
+    """The place of a weight in `transformers`."""
 
     name: str
     transposed: bool = False

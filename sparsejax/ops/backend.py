@@ -38,10 +38,10 @@ Role = Literal[
     "d_gate",
     "d_down",
 ]
-"""What a GEMM computes in an FFN: "up" and "gate" the products Y1 (U where the FFN is
-gated) and G, "down" Y, "d_hidden" dA, "d_input" dX (its part through U where the FFN is
-gated), "d_input_gate" the part of dX through G, "d_up", "d_gate" and "d_down" the
-gradients dW1, dWg and dW2."""
+"""The product that a GEMM computes in an FFN: "up" and "gate" the products Y1 (U where
+the FFN is gated) and G, "down" Y, "d_hidden" dA, "d_input" dX (its part through U where
+the FFN is gated), "d_input_gate" the part of dX through G, "d_up", "d_gate" and
+"d_down" the gradients dW1, dWg and dW2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +56,14 @@ class GemmSpec:
     name: str
     """The equation that the GEMM computes, such as `Y1 = X W1`."""
     role: Role | None = None
-    """What the GEMM computes in an FFN; None where it is not part of one."""
+    """The product that the GEMM computes in an FFN; None where it is not part of
+    one."""
     tokens: int
     d_in: int
     d_out: int
     dtype: str
     sparse_operand: Literal["input", "weight", "gradient"] | None = None
-    """Which of the two operands is sparse: "gradient" is the gradient of the output;
+    """The operand that is sparse: "gradient" is the gradient of the output;
     None where both are dense."""
     pattern: Pattern | None = None
     """The sparse operand's pattern, along the axis that is summed over; None where both
@@ -180,13 +181,13 @@ class Times:
     packing_us: float
     """The time of packing the sparse operand, in microseconds."""
     estimated_from: str | None = None
-    """What the times were estimated from, in words: a smaller GEMM, or one on another
-    GPU. None where this GEMM was measured."""
+    """The source of times that were estimated, in words: a smaller GEMM, or one on
+    another GPU. None where this GEMM was measured."""
     measured_on: str | None = None
     """The kind of GPU that was measured, where it is another one than runs the GEMM;
     else None."""
     least_gain: float = 1.0
-    """How many times as fast as dense the GEMM must be to be chosen unasked: 1 for
+    """The gain over dense that the GEMM must have to be chosen unasked: 1 for
     measured times, more for estimates."""
 
 
@@ -207,7 +208,7 @@ class Decision:
     are not counted."""
     reason: str
     times: Times | None = None
-    """How long the GEMM takes, sparse and dense; None where nothing was measured that
+    """The times of the GEMM, sparse and dense; None where nothing was measured that
     tells."""
 
     @property

@@ -1,4 +1,4 @@
-"""Which code a figure, or a run, comes from."""
+"""The code that a figure, or a run, comes from."""
 
 import subprocess
 from pathlib import Path

@@ -141,13 +141,14 @@ class BlockDiagonal:
 
 
 Pattern = NM | VNM
-"""What a mask keeps of every group of an axis."""
+"""A pattern of which a mask keeps so many of every group of an axis."""
 
 StaticPattern = NM | BlockDiagonal
-"""Which of a weight's entries there are while it is trained sparse, chosen once."""
+"""A pattern of the entries that a weight has while it is trained sparse, chosen
+once."""
 
 DIAGONAL = "diagonal:"
-"""What the name of a block-diagonal pattern begins with."""
+"""The beginning of a block-diagonal pattern's name."""
 
 
 def named_pattern(text: str) -> Pattern | BlockDiagonal:

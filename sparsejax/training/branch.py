@@ -121,7 +121,8 @@ class Trunk:
             self._checkpoints.close()
             raise
         self.origin = {"run": _from(folder, branch.folder), "step": self.step}
-        """What the branch's checkpoints and its first record say of where it began."""
+        """The trunk and the step, as the branch's checkpoints and first record name
+        them."""
 
     def _read(self, branch: Branch, config: TrainConfig) -> None:
         """Finds the checkpoint, and reads its settings and its record."""

@@ -35,8 +35,8 @@ class Phase:
     layers: int | None = None
     """The number of layers where it is not the run's; else None."""
     static_weights: StaticPattern | None = None
-    """Which entries the weights of the linear layers have, where that is not what the
-    run's model says."""
+    """The entries that the weights of the linear layers have, where that is not what
+    the run's model says."""
 
     @property
     def sparsities(self) -> tuple[FFNSparsity, ...]:

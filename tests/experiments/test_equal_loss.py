@@ -1,4 +1,4 @@
-"""What an arm is worth in dense tokens and seconds, where that is known in closed form:
+"""The worth of an arm in dense tokens and seconds where it is known in closed form:
 runs that nobody trained, on a curve that is given."""
 
 import json

@@ -1,4 +1,4 @@
-"""What the main job refuses, and how it says so."""
+"""Commands that the main job refuses, and how it says so."""
 
 import re
 from dataclasses import replace

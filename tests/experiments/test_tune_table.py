@@ -1,4 +1,4 @@
-"""What is measured for a GPU's table, and that no two GEMMs are timed at once."""
+"""The measurements for a GPU's table, and that no two GEMMs are timed at once."""
 
 import queue
 import threading

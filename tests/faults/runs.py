@@ -137,7 +137,7 @@ DISTRIBUTED = ("--distributed", "--heartbeat-seconds", "10")
 
 
 def environments(processes: int) -> list[dict[str, str]]:
-    """Where each process of a run finds the others."""
+    """Returns the environment in which each process of a run finds the others."""
     with socket.socket() as unused:
         unused.bind(("localhost", 0))
         port = unused.getsockname()[1]
@@ -171,7 +171,7 @@ def finish(
     environment: Mapping[str, str] | None = None,
     prepare: Callable[[], None] | None = None,
 ) -> Ended:
-    """What a process did that ran to its end and ended well."""
+    """Returns the output of a process that ran to its end and ended well."""
     ended = Process(arguments, files, environment=environment, prepare=prepare).wait()
     assert ended.status == 0, ended
     return ended

@@ -49,7 +49,7 @@ def started(processes: int, arguments: list[str], folder: Path) -> list[Process]
 
 
 def outputs_of(arguments: list[str], processes: int) -> list[str]:
-    """What each process of a run on sparse tensor cores printed; it has to end well.
+    """Returns the output of each process of a run, which has to end well.
     The processes are new ones, since they replace themselves by a command."""
     if processes == 1:
         new = [start(arguments, {})]

@@ -26,13 +26,13 @@ _CHUNK = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How many cases, and which."""
+    """The number of cases, and which they are."""
 
     cases: int = 2000
     seed: int = 0
-    """Of the first case of each family; the others count on."""
+    """The seed of the first case of each family; the others count on."""
     family: str | None = None
-    """One of the families; None: all, by their weights."""
+    """The family that cases are drawn from; None: all, by their weights."""
     processes: int = 1
 
 

@@ -30,9 +30,9 @@ class Family(NamedTuple):
     case: Callable[[Generator, Path, Any], str]
     """Runs a case in an empty folder; how it ended, where that is right."""
     prepare: Callable[[Path], Any] = lambda folder: None
-    """What all cases share, made once."""
+    """The function that makes what all cases share, once."""
     weight: float = 0.0
-    """Its share of a long run."""
+    """The weight of the family in a long run."""
 
 
 FAMILIES = {
@@ -53,7 +53,7 @@ class Fuzzer:
         self.material = lru_cache(maxsize=None)(self._material)
 
     def run(self, family: str, seeds: Iterable[int]) -> Counter[str]:
-        """How many of the cases ended how.
+        """Returns the number of cases for each way in which one ended.
 
         Raises:
           Wrong: the first case that ends in neither a right result nor a clear error.
@@ -61,7 +61,8 @@ class Fuzzer:
         return Counter(self.run_one(family, seed) for seed in seeds)
 
     def run_one(self, family: str, seed: int) -> str:
-        """How a case ended: the name of a right result, or who raised a clear error."""
+        """Returns how a case ended: the name of a right result, or who raised a clear
+        error."""
         material = self.material(family)
         generator = np.random.default_rng([zlib.crc32(family.encode()), seed])
         folder = Path(tempfile.mkdtemp(dir=self._folder, prefix=f"{family}-{seed}-"))
@@ -97,7 +98,7 @@ class Fuzzer:
 
 
 def shares(cases: int) -> dict[str, int]:
-    """How many of so many cases each family gets, by weight."""
+    """Returns the number of cases that each family gets of so many, by weight."""
     counts = {name: int(cases * family.weight) for name, family in FAMILIES.items()}
     counts["configs"] += cases - sum(counts.values())
     return counts

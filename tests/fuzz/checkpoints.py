@@ -92,10 +92,10 @@ def state_of(step: int) -> dict[str, jax.Array]:
 
 @dataclass(frozen=True, kw_only=True)
 class Folder:
-    """What lies in a folder of checkpoints."""
+    """The content of a folder of checkpoints."""
 
     trees: dict[str, str]
-    """Of every name, the hash of all that is there."""
+    """The hash of all that lies under each name."""
     whole: dict[str, int]
     """The step of every checkpoint that has all of its bytes, and its own name."""
 
@@ -131,7 +131,7 @@ def _is_whole(path: Path, step: int, saved: Path) -> bool:
 
 
 def _hash(path: Path) -> str:
-    """Of a file, a link, or of everything below a folder."""
+    """Returns the hash of a file, of a link, or of everything below a folder."""
     if path.is_symlink():
         content = b"link " + os.fsencode(os.readlink(path))
     elif path.is_dir():
@@ -233,7 +233,8 @@ def _check_kept(
 
 
 def _read_everything(root: Path, before: Folder) -> None:
-    """What a reader sees who sets nothing aside: errors, or what was saved."""
+    """Reads all checkpoints as one who sets nothing aside: each is an error, or what
+    was saved."""
     with Checkpoints(root) as checkpoints:
         for step in checkpoints.steps():
             try:

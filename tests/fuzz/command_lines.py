@@ -148,7 +148,7 @@ def _flat(settings: dict, prefix: str = "") -> dict:
 
 
 def _typeable(text: str) -> str:
-    """What no system passes to a program is left out."""
+    """Leaves out the characters that no system passes to a program."""
     return text.replace("\x00", "").replace("\ud800", "")
 
 

@@ -141,7 +141,7 @@ def check_plan(generator: Generator, config: TrainConfig) -> None:
 
 
 def print_plan(config: TrainConfig) -> str:
-    """What --dry-run prints."""
+    """Prints the plan of --dry-run."""
     printed = io.StringIO()
     shown, console.STDOUT = console.STDOUT, Console(file=printed, width=120)
     try:

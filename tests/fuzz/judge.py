@@ -1,4 +1,4 @@
-"""What a case may end in: a right result or a clear error, and that in time.
+"""The ways in which a case may end: a right result or a clear error, and that in time.
 
 An error is clear when it is of a kind that says whose fault it is, when our code raised
 it on purpose and not something below it, and when its message names something of the
@@ -19,7 +19,7 @@ from sparsejax.config import TrainConfig
 from sparsejax.training.progress import NonFiniteLoss
 
 LIMIT_SECONDS = 20
-"""What takes longer hangs."""
+"""The seconds after which a case counts as hanging."""
 
 _ROOT = Path(__file__).resolve().parents[2]
 _OURS = tuple(f"{_ROOT / name}/" for name in ("sparsejax", "experiments"))

@@ -71,7 +71,7 @@ ODD_VALUES = (
 
 
 def one_of(generator: Generator, choices: Any) -> Any:
-    """One of a sequence, whatever it holds."""
+    """Returns an element of a sequence, whatever it holds."""
     return choices[int(generator.integers(len(choices)))]
 
 

@@ -49,7 +49,8 @@ def case(generator: Generator, folder: Path, material: None) -> str:
 
 
 def reading(path: Path, dtype: str) -> list[int] | None:
-    """What the bytes say by their own convention; None where they say nothing."""
+    """Returns the tokens that the bytes hold by their own convention; None where they
+    hold none."""
     content = path.read_bytes()
     if path.suffix == ".npy":
         file = io.BytesIO(content)
@@ -101,7 +102,7 @@ def _check_corpus(
     read: dict[str, list[int]],
     share: float,
 ) -> None:
-    """Of the folder's own files, every one is on the side that its name says."""
+    """Asserts that each of the folder's own files is on the side that its name says."""
     files = {
         name: read.get(name, [])
         for name in sorted(os.listdir(root))

@@ -145,7 +145,8 @@ def test_experts_packed_on_every_device_compute_what_one_device_does(
 def test_each_device_estimates_from_packed_activations_with_its_own_key(
     calls, monkeypatch
 ):
-    """As in test_ffn_layout: all devices have the same tokens, and their own draws."""
+    """The case is that of test_ffn_layout: all devices have the same tokens, and their
+    own draws."""
     # Kernels for GEMMs 2 to 4 as where they were measured faster; a named backend
     # would have to run GEMMs 5 and 6 too, which draw.
     monkeypatch.setattr(hopper.PlainKernels, "why_slower", lambda self, gemm: None)

@@ -1,4 +1,5 @@
-"""What is known of devices: the table, what a `jax.Device` says, dense peaks."""
+"""The facts that are known of devices: the table, what a `jax.Device` says, dense
+peaks."""
 
 from types import SimpleNamespace
 

@@ -38,8 +38,8 @@ def test_every_shipped_entry_is_valid(file):
 
 
 def alike(shape: Shape) -> Shape:
-    """What two shapes have in common for which a config is the same program but for its
-    constants: not the sizes, but whether the last tile of A's rows is whole."""
+    """Returns what two shapes have in common for which a config is the same program but
+    for its constants: not the sizes, but whether the last tile of A's rows is whole."""
     experts = min(shape.experts, 2)
     return replace(shape, m=shape.m % 128, n=1, k=1, experts=experts)
 
@@ -47,7 +47,7 @@ def alike(shape: Shape) -> Shape:
 @pytest.mark.newest_jax
 @pytest.mark.parametrize("part", range(4))
 def test_every_shipped_config_lowers(part):
-    """Of shapes that are alike the largest."""
+    """Lowers, of shapes that are alike, the largest."""
     largest: dict[tuple[Config, Shape], Shape] = {}
     size = lambda shape: (shape.m, shape.n, shape.k)
     for file in SHIPPED:

@@ -1,4 +1,4 @@
-"""What is known of a GEMM from its own entry and those of others; the search."""
+"""Times of a GEMM from its own entry and from those of others; the search."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What an annotation allows, and how a message says so."""
+"""Values that an annotation allows, and how a message says so."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""How tokens may lie over experts."""
+"""Ways in which tokens may lie over experts."""
 
 GROUP_TILE = 128
 GROUPS = {

@@ -1,4 +1,4 @@
-"""What ran on a GPU, and whether the kernels have changed since.
+"""The tests that ran on a GPU, and whether the kernels have changed since.
 
 `pytest -m gpu` appends a row to `experiments/results/gpu_tests.jsonl`: CI has no GPU,
 and says at its end when that row is about other kernels than those at hand.
@@ -41,7 +41,8 @@ def append(counts: Mapping[str, int], record: Path = RECORD) -> dict:
 
 
 def what_is_stale(record: Path = RECORD) -> str | None:
-    """What is wrong with the last run on a GPU; None if these kernels passed it."""
+    """Returns what is wrong with the last run on a GPU; None if these kernels passed
+    it."""
     rows = record.read_text().splitlines() if record.exists() else []
     if not rows:
         return "the GPU tests have no recorded run: pytest -m gpu on a Hopper GPU"

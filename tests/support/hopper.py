@@ -36,8 +36,8 @@ def timed(
     pack_us: float = 10.0,
     **config,
 ) -> tuning.Entry:
-    """What a search would have kept of `gemm`: the default config but for the fields in
-    `config`."""
+    """Returns what a search would have kept of `gemm`: the default config but for the
+    fields in `config`."""
     default = sparse_matmul_configs.default_config(
         gemm.shape(), H200.count_multiprocessors()
     )
@@ -66,7 +66,7 @@ def pretend(patch: pytest.MonkeyPatch, device: Device = H200) -> list[str]:
 
 @dataclass(frozen=True)
 class PlainKernels(HopperKernels):
-    """What Hopper's kernels compute, in plain JAX."""
+    """Hopper's kernels in plain JAX."""
 
     calls: list[str] = field(default_factory=list, compare=False)
     """The kernels that were called."""
@@ -271,7 +271,7 @@ class PlainKernels(HopperKernels):
 
 
 def _gathered(x: jax.Array, rows: ExpertRows) -> jax.Array:
-    """What a kernel finds for its rows in a matrix with a row per token."""
+    """Returns what a kernel finds for its rows in a matrix with a row per token."""
     expert = jnp.repeat(rows.tile_expert, rows.row_token.size // rows.tile_expert.size)
     parts = x.reshape(len(x), rows.experts, -1)
     found = parts[rows.row_token, expert]
@@ -279,7 +279,7 @@ def _gathered(x: jax.Array, rows: ExpertRows) -> jax.Array:
 
 
 def _counts(nonzero: jax.Array) -> jax.Array:
-    """How many of 16 rows that follow each other are not zero."""
+    """Returns how many of each 16 consecutive rows are not zero."""
     nonzero = jnp.pad(nonzero, ((0, -len(nonzero) % 16), (0, 0)))
     of_tiles = nonzero.reshape(-1, 16, nonzero.shape[1])
     return of_tiles.sum(axis=1, dtype=jnp.uint8)

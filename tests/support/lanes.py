@@ -154,7 +154,7 @@ IR = SimpleNamespace(
 
 
 class _Threads:
-    """Which of them are active."""
+    """Returns which of the threads are active."""
 
     def __init__(self) -> None:
         self.active = np.ones(THREADS, bool)

@@ -1,4 +1,4 @@
-"""What the main job prints, as on a wide terminal."""
+"""Consoles that print as on a wide terminal."""
 
 import pytest
 from rich.console import Console

@@ -237,7 +237,7 @@ def _store_lines(
 
 
 class _Token(NamedTuple):
-    """One of a thread's tokens."""
+    """A token of a thread."""
 
     row: ir.Value
     """The index of the token's row in the kept matrices; the last one where there is no

@@ -85,7 +85,7 @@ class WholeFeatures(NamedTuple):
 
 
 class TokenGroups(NamedTuple):
-    """How GEMMs 5 and 6 group the tokens."""
+    """The groups of tokens that GEMMs 5 and 6 sum over."""
 
     by_segments: bool
     """Whether a group takes its tokens in the fixed order, a 64th of all apart; else

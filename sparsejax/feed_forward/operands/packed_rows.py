@@ -61,7 +61,8 @@ def counted(
 
 
 class RowGroups(NamedTuple):
-    """How GEMMs 5 and 6 group an expert's rows: four consecutive rows make a group."""
+    """The groups of an expert's rows that GEMMs 5 and 6 sum over: four consecutive rows
+    make a group."""
 
     whole: WholeFeatures | None
     """The neurons that stay dense, one entry for each expert along a first axis; None

@@ -1,4 +1,4 @@
-"""How a benchmark's tokens lie over the experts."""
+"""The shares of a benchmark's tokens that experts have."""
 
 import numpy as np
 import pytest

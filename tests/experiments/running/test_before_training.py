@@ -1,4 +1,5 @@
-"""What is asked of a GPU before a run: its preset, and the times of its steps."""
+"""The questions that a GPU is asked before a run: its preset, and the times of its
+steps."""
 
 import os
 import subprocess
@@ -21,7 +22,7 @@ ROOT = Path(pretrain.__file__).parent.parent
 
 @pytest.fixture
 def on_a_gpu(monkeypatch, tmp_path):
-    """As if this machine had one: its "GPU" is the CPU."""
+    """Pretends that this machine has a GPU, which is its CPU."""
     monkeypatch.setattr(before_training, "gpu_here", lambda: "a GPU")
     monkeypatch.setenv("SPARSEJAX_CACHE", str(tmp_path / "cache"))
     # Set for this process by what is tested; the one that is started reads it, too.

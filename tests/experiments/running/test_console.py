@@ -1,4 +1,4 @@
-"""What the main job prints: its plan, its progress and its summary."""
+"""The output of the main job: its plan, its progress and its summary."""
 
 import io
 import re

@@ -262,7 +262,7 @@ def by_expert() -> activation_tiles.ByExpert:
 
 
 def gathered(x, rows: activation_tiles.ByExpert):
-    """Of each row its token's features of its expert."""
+    """Returns for each row its token's features of its expert."""
     tokens = np.asarray(rows.row_token)
     parts = np.asarray(x).reshape(len(x), EXPERTS, -1)
     expert = np.repeat(np.asarray(rows.tile_expert), 128)

@@ -1,4 +1,5 @@
-"""What the kernels take from jax without a public name is taken in one file."""
+"""All names without a public one that the kernels take from jax are taken in one
+file."""
 
 import ast
 import inspect

@@ -263,8 +263,8 @@ def test_what_cannot_be_deleted_is_deleted_later(tmp_path, monkeypatch):
 
 @pytest.fixture
 def calls(tmp_path, monkeypatch):
-    """What reaches the disk from now on, in order: ("flush", name), ("rename", new
-    name) and ("remove", name), names relative to the folder of checkpoints."""
+    """Records what reaches the disk from now on, in order: ("flush", name), ("rename",
+    new name) and ("remove", name), names relative to the folder of checkpoints."""
     made: list[tuple[str, str]] = []
     fsync, rename, rmtree = os.fsync, os.rename, shutil.rmtree
 

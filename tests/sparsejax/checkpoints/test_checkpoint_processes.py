@@ -94,7 +94,7 @@ def run_processes(script: str, folder: Path) -> list[subprocess.CompletedProcess
 
 
 def printed(done: list[subprocess.CompletedProcess]) -> list[list[str]]:
-    """What each process printed; both have to end well."""
+    """Returns the output of each process; both have to end well."""
     for process in done:
         assert process.returncode == 0, process.stderr
     return [

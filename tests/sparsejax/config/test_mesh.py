@@ -1,4 +1,4 @@
-"""How a mesh takes the devices that there are."""
+"""Meshes that take the devices that there are."""
 
 from dataclasses import replace
 

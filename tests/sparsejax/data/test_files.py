@@ -1,4 +1,4 @@
-"""Which files, in which order, on which side."""
+"""The files of a corpus: which they are, their order and their sides."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""What a mesh splits and what it refuses; meshes of devices are in on_eight_devices."""
+"""The arrays that a mesh splits and the sizes that it refuses; meshes of devices are in
+on_eight_devices."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""How processes find each other, and what they exchange; pairs are in tests/faults."""
+"""Processes that find each other and exchange messages; pairs are in tests/faults."""
 
 import jax
 import pytest

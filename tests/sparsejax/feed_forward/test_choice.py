@@ -1,5 +1,5 @@
-"""What runs an FFN's GEMMs, chosen for all of them together; what is told where they
-are no faster than dense ones."""
+"""The choice of what runs an FFN's GEMMs, made for all of them together; what is told
+where they are no faster than dense ones."""
 
 import itertools
 import warnings

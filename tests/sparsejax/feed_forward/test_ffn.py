@@ -176,7 +176,7 @@ def test_x_is_kept_once_for_the_backward(choices):
 @pytest.mark.parametrize("transformation", ["vmap", "remat", "scan"])
 @pytest.mark.parametrize("skip_blocks", [False, True])
 def test_each_transformation_alone_changes_no_value(transformation, skip_blocks):
-    """Where the combined test fails, this one says which of the three it is."""
+    """Says which of the three transformations it is where the combined test fails."""
     sparsity = FFNSparsity(
         weights=TWO_FOUR,
         activations=VNM(8, 2, 16),

@@ -29,7 +29,7 @@ ALL_NINE = FFNSparsity(
 
 
 class Case(NamedTuple):
-    """What is static in a call."""
+    """The static part of a call."""
 
     activation: GatedActivation
     sparsity: FFNSparsity

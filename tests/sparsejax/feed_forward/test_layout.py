@@ -1,4 +1,5 @@
-"""What an FFN's layout on a mesh refuses; the mesh itself is in on_eight_devices."""
+"""Layouts of an FFN on a mesh that are refused; the mesh itself is in
+on_eight_devices."""
 
 import jax
 import jax.numpy as jnp

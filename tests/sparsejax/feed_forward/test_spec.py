@@ -197,7 +197,8 @@ def spec_of(sparsity, **changes):
 
 @pytest.mark.parametrize("sparsity", list(all_sparsities()), ids=name_of)
 def test_gemms_follow_the_table(sparsity):
-    """Which operand is sparse in GEMMs 1 to 6: the table of the six equations."""
+    """Checks which operand is sparse in GEMMs 1 to 6: the table of the six
+    equations."""
     weight = "weight" if sparsity.weights else None
     activation = "input" if sparsity.activations else None
     tokens = sparsity.token_sparsity is not None

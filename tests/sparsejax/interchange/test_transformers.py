@@ -1,4 +1,4 @@
-"""What `transformers` itself makes of an exported folder.
+"""Exported folders as `transformers` itself loads them.
 
 The tokenizers are loaded in every run of the tests. The models need PyTorch, 2.6 GB to
 download with CUDA (2.15.0 for Linux on x86), and so a group of its own:

@@ -161,7 +161,7 @@ def test_the_compiled_step_copies_and_transposes_no_weight(scan_layers):
 
 def test_the_backward_recomputes_no_linear_layer_where_it_keeps_their_outputs():
     def gemms(remat: str) -> dict[int, int]:
-        """How many GEMMs of each number of batch axes a step has."""
+        """Returns the number of a step's GEMMs by their number of batch axes."""
         config = replace(SMALL, layers=1, remat=remat)
         graph, params, rest = nnx.split(
             Transformer(config, rngs=nnx.Rngs(0)), nnx.Param, ...

@@ -19,7 +19,7 @@ EXPERTS, TILES, K, N = 3, 7, 5, 6
 
 
 def in_chunks(run, size):
-    """What "xla" runs where the platform is no CPU, with chunks of `size` rows."""
+    """Runs what "xla" is where the platform is no CPU, with chunks of `size` rows."""
 
     def with_size(*arguments):
         with mock.patch.object(module, "CHUNK_ROWS", size):

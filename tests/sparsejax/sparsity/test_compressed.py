@@ -33,7 +33,7 @@ def bits(x):
 
 
 def masked(w, mask):
-    """What must come back: kept bits unchanged, +0.0 elsewhere."""
+    """Returns what must come back: kept bits unchanged, +0.0 elsewhere."""
     return np.where(np.asarray(mask), bits(w), 0)
 
 

@@ -21,7 +21,7 @@ def random(shape, seed=0):
 
 
 def words_by_thread(w: np.ndarray) -> np.ndarray:
-    """What PTX asks of every thread, entry by entry, of a 2:4 matrix."""
+    """Returns what PTX asks of every thread, entry by entry, of a 2:4 matrix."""
     rows, k = w.shape
     words = np.zeros((-(-rows // 64), k // 64, 128), np.uint32)
     for block_row, block_column, thread in np.ndindex(words.shape):

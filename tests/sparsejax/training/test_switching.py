@@ -1,4 +1,4 @@
-"""What a switch does to weights, betas, clusters and an optimiser's moments."""
+"""The effect of a switch on weights, betas, clusters and an optimiser's moments."""
 
 from dataclasses import replace
 

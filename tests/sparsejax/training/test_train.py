@@ -274,7 +274,7 @@ def test_sigterm_finishes_the_step_and_saves_it(uninterrupted, tmp_path):
 
 @pytest.fixture
 def sparse_kernels(monkeypatch):
-    """What the decisions would be with them."""
+    """Pretends that every sparse GEMM has a kernel."""
     found = with_sparse_kernels(metrics.ffn_decisions)
     monkeypatch.setattr(metrics, "ffn_decisions", found)
 

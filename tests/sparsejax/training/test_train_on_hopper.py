@@ -56,8 +56,8 @@ def one_sparse_step(config):
     ],
 )
 def test_a_step_lowers_with_the_kernels_themselves(config, recipe, phases, monkeypatch):
-    """As a run traces them: in a scan over layers, in one over micro-batches, on a
-    mesh."""
+    """Lowers them as a run traces them: in a scan over layers, in one over
+    micro-batches, on a mesh."""
     jax.clear_caches()  # of traces made with the emulated ones
     hopper.see_device(monkeypatch)
     model = replace(config.model, d_hidden=512)

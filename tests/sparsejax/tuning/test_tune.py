@@ -1,4 +1,4 @@
-"""What is tuned before a run: which GEMMs, how, and what becomes of the times."""
+"""The tuning before a run: which GEMMs, how, and what becomes of the times."""
 
 from dataclasses import replace
 from types import SimpleNamespace

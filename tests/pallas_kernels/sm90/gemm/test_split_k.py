@@ -51,7 +51,7 @@ def test_parts_of_an_expert_are_about_as_long_and_have_its_rows_in_order(size, e
 
 
 def parts_of(own, m: int, n: int) -> list[int]:
-    """Of each expert with so many group tiles."""
+    """Returns the parts of each expert that has so many group tiles."""
     parts = RowParts.of(m, n, sum(own), len(own), MULTIPROCESSORS)
     table, count = cut(parts, jnp.asarray(np.cumsum(own), jnp.int32))
     return list(np.bincount(np.asarray(table.expert)[:count]))

@@ -82,7 +82,7 @@ def test_a_hopper_that_nobody_tuned_chooses_as_the_h200_where_that_gains_much(
 
 
 def backends(decisions) -> list[bool]:
-    """Which GEMMs run on the kernel."""
+    """Returns for each GEMM whether it runs on the kernel."""
     return [decision.backend == "mosaic_sm90" for decision in decisions]
 
 
@@ -236,7 +236,7 @@ def assert_exact(sparsity: FFNSparsity, operands) -> None:
 
 
 def distance(a, b) -> float:
-    """Of two arrays, in float64."""
+    """Returns the distance of two arrays, in float64."""
     return float(np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b, np.float64)))
 
 
@@ -383,8 +383,8 @@ def test_random_ffns_on_a_gpu_are_those_of_the_reference(name, seed):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SPARSITIES)
 def test_an_ffn_on_a_gpu_rounds_as_the_masked_one_does(name):
-    """Where Y1 is rounded another way, another of four may be kept: by as much as that
-    changes the masked dense computation, it may change this one."""
+    """Allows for choices: where Y1 is rounded another way, another of four may be kept:
+    by as much as that changes the masked dense computation, it may change this one."""
     arguments, dy = operands(2500, d=640, f=1280)
     sparsity = SPARSITIES[name]
     got, again, masked, exact = (

@@ -225,7 +225,8 @@ def test_what_is_drawn_along_the_tokens_is_multiplied_dense_by_expert(untuned, b
 
 
 def drawn_gradients(backend, tokens, d, f) -> tuple[jax.Array, ...]:
-    """Of whole numbers, so that every backend draws from the same ones."""
+    """Returns gradients of whole numbers, so that every backend draws from the same
+    ones."""
     arguments, dy = whole_numbers(tokens, d, f, seed=0)
     of = partial(
         ffn,
