@@ -39,7 +39,7 @@ class OverTokens(NamedTuple):
     metadata: UInt32[Array, "row_blocks token_blocks 128"]
 
 
-class Whole(NamedTuple):
+class DenseFeatures(NamedTuple):
     """The features that are kept dense: the two of four tokens that 2:4 drops go to a
     second, residual row, so that the sum of both rows is exact."""
 
@@ -54,7 +54,7 @@ class Whole(NamedTuple):
 def keep_tokens(
     values: Float[Array, "tokens half_features"],
     metadata: UInt32[Array, "token_blocks feature_blocks 128"],
-    whole: Whole | None = None,
+    dense: DenseFeatures | None = None,
     *,
     by_segments: bool,
 ) -> OverTokens:
@@ -66,13 +66,13 @@ def keep_tokens(
 
     Args:
       values, metadata: the matrix, in the order of `sparsejax.sparsity.packed`.
-      whole: the features that are kept dense; None where none is.
+      dense: the features that are kept dense; None where none is.
       by_segments: whether the four tokens of a group lie in four segments, or else are
         neighbours.
     Raises:
       ValueError: the features are not a multiple of 64, or the dtype not of 16 bits.
     """
-    ((packed,), ()) = _over_tokens(_KEEP, (), (values,), metadata, whole, by_segments)
+    ((packed,), ()) = _over_tokens(_KEEP, (), (values,), metadata, dense, by_segments)
     return packed
 
 
@@ -80,7 +80,7 @@ def keep_tokens_of_both(
     a: Float[Array, "tokens half_features"],
     dy: Float[Array, "tokens half_features"],
     metadata: UInt32[Array, "token_blocks feature_blocks 128"],
-    whole: Whole | None = None,
+    dense: DenseFeatures | None = None,
     *,
     by_segments: bool,
     by_expert: activation_tiles.ByExpert | None = None,
@@ -94,7 +94,7 @@ def keep_tokens_of_both(
       ValueError: the features are not a multiple of 64, or the dtype not of 16 bits.
     """
     packed, _ = _over_tokens(
-        _KEEP_BOTH, (), (a, dy), metadata, whole, by_segments, by_expert
+        _KEEP_BOTH, (), (a, dy), metadata, dense, by_segments, by_expert
     )
     of_a, of_dy = packed
     return of_a, of_dy
@@ -104,7 +104,7 @@ def backward(
     da: Float[Array, "tokens features"],
     values: Float[Array, "tokens half_features"],
     metadata: UInt32[Array, "token_blocks feature_blocks 128"],
-    whole: Whole | None = None,
+    dense: DenseFeatures | None = None,
     *,
     by_segments: bool,
     by_expert: activation_tiles.ByExpert | None = None,
@@ -119,7 +119,7 @@ def backward(
       ValueError: the features are not a multiple of 64, or the dtype not of 16 bits.
     """
     packed, (dy,) = _over_tokens(
-        _SQUARED, (da,), (values,), metadata, whole, by_segments, by_expert
+        _SQUARED, (da,), (values,), metadata, dense, by_segments, by_expert
     )
     a, dy_over_tokens = packed
     return dy, a, dy_over_tokens
@@ -130,7 +130,7 @@ def gated_backward(
     hidden: Float[Array, "tokens half_features"],
     up: Float[Array, "tokens half_features"],
     metadata: UInt32[Array, "token_blocks feature_blocks 128"],
-    whole: Whole | None = None,
+    dense: DenseFeatures | None = None,
     *,
     by_segments: bool,
 ) -> tuple[Array, Array, OverTokens, OverTokens, OverTokens]:
@@ -141,7 +141,7 @@ def gated_backward(
       ValueError: the features are not a multiple of 64, or the dtype not of 16 bits.
     """
     packed, (dgate, dup) = _over_tokens(
-        _GATED, (da,), (hidden, up), metadata, whole, by_segments
+        _GATED, (da,), (hidden, up), metadata, dense, by_segments
     )
     a, dgate_over_tokens, dup_over_tokens = packed
     return dgate, dup, a, dgate_over_tokens, dup_over_tokens
@@ -171,7 +171,7 @@ def _over_tokens(
     da: Sequence[Array],
     kept: Sequence[Array],
     metadata: Array,
-    whole: Whole | None,
+    dense: DenseFeatures | None,
     by_segments: bool,
     by_expert: activation_tiles.ByExpert | None = None,
 ) -> tuple[list[OverTokens], Sequence[Array]]:
@@ -185,22 +185,22 @@ def _over_tokens(
         if by_segments:
             raise ValueError("rows of experts have their order: pass by_segments=False")
     rows = features
-    if whole is not None:
-        rows += whole.rows
-        if whole.rows % TILE or whole.rows < TILE:
-            raise ValueError(f"{whole.rows} rows below are not a multiple of {TILE}")
+    if dense is not None:
+        rows += dense.rows
+        if dense.rows % TILE or dense.rows < TILE:
+            raise ValueError(f"{dense.rows} rows below are not a multiple of {TILE}")
     blocks = pl.cdiv(tokens, TILE)
     over_tokens = (
         jax.ShapeDtypeStruct((rows, blocks * TILE // 2), dtype),
         jax.ShapeDtypeStruct((rows // TILE, blocks, 128), jnp.uint32),
     )
-    parts = 1 + (whole is not None)
+    parts = 1 + (dense is not None)
     out = activation_tiles.on_tiles(
         partial(
             pack,
             form=form,
             inputs=len(kept),
-            with_rest=whole is not None,
+            with_rest=dense is not None,
             tokens=tokens,
             features=features,
             by_segments=by_segments,
@@ -214,7 +214,7 @@ def _over_tokens(
         *da,
         *kept,
         metadata,
-        *(() if whole is None else (whole.slots.astype(jnp.int32),)),
+        *(() if dense is None else (dense.slots.astype(jnp.int32),)),
         *(() if by_expert is None else by_expert.arrays),
         scratch=(plgpu.SMEM((form.matrices * parts * LINES_WORDS,), jnp.uint32),),
         name=form.name,

@@ -115,7 +115,7 @@ class GatedFFNSpec(FFNCall):
                 operand,
                 along_tokens,
                 why_not_packed=why_not_packed_over_tokens(s),
-                whole_features=dense_feature_count(f, s.dense_features),
+                dense_features=dense_feature_count(f, s.dense_features),
             )
 
         # dX is the sum of two products in float32.

@@ -334,7 +334,7 @@ class FFNSpec(FFNCall):
             pattern=along_tokens,
             by_expert=columns,
             is_weight_gradient=True,
-            whole_features=dense_feature_count(
+            dense_features=dense_feature_count(
                 neurons if columns else f, s.dense_features
             ),
             why_not_packed=why_not_packed_over_tokens(s),

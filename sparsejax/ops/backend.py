@@ -85,7 +85,7 @@ class GemmSpec:
     weight_transposed: bool = False
     """Whether the weight is stored as (d_out, d_in), with d_in as its contiguous
     axis."""
-    whole_features: int = 0
+    dense_features: int = 0
     """The number of dense features: those of a sparse operand over tokens that lose no
     entry, because each is multiplied as the sum of two 2:4 rows."""
     why_not_packed: str | None = None

@@ -247,7 +247,7 @@ def trial_of(spec: GemmSpec) -> Trial:
     )
     sizes = spec.tokens, d_model, neurons
     if spec.experts is None:
-        share = _share(spec.whole_features, sizes[2])
+        share = _share(spec.dense_features, sizes[2])
         problem = ffn_gemms.make_problem(
             gemm, *sizes, dense_share=share, float32_out=spec.float32_out
         )
@@ -262,7 +262,7 @@ def trial_of(spec: GemmSpec) -> Trial:
         # A device has as many of the experts as it has neurons for.
         experts=neurons // spec.expert_features,
         group_tile=spec.group_tile,
-        dense_share=_share(spec.whole_features, spec.expert_features),
+        dense_share=_share(spec.dense_features, spec.expert_features),
     )
 
 

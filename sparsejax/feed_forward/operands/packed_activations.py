@@ -66,11 +66,11 @@ def counted_gated(kept: KeptGatedActivations) -> GatedActivations:
     return GatedActivations(kept.hidden, kept.up, _nonzeros(kept.counts))
 
 
-class WholeFeatures(NamedTuple):
+class DenseFeatures(NamedTuple):
     """The dense features, which lose nothing along the tokens: the entries that their
     groups of four drop stand in residual rows, below the rows of all features."""
 
-    chosen: Int[Array, " whole"]
+    chosen: Int[Array, " dense"]
     """The indices of the dense features, in the order of their residual rows."""
     slots: Int[Array, " features"]
     """The residual row of each feature, or -1 where it has none."""
@@ -90,13 +90,13 @@ class TokenGroups(NamedTuple):
     by_segments: bool
     """Whether a group takes its tokens in the fixed order, a 64th of all apart; else
     they are consecutive."""
-    whole: WholeFeatures | None
+    dense: DenseFeatures | None
 
     @property
     def residual(self) -> ResidualRows | None:
         """The residual rows of the dense features; None where no feature stays
         dense."""
-        return None if self.whole is None else self.whole.residual
+        return None if self.dense is None else self.dense.residual
 
     def as_read(self, x: Float[Array, "tokens d"]) -> Float[Array, "..."]:
         """Returns x as the GEMM reads it in the order of the groups: in segments, or
@@ -116,13 +116,13 @@ def token_groups(
     block, the first of the other features have a row whose product is not used.
     """
     count = dense_feature_count(nonzeros.size, sparsity.dense_features)
-    whole = whole_features(nonzeros, count, tokens) if count else None
-    return TokenGroups(sparsity.permute_tokens, whole)
+    dense = choose_dense_features(nonzeros, count, tokens) if count else None
+    return TokenGroups(sparsity.permute_tokens, dense)
 
 
-def whole_features(
+def choose_dense_features(
     nonzeros: Int[Array, " features"], count: int, tokens: int
-) -> WholeFeatures:
+) -> DenseFeatures:
     """Returns the `count` features with most non-zeros; no feature has more than
     `tokens`."""
     rows = in_blocks(count)
@@ -132,7 +132,7 @@ def whole_features(
     slots = jnp.where(found.chosen, found.before, slots)
     place = jnp.where(found.chosen, found.before, count)
     chosen = jnp.zeros(count, jnp.int32).at[place].set(index, mode="drop")
-    return WholeFeatures(chosen, slots, rows)
+    return DenseFeatures(chosen, slots, rows)
 
 
 def weight_gradient_up(
@@ -168,11 +168,11 @@ def _weight_gradient(
         sparse,
         groups.as_read(dense),
         transpose_out=transpose_out,
-        residual_rows=0 if groups.whole is None else groups.whole.rows,
+        residual_rows=0 if groups.dense is None else groups.dense.rows,
     )
-    if groups.whole is None or lost is None:
+    if groups.dense is None or lost is None:
         return product
-    chosen = groups.whole.chosen
+    chosen = groups.dense.chosen
     lost = lost[:, : chosen.size] if transpose_out else lost[: chosen.size]
     return add_lost(product, lost, chosen, columns=transpose_out)
 
@@ -180,7 +180,7 @@ def _weight_gradient(
 def add_lost(
     product: Float[Array, "_ _"],
     lost: Float[Array, "_ _"],
-    chosen: Int[Array, " whole"],
+    chosen: Int[Array, " dense"],
     *,
     columns: bool,
 ) -> Float[Array, "_ _"]:

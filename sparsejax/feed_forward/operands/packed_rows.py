@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sparsejax.feed_forward.operands.packed_activations import (
-    WholeFeatures,
+    DenseFeatures,
     add_lost,
-    whole_features,
+    choose_dense_features,
 )
 from sparsejax.feed_forward.spec import FFNSparsity, dense_feature_count
 from sparsejax.ops.expert_rows import used_tiles
@@ -64,7 +64,7 @@ class RowGroups(NamedTuple):
     """The groups of an expert's rows that GEMMs 5 and 6 sum over: four consecutive rows
     make a group."""
 
-    whole: WholeFeatures | None
+    dense: DenseFeatures | None
     """The neurons that stay dense, one entry for each expert along a first axis; None
     where none does."""
 
@@ -72,9 +72,9 @@ class RowGroups(NamedTuple):
     def residual(self) -> ResidualRows | None:
         """The residual rows of all experts' dense neurons; None where no neuron stays
         dense."""
-        if self.whole is None:
+        if self.dense is None:
             return None
-        return ResidualRows(self.whole.slots.reshape(-1), self.whole.rows)
+        return ResidualRows(self.dense.slots.reshape(-1), self.dense.rows)
 
 
 def row_groups(sparsity: FFNSparsity, tokens: int, kept: PackedRows) -> RowGroups:
@@ -85,11 +85,11 @@ def row_groups(sparsity: FFNSparsity, tokens: int, kept: PackedRows) -> RowGroup
         return RowGroups(None)
 
     def of_expert(nonzeros):
-        chosen, slots, _ = whole_features(nonzeros, count, tokens)
+        chosen, slots, _ = choose_dense_features(nonzeros, count, tokens)
         return chosen, slots
 
     return RowGroups(
-        WholeFeatures(*jax.vmap(of_expert)(kept.nonzeros), in_blocks(count))
+        DenseFeatures(*jax.vmap(of_expert)(kept.nonzeros), in_blocks(count))
     )
 
 
@@ -113,15 +113,15 @@ def weight_gradient_of_experts(
         residual_rows=0 if residual is None else residual.rows,
     )
     product = _side_by_side(product, transpose_out)
-    if groups.whole is None or lost is None:
+    if groups.dense is None or lost is None:
         return product
     lost = _side_by_side(lost, transpose_out)
     # Of all neurons, and of all second rows: one expert's after the other's.
-    experts, count = groups.whole.chosen.shape
-    neurons = groups.whole.slots.shape[1]
-    second = groups.whole.rows
+    experts, count = groups.dense.chosen.shape
+    neurons = groups.dense.slots.shape[1]
+    second = groups.dense.rows
     first = jnp.arange(experts, dtype=jnp.int32)[:, None]
-    chosen = (first * neurons + groups.whole.chosen).reshape(-1)
+    chosen = (first * neurons + groups.dense.chosen).reshape(-1)
     own = (first * second + jnp.arange(count)[None]).reshape(-1)
     lost = lost[:, own] if transpose_out else lost[own]
     return add_lost(product, lost, chosen, columns=transpose_out)

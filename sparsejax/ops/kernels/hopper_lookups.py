@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.sm90.over_tokens import Whole
+from pallas_kernels.sm90.over_tokens import DenseFeatures
 from pallas_kernels.sm90.threads.activation_tiles import ByExpert
 from sparsejax.ops.kernels.base import ExpertRows, ResidualRows
 
@@ -39,11 +39,11 @@ def over_tokens(
 ) -> Any:
     """Calls a kernel of `pallas_kernels.sm90.over_tokens` with what `lookups` and
     `slots` returned."""
-    whole = (Whole(slots[0], residual_rows),) if slots else ()
+    dense = (DenseFeatures(slots[0], residual_rows),) if slots else ()
     if not found:
-        return kernel(*operands, *whole, by_segments=by_segments)
+        return kernel(*operands, *dense, by_segments=by_segments)
     by_expert = _by_expert(experts, found)
-    return kernel(*operands, *whole, by_segments=by_segments, by_expert=by_expert)
+    return kernel(*operands, *dense, by_segments=by_segments, by_expert=by_expert)
 
 
 def _by_expert(experts: int, found: tuple[jax.Array, ...]) -> ByExpert | None:

@@ -54,4 +54,4 @@ def all_neurons(gemm: GemmSpec) -> int:
 def residual_rows(gemm: GemmSpec) -> int:
     """Returns the number of residual rows of a GEMM: rows below those of all features,
     for the features that stay dense along the tokens."""
-    return in_blocks(gemm.whole_features) if gemm.is_weight_gradient else 0
+    return in_blocks(gemm.dense_features) if gemm.is_weight_gradient else 0

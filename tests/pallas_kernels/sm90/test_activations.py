@@ -163,74 +163,74 @@ def transposed(x, mask) -> Packed:
     return kept_by(x.T, mask.T)
 
 
-def selected_over_tokens(packed: Packed, whole, by_segments: bool) -> list[Packed]:
-    """By the plain definition: all features, and what the whole ones lose."""
-    dense = decompressed(packed)
-    order = np.arange(len(dense))
+def selected_over_tokens(packed: Packed, dense, by_segments: bool) -> list[Packed]:
+    """By the plain definition: all features, and what the dense ones lose."""
+    features = decompressed(packed)
+    order = np.arange(len(features))
     if by_segments:
-        order = fixed_token_order(len(dense))
+        order = fixed_token_order(len(features))
     order = np.pad(order, (0, -order.size % 64), constant_values=-1)
-    dense = jnp.pad(dense, ((0, 1), (0, 0)))[order]
-    mask = two_of_four(dense, axis=0)
-    parts = [transposed(dense, mask)]
-    if whole is not None:
-        rest = unpacked(transposed(dense, ~mask))
-        parts.append(pack(sparse_rows(rest, np.argsort(whole.slots)[-whole.rows :])))
+    features = jnp.pad(features, ((0, 1), (0, 0)))[order]
+    mask = two_of_four(features, axis=0)
+    parts = [transposed(features, mask)]
+    if dense is not None:
+        rest = unpacked(transposed(features, ~mask))
+        parts.append(pack(sparse_rows(rest, np.argsort(dense.slots)[-dense.rows :])))
     return parts
 
 
-def assert_over_tokens(got, packed: Packed, whole, by_segments: bool) -> None:
-    like = [unpacked(part) for part in selected_over_tokens(packed, whole, by_segments)]
+def assert_over_tokens(got, packed: Packed, dense, by_segments: bool) -> None:
+    like = [unpacked(part) for part in selected_over_tokens(packed, dense, by_segments)]
     kept = unpacked(Packed(*got))
     same(kept.values, jnp.concatenate([c.values for c in like]))
     positions = jnp.concatenate([c.metadata for c in like])
     np.testing.assert_array_equal(kept.metadata, positions)
 
 
-@pytest.fixture(params=[False, True], ids=["", "whole features"])
-def whole(request):
+@pytest.fixture(params=[False, True], ids=["", "dense features"])
+def dense(request):
     """Every second feature, in another order."""
     if not request.param:
         return None
     slots = np.full(FEATURES, -1, np.int32)
     slots[::2] = np.random.default_rng(0).permutation(64)
-    return over_tokens.Whole(jnp.asarray(slots), 64)
+    return over_tokens.DenseFeatures(jnp.asarray(slots), 64)
 
 
 @pytest.mark.parametrize("by_segments", [False, True])
 @pytest.mark.parametrize("tokens", [30, 64, 150])
-def test_keeps_the_two_largest_of_four_tokens(kernels, tokens, by_segments, whole):
+def test_keeps_the_two_largest_of_four_tokens(kernels, tokens, by_segments, dense):
     packed = kept_features(random((tokens, FEATURES)))
     got = over_tokens.keep_tokens(
-        *packed_arrays(packed), whole, by_segments=by_segments
+        *packed_arrays(packed), dense, by_segments=by_segments
     )
-    assert_over_tokens(got, packed, whole, by_segments)
+    assert_over_tokens(got, packed, dense, by_segments)
 
 
 @pytest.mark.parametrize("by_segments", [False, True])
 @pytest.mark.parametrize("tokens", [30, 64, 150])
 def test_gradients_are_packed_over_tokens_on_the_way(
-    kernels, tokens, by_segments, whole
+    kernels, tokens, by_segments, dense
 ):
     y_up, da = random((tokens, FEATURES)), random((tokens, FEATURES), seed=1)
     a = kept_features(y_up)
     dy, *packed = over_tokens.backward(
-        da, *packed_arrays(a), whole, by_segments=by_segments
+        da, *packed_arrays(a), dense, by_segments=by_segments
     )
     expected = kernels.backward(da, a.values, a.metadata)
     same(dy, expected)
     both = over_tokens.keep_tokens_of_both(
-        a.values, dy, a.metadata, whole, by_segments=by_segments
+        a.values, dy, a.metadata, dense, by_segments=by_segments
     )
     for arrays in (packed, both):
         for got, of in zip(arrays, (a, Packed(expected, a.metadata)), strict=True):
-            assert_over_tokens(got, of, whole, by_segments)
+            assert_over_tokens(got, of, dense, by_segments)
 
 
 @pytest.mark.parametrize("by_segments", [False, True])
 @pytest.mark.parametrize("tokens", [30, 64])
 def test_gated_gradients_are_packed_over_tokens_on_the_way(
-    kernels, tokens, by_segments, whole
+    kernels, tokens, by_segments, dense
 ):
     gate, up, da = (random((tokens, FEATURES), seed=i) for i in range(3))
     relu = jnp.maximum(gate, 0)
@@ -238,14 +238,14 @@ def test_gated_gradients_are_packed_over_tokens_on_the_way(
     a, hidden, kept_up = (kept_by(of, mask) for of in (relu * relu * up, relu, up))
     kept = hidden.values, kept_up.values, hidden.metadata
     dgate, dup, *packed = over_tokens.gated_backward(
-        da, *kept, whole, by_segments=by_segments
+        da, *kept, dense, by_segments=by_segments
     )
     expected = kernels.gated_backward(da, *kept)
     for ours, theirs in zip((dgate, dup), expected, strict=True):
         same(ours, theirs)
     gradients = [Packed(values, hidden.metadata) for values in expected]
     for got, of in zip(packed, (a, *gradients), strict=True):
-        assert_over_tokens(got, of, whole, by_segments)
+        assert_over_tokens(got, of, dense, by_segments)
 
 
 EXPERTS = 3
@@ -288,20 +288,20 @@ def test_gradients_of_rows_of_experts_are_those_gathered_before(kernels):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_each_expert_has_its_whole_features(kernels, in_place):
+def test_each_expert_has_its_dense_features(kernels, in_place):
     shape = (40, EXPERTS * 64)
     y_up, da, rows = random(shape), random(shape, seed=1), by_expert()
     a = packed_arrays(kept_features(gathered(y_up, rows)))
     slots = np.full((EXPERTS, 64), -1, np.int32)
     for expert in range(EXPERTS):  # all features have a row, in another order
         slots[expert] = np.random.default_rng(expert).permutation(64)
-    whole = over_tokens.Whole(jnp.asarray(slots.reshape(-1)), 64)
+    dense = over_tokens.DenseFeatures(jnp.asarray(slots.reshape(-1)), 64)
     if in_place:
         da, rows = gathered(da, rows), rows._replace(row_token=None)
-    dy, *packed = over_tokens.backward(da, *a, whole, by_segments=False, by_expert=rows)
+    dy, *packed = over_tokens.backward(da, *a, dense, by_segments=False, by_expert=rows)
     of_rows = rows._replace(row_token=None)
     both = over_tokens.keep_tokens_of_both(
-        a[0], dy, a[1], whole, by_segments=False, by_expert=of_rows
+        a[0], dy, a[1], dense, by_segments=False, by_expert=of_rows
     )
     for ours, theirs in zip(both, packed, strict=True):
         same(ours.values, theirs.values)
@@ -309,7 +309,7 @@ def test_each_expert_has_its_whole_features(kernels, in_place):
     if not in_place:
         da = gathered(da, rows)
     for expert in range(EXPERTS):
-        of_expert = over_tokens.Whole(jnp.asarray(slots[expert]), 64)
+        of_expert = over_tokens.DenseFeatures(jnp.asarray(slots[expert]), 64)
         expected_dy, *expected = over_tokens.backward(
             da, *a, of_expert, by_segments=False
         )
@@ -388,7 +388,7 @@ def test_lowers_for_hopper(dtype):
 
         def with_rest(*operands, run=run):
             *operands, slots = operands
-            return run(*operands, over_tokens.Whole(slots, 64))
+            return run(*operands, over_tokens.DenseFeatures(slots, 64))
 
         assert "mosaic_gpu" in lowered(with_rest, *shapes, slots)
 
@@ -421,7 +421,7 @@ def test_lowers_for_hopper(dtype):
             lambda: over_tokens.keep_tokens(
                 jnp.zeros((100, 32), jnp.bfloat16),
                 jnp.zeros((2, 1, 128), jnp.uint32),
-                over_tokens.Whole(jnp.zeros(64, jnp.int32), 16),
+                over_tokens.DenseFeatures(jnp.zeros(64, jnp.int32), 16),
                 by_segments=True,
             ),
             "16 rows below are not a multiple of 64",

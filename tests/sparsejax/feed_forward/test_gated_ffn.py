@@ -261,7 +261,7 @@ def test_explain_names_what_is_sparse_in_reglu2():
         | dict.fromkeys(("5a", "5b"), "gradient")
     )
     # 5 % of 20 features are one, rounded up to a tile of 16.
-    assert spec.gemms()[-1].whole_features == 16
+    assert spec.gemms()[-1].dense_features == 16
 
 
 def test_the_random_estimator_is_right_on_average():
