@@ -7,15 +7,17 @@
     uv run --extra cuda experiments/bench/gemm.py --case experts \\
         --shapes 16384,4096,16384,8 --share-of-first 0.9
     uv run --extra cuda experiments/bench/gemm.py --case grouped
+    uv run --extra cuda experiments/bench/gemm.py --case grouped \\
+        --shapes 16384,2048,8192,8 16384,4096,16384,8
 
 A case of `gemm_cases` says what is compared. "matrix": GEMMs with a 2:4 operand, and
 packing that operand against a copy. GEMMs 1 and 3 are one problem there: `X W1` and
 `dY W2^T` both multiply (T, d) by a weight that is 2:4 along d and give (T, F); the
 others are listed in `ffn_gemms`. "experts": the same over E experts, one for each token
-(V:2:M with M = 4 E). "grouped": dense GEMMs over unequal groups of rows, in the forms
-of GEMM 2 (rows @ weights of the row's expert) and of GEMM 5 (summed over the rows), by
-`jax.lax.ragged_dot`, by the `xla` backend and, of GEMM 5 on a Hopper GPU, by its
-kernel.
+(V:2:M with M = 4 E). "grouped": dense GEMMs over unequal groups of rows, 1 to 4 (rows @
+weights of the row's expert, in each order of W1 and W2) and 5 (summed over the rows),
+by `jax.lax.ragged_dot`, by the `xla` backend and, on a Hopper GPU, by the kernels of
+V:4:M. Their executed TFLOP/s are those of the tokens' own experts.
 
 Operands are random bfloat16; every result is compared with an independent one before
 anything is timed; all that is compared runs in turn, calls following each other as in a
@@ -26,11 +28,12 @@ those that the search tries. Where PyTorch has cuSPARSELt, `--peer` times its be
 algorithm in turn with the rest.
 
 One H200: 24 shapes of "matrix" with --tune --peer --rounds 3 about 7 minutes, less than
-a minute for one number of experts, about 1 minute for "grouped". Expected there:
-"matrix" for T of 4096 and more 1.45 to 1.65 times as fast as cuBLAS, held down by the
-power limit; "experts", one of four, 5.1 to 5.4 times; "grouped" at the first shape
-`ragged_dot` below 0.9, since XLA expands it into one dense GEMM over all experts, `xla`
-1.2 to 1.4, the kernel 3.
+a minute for one number of experts, about 1 minute for GEMMs 2 and 5 of "grouped".
+Expected there: "matrix" for T of 4096 and more 1.45 to 1.65 times as fast as cuBLAS,
+held down by the power limit; "experts", one of four, 5.1 to 5.4 times; "grouped" at the
+first shape `ragged_dot` below 0.9, since XLA expands it into one dense GEMM over all
+experts, `xla` 1.2 to 1.4, the kernel of GEMM 5 3. The kernel of GEMMs 1 to 4 has not
+been timed yet.
 """
 
 import itertools
@@ -51,6 +54,7 @@ from experiments.bench.gemm_cases import (
     SCALED_COPY,
     CaseName,
     Comparison,
+    Number,
     Setting,
     Size,
     size_of,
@@ -58,10 +62,9 @@ from experiments.bench.gemm_cases import (
 from experiments.bench.power import PowerSampler
 from experiments.bench.rows import append_rows
 from pallas_kernels import tuning
-from sparsejax.ops import grouped_matmul
+from sparsejax.ops import grouped_loops
 from sparsejax.ops.backend import current_device
 from sparsejax.reports.provenance import commit
-from sparsejax.tuning.ffn_gemms import Gemm
 from sparsejax.tuning.timing import Span, Timing, time_queued
 from sparsejax.tuning.tune import measured
 
@@ -76,7 +79,7 @@ class Config:
     case: CaseName = "matrix"
     shapes: tuple[str, ...] | None = None
     """Sizes T,d,F of each comparison, with experts T,d,F,E; None: those of the case."""
-    gemms: tuple[Gemm, ...] | None = None
+    gemms: tuple[Number, ...] | None = None
     """Numbers of the GEMMs' equations; 1, with the weights 2:4, stands for 3 as well.
     None: those of the case."""
     v: int = 128
@@ -84,7 +87,7 @@ class Config:
     share_of_first: float | None = None
     """Share of the tokens in the first expert. None: "experts" has equally many in
     each, "grouped" unequal shares that are drawn."""
-    chunk_rows: int = grouped_matmul.CHUNK_ROWS
+    chunk_rows: int = grouped_loops.CHUNK_ROWS
     """Rows per GEMM of the `xla` backend's loop on GPU, in "grouped"."""
     tune: bool = False
     """Whether the configs of every shape are searched first, and the fastest is
@@ -108,7 +111,7 @@ class Row:
 
     case: CaseName
     name: str
-    gemm: Gemm
+    gemm: Number
     implementation: str
     shape: dict[str, int]
     """The sizes T, d and F, and with experts E and V."""
@@ -141,6 +144,8 @@ class Row:
     peer_as_is_us: float | None = None
     speedup_vs_peer: float | None = None
     speedup_vs_peer_as_is: float | None = None
+    executed_tflops: float | None = None
+    """The TFLOP/s of `Comparison.executed_flops`."""
     chunk_rows: int | None = None
     dense_clock_mhz: float | None = None
     dense_watts: float | None = None
@@ -165,7 +170,7 @@ def main(config: Config) -> list[dict]:
     shapes = case.shapes if config.shapes is None else config.shapes
     _check_flags(config, gemms)
     save = saver(tune=config.tune, shipped=config.shipped)
-    grouped_matmul.CHUNK_ROWS = config.chunk_rows
+    grouped_loops.CHUNK_ROWS = config.chunk_rows
     rows: list[dict] = []
     with PowerSampler() as power:
         sizes = [size_of(config.case, text) for text in shapes]
@@ -189,7 +194,7 @@ def main(config: Config) -> list[dict]:
     return rows
 
 
-def _check_flags(config: Config, gemms: tuple[Gemm, ...]) -> None:
+def _check_flags(config: Config, gemms: tuple[Number, ...]) -> None:
     case = CASES[config.case]
     if unknown := [gemm for gemm in gemms if gemm not in case.known_gemms]:
         raise ValueError(
@@ -221,7 +226,11 @@ def saver(*, tune: bool, shipped: bool) -> Callable[[str, list[tuning.Entry]], N
 
 
 def _rows(
-    config: Config, gemm: Gemm, size: Size, comparison: Comparison, power: PowerSampler
+    config: Config,
+    gemm: Number,
+    size: Size,
+    comparison: Comparison,
+    power: PowerSampler,
 ) -> Iterator[Row]:
     """Yields the rows of a comparison, whose every result is checked before it is
     timed."""
@@ -273,6 +282,7 @@ def _rows(
             peer_as_is_us=us.get(cusparselt.AS_IS),
             speedup_vs_peer=_ratio(us.get(cusparselt.TRANSPOSED), us[best.name]),
             speedup_vs_peer_as_is=_ratio(us.get(cusparselt.AS_IS), us[best.name]),
+            executed_tflops=_tflops(comparison.executed_flops, us[best.name]),
             chunk_rows=config.chunk_rows if config.case == "grouped" else None,
             dense_clock_mhz=dense_clock,
             dense_watts=dense_watts,
@@ -285,7 +295,7 @@ def _rows(
         )
 
 
-def _name(gemm: Gemm, size: Size) -> str:
+def _name(gemm: Number, size: Size) -> str:
     if size.experts is not None:
         return f"GEMM {gemm} of {size.experts} experts"
     return "GEMM 1 or 3" if gemm == "1" else f"GEMM {gemm}"
@@ -295,6 +305,10 @@ def _pack_us(packing: Timing | None, comparison: Comparison) -> float | None:
     if packing is None:
         return None
     return round(1e3 * packing.time_ms / comparison.gemms_packed, 2)
+
+
+def _tflops(flops: int | None, us: float) -> float | None:
+    return None if flops is None else round(flops / us / 1e6, 1)
 
 
 def _ratio(other: float | None, own: float) -> float | None:
@@ -321,6 +335,7 @@ def _line(row: dict) -> str:
         "copy": row["copy_us"],
         "peer": row["peer_us"],
         "peer as is": row["peer_as_is_us"],
+        "TFLOP/s": row["executed_tflops"],
         "MHz": row["clock_mhz"],
         "W": row["watts"],
     }

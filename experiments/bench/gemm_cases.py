@@ -4,8 +4,9 @@
               compared with float32
     experts   the same kernel grouped over experts, one for each token, is compared
               with float32
-    grouped   dense GEMMs grouped over experts by the `xla` backend and by the kernel
-              are compared with `jax.lax.ragged_dot`, which is timed too
+    grouped   dense GEMMs grouped over experts by the `xla` backend and by the kernels
+              are compared with `jax.lax.ragged_dot`, which is timed too; the kernel of
+              GEMMs 1 to 4 reads the weights as they are stored, the others copies
 
 Every dense GEMM is over all F neurons, as cuBLAS runs it. Operands are random bfloat16,
 as they lie in memory in a training step.
@@ -24,6 +25,7 @@ from jax import lax
 from experiments.bench import cusparselt
 from experiments.bench.expert_shares import drawn_shares, expert_shares, routed
 from pallas_kernels import tuning
+from pallas_kernels.sm90 import dense_rows
 from pallas_kernels.sm90.sparse_matmul_configs import (
     Config,
     default_config,
@@ -31,7 +33,8 @@ from pallas_kernels.sm90.sparse_matmul_configs import (
 )
 from sparsejax.ops import grouped_matmul
 from sparsejax.ops.backend import Backend, current_device
-from sparsejax.ops.kernels.registry import HOPPER
+from sparsejax.ops.expert_rows import looked_up
+from sparsejax.ops.kernels.registry import HOPPER, kernels_of
 from sparsejax.routing.dispatch import gather_rows
 from sparsejax.tuning import expert_gemms, ffn_gemms
 from sparsejax.tuning.ffn_gemms import Gemm
@@ -44,6 +47,10 @@ from sparsejax.tuning.tune import (
 )
 
 CaseName = Literal["matrix", "experts", "grouped"]
+Number = Literal["1", "2", "3", "4", "5", "6"]
+"""The number of a GEMM's equation. Of dense operands GEMM 3 is a case of its own: it
+reads W2 transposed, GEMM 1 reads W1 as it is."""
+
 Call = Callable[[], Any]
 
 GROUPED_ERROR = 4e-3
@@ -111,6 +118,9 @@ class Comparison:
     rest."""
     gemms_packed: int = 1
     """The number of GEMMs that read the result of one packing."""
+    executed_flops: int | None = None
+    """The FLOPs of the tokens' own experts, without rows that only fill up tiles; None
+    where an operand is 2:4."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,14 +130,14 @@ class Case:
 
     shapes: tuple[str, ...]
     """The sizes T,d,F of each comparison, and E where there are experts."""
-    gemms: tuple[Gemm, ...]
+    gemms: tuple[Number, ...]
     """The numbers of the GEMMs' equations."""
-    known_gemms: tuple[Gemm, ...] = get_args(Gemm)
+    known_gemms: tuple[Number, ...] = get_args(Gemm)
     has_experts: bool = True
-    compare: Callable[[Gemm, Size, Setting], Comparison]
+    compare: Callable[[Any, Size, Setting], Comparison]
     """Returns the comparison of one GEMM: makes operands of a size and compiles the
     calls."""
-    trial: Callable[[Gemm, Size, Setting], Trial] | None = None
+    trial: Callable[[Any, Size, Setting], Trial] | None = None
     """Returns the GEMM as a search of configs takes it; None where nothing is tuned."""
 
 
@@ -229,7 +239,7 @@ def _candidates(problem: expert_gemms.Problem) -> list[Config]:
 # Dense operands, grouped over experts.
 
 
-def _compare_grouped(gemm: Gemm, size: Size, setting: Setting) -> Comparison:
+def _compare_grouped(gemm: Number, size: Size, setting: Setting) -> Comparison:
     tokens, d_model, d_hidden, experts = size
     assert experts is not None
     shares = drawn_shares(experts)
@@ -242,13 +252,23 @@ def _compare_grouped(gemm: Gemm, size: Size, setting: Setting) -> Comparison:
     keys = jax.random.split(jax.random.key(0), 3)
     normal = partial(jax.random.normal, dtype=jnp.bfloat16)
     x = normal(keys[0], (tokens, d_model))
-    x_rows = gather_rows(x, rows)
     as_float32 = {"preferred_element_type": jnp.float32}
+    of_kernel: dict[str, tuple[Callable[..., Any], tuple]] = {}
+    backends: list[Backend] = ["xla"]
 
-    if gemm == "2":
-        dense = jnp.matmul, (x, normal(keys[1], (d_model, d_hidden)))
-        operands = x_rows, normal(keys[2], (experts, d_model, own))
-        backends: list[Backend] = ["xla"]
+    if gemm != "5":
+        # W1 (d, E, F / E) or W2 (E, F / E, d); GEMMs 3 and 4 read them transposed.
+        axis, transposed = (1 if gemm in "14" else 0), gemm in "34"
+        stored = (d_model, experts, own) if axis else (experts, own, d_model)
+        w = normal(keys[2], stored)
+        by_expert = jnp.moveaxis(w, axis, 0)
+        by_expert = by_expert.swapaxes(1, 2) if transposed else by_expert
+        lhs = x if gemm in "13" else normal(keys[1], (tokens, own))
+        operands = gather_rows(lhs, rows), by_expert
+        into = gemm in "13"
+        widths = (d_model, d_hidden) if into else (d_hidden, d_model)
+        whole = x if into else normal(keys[0], (tokens, d_hidden))
+        dense = jnp.matmul, (whole, normal(keys[1], widths))
 
         def ragged(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
             out = lax.ragged_dot(lhs, rhs, group_sizes, **as_float32)
@@ -257,11 +277,21 @@ def _compare_grouped(gemm: Gemm, size: Size, setting: Setting) -> Comparison:
         def ours(backend: Backend, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
             return grouped_matmul.grouped_matmul(lhs, rhs, *tiles, backend=backend)
 
+        why_not = dense_rows.why_unsupported((d_model, own), setting.v, str(lhs.dtype))
+        kernels = kernels_of(current_device())
+        if kernels is not None and why_not is None:
+            as_stored = partial(
+                kernels.dense_rows_matmul,
+                expert_axis=axis,
+                k_major=transposed,
+            )
+            of_kernel = {HOPPER.name: (as_stored, (operands[0], w, looked_up(rows)))}
+
     else:
         g = normal(keys[1], (tokens, d_hidden))
         dense = (lambda lhs, rhs: jnp.matmul(lhs.T, rhs, **as_float32)), (x, g)
+        x_rows = gather_rows(x, rows)
         operands = x_rows, normal(keys[2], (len(x_rows), own))
-        backends = ["xla"]
         if current_device().is_hopper:
             backends.append(HOPPER.name)
 
@@ -278,20 +308,24 @@ def _compare_grouped(gemm: Gemm, size: Size, setting: Setting) -> Comparison:
     calls = compile_all(
         {"dense": dense, "ragged_dot": (ragged, operands)}
         | {backend: (partial(ours, backend), operands) for backend in backends}
+        | of_kernel
     )
-    right = np.asarray(calls["ragged_dot"](), np.float32)
+    # Beyond the used tiles a kernel writes nothing.
+    written = slice(int(used_tiles) * setting.v if gemm != "5" else None)
+    right = np.asarray(calls["ragged_dot"]()[written], np.float32)
 
     def check(name: str, call: Call) -> Error:
-        got = np.asarray(call(), np.float32)
+        got = np.asarray(call()[written], np.float32)
         error = float(np.linalg.norm(got - right) / np.linalg.norm(right))
         assert error < GROUPED_ERROR, f"{name} at {size}: relative error {error}"
         return Error(error)
 
-    names = ("ragged_dot", *backends)
+    names = dict.fromkeys(("ragged_dot", *backends, *of_kernel))
     return Comparison(
         dense=calls["dense"],
         kernels={name: {None: calls[name]} for name in names},
         check=check,
+        executed_flops=2 * tokens * d_model * own,
     )
 
 
@@ -324,8 +358,8 @@ CASES: dict[CaseName, Case] = {
     ),
     "grouped": Case(
         shapes=("16384,4096,16384,4", "8192,2048,8192,4", "16384,2048,8192,8"),
-        gemms=("2", "5"),
-        known_gemms=("2", "5"),
+        gemms=("1", "2", "3", "4", "5"),
+        known_gemms=("1", "2", "3", "4", "5"),
         compare=_compare_grouped,
     ),
 }

@@ -176,21 +176,25 @@ class OverTokensOfExpert(Walk):
 @dataclass(frozen=True)
 class OwnTasks:
     """The tasks of one block: every `clusters`th task is its cluster's, and the block
-    has its own rows of these tiles."""
+    has its own rows or columns of these tiles."""
 
     walk: Walk
     clusters: int
     """The number of clusters of the grid."""
     blocks: int
-    """The number of blocks of a cluster; they lie side by side along m."""
+    """The number of blocks of a cluster."""
+    along: Literal["m", "n"]
+    """The axis along which the blocks of a cluster lie side by side."""
     first: Any
     """The position of the cluster's first task."""
 
     @classmethod
-    def of(cls, walk: Walk, clusters: int, blocks: int) -> "OwnTasks":
+    def of(
+        cls, walk: Walk, clusters: int, blocks: int, along: Literal["m", "n"] = "m"
+    ) -> "OwnTasks":
         """Returns the tasks of the block that runs this, in a grid with the axes "grid"
         and "cluster"."""
-        return cls(walk, clusters, blocks, lax.axis_index("grid"))
+        return cls(walk, clusters, blocks, along, lax.axis_index("grid"))
 
     @property
     def count(self) -> Any:
@@ -202,9 +206,11 @@ class OwnTasks:
         part of that tile begins."""
         task = self.walk.task(self.first + index * self.clusters)
         tiling = self.walk.tiling
-        row = task.row * self.blocks + lax.axis_index("cluster")
-        tile_m = tiling.tile_m // self.blocks
-        return task, row * tile_m, task.column * tiling.tile_n
+        row, column = task.row * tiling.tile_m, task.column * tiling.tile_n
+        block = lax.axis_index("cluster")
+        if self.along == "m":
+            return task, row + block * (tiling.tile_m // self.blocks), column
+        return task, row, column + block * (tiling.tile_n // self.blocks)
 
 
 def tiling_of(shape, config) -> Tiling:

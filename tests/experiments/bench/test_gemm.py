@@ -13,7 +13,7 @@ from pallas_kernels import tuning, tuning_cache
 from pallas_kernels.sm90.sparse_matmul_configs import default_config
 from sparsejax.feed_forward.operands.token_sparsity import fixed_token_order
 from sparsejax.feed_forward.spec import FFNSparsity, FFNSpec
-from sparsejax.ops import grouped_matmul
+from sparsejax.ops import grouped_loops, grouped_matmul
 from sparsejax.ops.kernels.hopper_shapes import tuned_gemm
 from sparsejax.sparsity.patterns import NM
 from sparsejax.tuning import ffn_gemms
@@ -35,7 +35,7 @@ def tuned(monkeypatch, tmp_path):
 
 @pytest.fixture
 def grouped(monkeypatch, tmp_path):
-    monkeypatch.setattr(grouped_matmul, "CHUNK_ROWS", grouped_matmul.CHUNK_ROWS)
+    monkeypatch.setattr(grouped_loops, "CHUNK_ROWS", grouped_loops.CHUNK_ROWS)
     return gemm.Config(
         case="grouped",
         shapes=("40,16,64,4",),
@@ -50,8 +50,8 @@ def test_all_cases_write_rows_of_one_format(tuned, grouped):
     configs = (
         replace(MATRIX, results=results),
         replace(EXPERTS, gemms=("2",), results=results),
-        # Whose GEMM 5 the kernel runs, too: in tiles of 64 rows.
-        replace(grouped, shapes=("512,64,256,4",), v=64),
+        # Which kernels run, too.
+        replace(grouped, shapes=("512,128,512,4",), v=128),
     )
     rows = [row for config in configs for row in gemm.main(config)]
     assert [json.loads(line) for line in results.read_text().splitlines()] == rows
@@ -61,12 +61,18 @@ def test_all_cases_write_rows_of_one_format(tuned, grouped):
     assert ran == [
         ("matrix", "1", "mosaic_sm90"),
         ("experts", "2", "mosaic_sm90"),
-        ("grouped", "2", "ragged_dot"),
-        ("grouped", "2", "xla"),
-        ("grouped", "5", "ragged_dot"),
-        ("grouped", "5", "xla"),
-        ("grouped", "5", "mosaic_sm90"),
+        *(
+            ("grouped", number, name)
+            for number in "12345"
+            for name in ("ragged_dot", "xla", "mosaic_sm90")
+        ),
     ]
+    # The share of one of four experts, over the time that is stated.
+    executed = [row for row in rows if row["executed_tflops"] is not None]
+    assert len(executed) == 15
+    for row in executed:
+        tflops = 2 * 512 * 128 * 512 / 4 / row["time_us"] / 1e6
+        assert row["executed_tflops"] == round(tflops, 1)
     for row in rows:
         low, high = row["spread"]
         assert 0 < low <= row["speedup"] <= high
@@ -84,8 +90,8 @@ def test_a_shape_that_its_case_does_not_know_is_refused(tuned):
 def test_flags_that_do_not_fit_the_case_are_refused(tuned, grouped):
     with pytest.raises(ValueError, match="'grouped' has no configs to search"):
         gemm.main(replace(grouped, tune=True))
-    with pytest.raises(ValueError, match="'grouped' has no GEMM 4; choose from 2, 5"):
-        gemm.main(replace(grouped, gemms=("4",)))
+    with pytest.raises(ValueError, match="'grouped' has no GEMM 6; choose from 1, 2,"):
+        gemm.main(replace(grouped, gemms=("6",)))
     with pytest.raises(ValueError, match="'matrix' has none; leave it out"):
         gemm.main(replace(MATRIX, share_of_first=0.5))
 
@@ -240,8 +246,8 @@ def test_dense_gemms_are_grouped_in_both_forms(grouped):
     rows = gemm.main(grouped)
     assert [json.loads(line) for line in grouped.results.open()] == rows
     names = [(row["gemm"], row["implementation"]) for row in rows]
-    assert names == [(n, name) for n in "25" for name in ("ragged_dot", "xla")]
-    for number in "25":
+    assert names == [(n, name) for n in "12345" for name in ("ragged_dot", "xla")]
+    for number in "12345":
         (dense_us,) = {row["dense_us"] for row in rows if row["gemm"] == number}
         assert dense_us > 0
     assert all(row["time_us"] > 0 for row in rows)
@@ -256,7 +262,7 @@ def test_the_first_group_may_have_nearly_all_rows(grouped, monkeypatch):
 
     monkeypatch.setattr(gemm_cases, "routed", noted)
     rows = gemm.main(replace(grouped, share_of_first=0.9))
-    assert [row["share_of_first"] for row in rows] == [0.9] * 4
+    assert [row["share_of_first"] for row in rows] == [0.9] * 10
     assert found[0].group_sizes[0] > 0.7 * 40
     with pytest.raises(ValueError, match=r"share_of_first=1\.5 of 4 experts"):
         gemm.main(replace(grouped, share_of_first=1.5))

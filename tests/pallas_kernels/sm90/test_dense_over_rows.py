@@ -9,11 +9,12 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sm90.dense_over_rows import (
-    Config,
+    EPI_TILES,
     default_config,
     dense_over_rows,
     why_unsupported,
 )
+from pallas_kernels.sm90.gemm.dense_kernel import Config
 from pallas_kernels.sm90.gemm.split_k import RowParts
 from pallas_kernels.sm90.sparse_matmul_configs import SHARED_MEMORY_BYTES
 from tests.support.expert_groups import GROUP_TILE, UNUSED
@@ -93,7 +94,8 @@ def test_smaller_tiles_where_they_need_no_more_rounds(sizes, experts, tile_n):
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_every_config_of_these_tests_fits(config):
-    assert config.shared_memory_bytes <= SHARED_MEMORY_BYTES
+    assert config.shared_memory_bytes(EPI_TILES) <= SHARED_MEMORY_BYTES
+    assert config.why_too_large(EPI_TILES) is None
 
 
 @pytest.mark.parametrize(
