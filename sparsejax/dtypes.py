@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float64")
 """The dtypes that an FFN's operands may have; float64, which no kernel takes, is for
@@ -16,6 +17,12 @@ def check_compute_dtype(name: str, dtype: str) -> None:
             f"float16 relu(Y1)^2 would be infinite from Y1 = 256 on); use "
             f"{name}.astype(jnp.bfloat16)"
         )
+
+
+def dtype_in_jax(array: Array) -> str:
+    """Returns the dtype that JAX computes with: float32 for NumPy's float64, unless x64
+    is enabled."""
+    return str(jnp.result_type(array))
 
 
 def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:

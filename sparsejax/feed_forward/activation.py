@@ -41,6 +41,11 @@ class Activation(Protocol):
         which a pattern chooses the entries that it keeps."""
         ...
 
+    def read_by_routers(self, products: Hidden) -> jax.Array:
+        """Returns the array (tokens, d_hidden) that stands for Y1 where a router reads
+        it. The fourth power of its positive part is A^2, the mass of A."""
+        ...
+
     def apply(self, kept: Hidden) -> jax.Array:
         """Returns A (tokens, d_hidden), from what `keep` returned."""
         ...
@@ -67,6 +72,10 @@ class SquaredReLU:
         (y_up,) = products
         return y_up
 
+    def read_by_routers(self, products: Hidden) -> jax.Array:
+        (y_up,) = products
+        return y_up
+
     def apply(self, kept: Hidden) -> jax.Array:
         (hidden,) = kept
         return hidden * hidden
@@ -90,6 +99,9 @@ class _Gated:
     def scores(self, products: Hidden) -> jax.Array:
         return jnp.abs(self.apply(products))
 
+    def read_by_routers(self, products: Hidden) -> jax.Array:
+        return jnp.sqrt(self.scores(products))
+
     def apply(self, kept: Hidden) -> jax.Array:
         gate, up = kept
         return self._of_gate(gate) * up
@@ -101,8 +113,8 @@ class _Gated:
 
 @dataclass(frozen=True)
 class SwiGLU(_Gated):
-    """The activation A = silu(G) * U. It leaves no zeros, so that A cannot be 2:4; see
-    `Activation`.
+    """The activation A = silu(G) * U. It leaves no zeros, so that A cannot be 2:4, but
+    it can be dense inside a token's experts; see `Activation`.
 
     Source: arXiv 2002.05202.
     """

@@ -4,15 +4,16 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Key
 
-from sparsejax.feed_forward.by_expert import BY_EXPERT
 from sparsejax.feed_forward.choice import warn_if_slower
 from sparsejax.feed_forward.frame import Execution, Static, run
 from sparsejax.feed_forward.layout import FFNLayout
-from sparsejax.feed_forward.masked import MASKED
+from sparsejax.feed_forward.operands.experts import ExpertOperands
 from sparsejax.feed_forward.operands.weights import FFNWeights, PackedFFN, pack_ffn
-from sparsejax.feed_forward.packed import PACKED
+from sparsejax.feed_forward.passes.by_expert import BY_EXPERT
+from sparsejax.feed_forward.passes.masked import MASKED
+from sparsejax.feed_forward.passes.packed import PACKED
 from sparsejax.feed_forward.plan import FFNPlan
 from sparsejax.feed_forward.spec import DENSE, FFNCall
 from sparsejax.ops.backend import Backend
@@ -25,7 +26,7 @@ def call_ffn(
     *,
     packed: PackedFFN | None,
     scales: Float[Array, " matrices"] | None,
-    expert_index: Int[Array, "tokens experts_per_token"] | None,
+    experts: ExpertOperands[jax.Array] | None,
     key: Key[Array, ""] | None,
     layout: FFNLayout | None,
     backend: Backend | None,
@@ -37,14 +38,15 @@ def call_ffn(
       spec: the static facts of the call; `ffn` and `gated_ffn` describe the other
         arguments.
     Raises:
-      ValueError: an argument that the sparsity needs is missing.
+      ValueError: an argument that the sparsity needs is missing or does not fit.
       NotImplementedError: the named backend cannot run a GEMM; says why.
     """
     _check_needed(spec, scales, packed, key)
+    experts = _operands_of_experts(spec, experts)
     if spec.tokens == 0:
         # Without tokens any FFN is the dense one, and there are no rows to make tiles
         # of.
-        spec, expert_index = replace(spec, sparsity=DENSE), None
+        spec, experts = replace(spec, sparsity=DENSE), None
     sparsity = spec.sparsity
     plan = FFNPlan.of(spec, backend)
     if backend is None:
@@ -64,7 +66,8 @@ def call_ffn(
         )
     static = Static(plan, layout, _execution(plan))
     key = key if sparsity.needs_key else None
-    return run(static, x, weights, jax.lax.stop_gradient(packed), expert_index, key)
+    packed, experts = jax.lax.stop_gradient((packed, experts))
+    return run(static, x, weights, packed, experts, key)
 
 
 def _execution(plan: FFNPlan) -> Execution:
@@ -91,4 +94,54 @@ def _check_needed(
         raise ValueError(
             f"token_sparsity={sparsity.token_sparsity!r} draws random numbers; pass "
             f"key, a new one at every step"
+        )
+
+
+def _operands_of_experts(
+    spec: FFNCall, given: ExpertOperands[jax.Array] | None
+) -> ExpertOperands[jax.Array] | None:
+    """Returns the operands that a call reads, None without experts. Raises ValueError
+    where one is missing or does not fit."""
+    sparsity = spec.sparsity
+    if not sparsity.experts:
+        return None
+    index, means, threshold = given or ExpertOperands()
+    if sparsity.router.before_up:
+        _check_index(spec, index)
+    else:
+        index = None
+    if not sparsity.mean_compensation:
+        means = None
+    elif means is None or means.shape != (spec.d_hidden,):
+        got = None if means is None else means.shape
+        raise ValueError(
+            f"mean_compensation=True needs skipped_means of shape ({spec.d_hidden},), "
+            f"got {got}; a SparseFFN keeps them, and zeros compensate nothing"
+        )
+    if sparsity.most_experts_per_token is None or sparsity.router.before_up:
+        return ExpertOperands(index, means)
+    if threshold is None:
+        raise ValueError(
+            f"most_experts_per_token={sparsity.most_experts_per_token} needs "
+            f"energy_threshold, the share of a token's energy above which it uses an "
+            f"expert; a SparseFFN keeps one that moves in training"
+        )
+    return ExpertOperands(index, means, jnp.asarray(threshold, jnp.float32))
+
+
+def _check_index(spec: FFNCall, index: Array | None) -> None:
+    """Raises ValueError where `expert_index` does not hold integers, `expert_choices`
+    for each token."""
+    expected = (spec.tokens, spec.sparsity.expert_choices)
+    router = spec.sparsity.router
+    if index is None or index.shape != expected:
+        got = None if index is None else index.shape
+        raise ValueError(
+            f"router={router.name!r} needs expert_index of shape {expected}, got "
+            f"{got}; make it with {type(router).__name__}.choose"
+        )
+    if not jnp.issubdtype(index.dtype, jnp.integer):
+        raise ValueError(
+            f"expert_index has dtype {index.dtype} and must have integers, the "
+            f"numbers of experts; make it with {type(router).__name__}.choose"
         )

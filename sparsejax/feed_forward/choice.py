@@ -272,7 +272,9 @@ def _implementations_of(gemm: GemmSpec) -> Implementations:
             return grouped_matmul.sparse_outer_implementations()
         return grouped_matmul.outer_implementations()
     if gemm.experts is not None:
-        return grouped_matmul.implementations()
+        if gemm.pattern is None:
+            return grouped_matmul.implementations()
+        return grouped_matmul.sparse_implementations()
     if gemm.pattern is not None:
         return sparse_matmul.implementations()
     return dense_matmul.implementations()

@@ -4,15 +4,17 @@
 backward of a sparse FFN do not read the same matrices: GEMM 1 reads S(W1) and GEMM 4
 reads W1, GEMM 2 reads W2 and GEMM 3 reads S(W2^T). The gradient is therefore an
 estimator, straight through masks and soft threshold, not the derivative of the output.
-With everything dense it is the derivative.
+With everything dense it is the derivative. With `exact_gradients` GEMM 3 reads W2^T and
+GEMM 4 reads S(W1)^T: the derivative of the output with its masks held constant, by
+S(W1) in the place of W1.
 """
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from sparsejax.annotations import check_value
 from sparsejax.feed_forward.call import call_ffn
 from sparsejax.feed_forward.layout import FFNLayout
+from sparsejax.feed_forward.operands.experts import ExpertOperands
 from sparsejax.feed_forward.operands.weights import FFNWeights, PackedFFN
 from sparsejax.feed_forward.spec import DENSE, FFNSparsity, FFNSpec
 from sparsejax.ops.backend import Backend
@@ -27,6 +29,8 @@ def ffn(
     packed: PackedFFN | None = None,
     scales: Float[Array, "2"] | None = None,
     expert_index: Int[Array, "tokens experts_per_token"] | None = None,
+    skipped_means: Float[Array, " d_hidden"] | None = None,
+    energy_threshold: Float[Array, ""] | None = None,
     key: Key[Array, ""] | None = None,
     layout: FFNLayout | None = None,
     backend: Backend | None = None,
@@ -52,6 +56,11 @@ def ffn(
       expert_index: V:N:M with a router before GEMM 1: the experts of each token,
         integers. An expert counts once for a token however often it is named, and a
         choice outside [0, experts) is none: a token without any has Y = 0.
+      skipped_means: with `mean_compensation`, for each neuron the mean of A over the
+        tokens that skip it; constant in the backward.
+      energy_threshold: with `most_experts_per_token`, the share of a token's energy
+        above which it uses an expert; not read with a router before GEMM 1, whose
+        choice is in `expert_index`.
       key: for `token_sparsity` "mvue" and "mvue_approximate".
       layout: on a mesh of several devices, how the operands lie on it; called under jit
         with arrays of their whole shapes. The result is that of one device within
@@ -72,38 +81,14 @@ def ffn(
         layout.check(x.shape[0], w_up.shape[1], sparsity)
         shards = layout.shards
     spec = FFNSpec.of(x, w_up, w_down, sparsity, **shards)
-    if sparsity.experts and sparsity.router.before_up:
-        _check_experts(spec, expert_index)
-    else:
-        expert_index = None
     return call_ffn(
         spec,
         x,
         FFNWeights(w_up, w_down),
         packed=packed,
         scales=scales,
-        expert_index=expert_index,
+        experts=ExpertOperands(expert_index, skipped_means, energy_threshold),
         key=key,
         layout=layout,
         backend=backend,
     )
-
-
-def _check_experts(
-    spec: FFNSpec, expert_index: Int[Array, "tokens experts_per_token"] | None
-) -> None:
-    """Raises ValueError where `expert_index` does not hold integers,
-    `experts_per_token` for each token."""
-    expected = (spec.tokens, spec.sparsity.experts_per_token)
-    router = spec.sparsity.router
-    if expert_index is None or expert_index.shape != expected:
-        got = None if expert_index is None else expert_index.shape
-        raise ValueError(
-            f"router={router.name!r} needs expert_index of shape {expected}, got "
-            f"{got}; make it with {type(router).__name__}.choose"
-        )
-    if not jnp.issubdtype(expert_index.dtype, jnp.integer):
-        raise ValueError(
-            f"expert_index has dtype {expert_index.dtype} and must have integers, the "
-            f"numbers of experts; make it with {type(router).__name__}.choose"
-        )

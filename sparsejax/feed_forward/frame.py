@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Key
 
 from sparsejax.feed_forward.layout import (
     FFNLayout,
@@ -25,7 +25,13 @@ from sparsejax.feed_forward.layout import (
     token_spec,
     weight_spec,
 )
-from sparsejax.feed_forward.operands.weights import FFNWeights, PackedFFN, ReadWeights
+from sparsejax.feed_forward.operands.experts import ExpertOperands, expert_specs
+from sparsejax.feed_forward.operands.weights import (
+    FFNWeights,
+    PackedFFN,
+    ReadWeights,
+    as_dense,
+)
 from sparsejax.feed_forward.plan import FFNPlan
 
 
@@ -34,8 +40,8 @@ class Execution(NamedTuple):
     order."""
 
     forward: Callable[..., tuple[jax.Array, Any]]
-    """Takes (static, x, weights as read, expert_index); returns Y and the residuals, a
-    pytree."""
+    """Takes (static, x, weights as read, the operands of the experts or None); returns
+    Y and the residuals, a pytree."""
     backward: Callable[..., tuple[jax.Array, FFNWeights]]
     """Takes (static, x or None, residuals, weights as read, dy, key); returns dX, and
     the gradients of the weights in float32."""
@@ -55,14 +61,14 @@ def run(
     x: Float[Array, "tokens d_model"],
     weights: FFNWeights,
     packed: PackedFFN | None,
-    expert_index: Int[Array, "tokens experts_per_token"] | None,
+    experts: ExpertOperands[jax.Array] | None,
     key: Key[Array, ""] | None,
 ) -> Float[Array, "tokens d_model"]:
     """Returns Y of an FFN, differentiable by its six (or nine) equations."""
-    return _fwd(static, x, weights, packed, expert_index, key)[0]
+    return _fwd(static, x, weights, packed, experts, key)[0]
 
 
-def _fwd(static, x, weights, packed, expert_index, key):
+def _fwd(static, x, weights, packed, experts, key):
     layout, tokens = static.layout, token_spec(static.layout)
     forward = on_mesh(
         layout,
@@ -71,11 +77,11 @@ def _fwd(static, x, weights, packed, expert_index, key):
             tokens,
             _weight_specs(layout, weights),
             packed_specs(layout, packed),
-            tokens,
+            expert_specs(layout, experts),
         ),
         out_specs=(tokens, device_spec(layout)),
     )
-    y, residuals = forward(x, weights, packed, expert_index)
+    y, residuals = forward(x, weights, packed, experts)
     kept_x = None if static.plan.keeps_rows_of_x else x
     return y, (kept_x, residuals, weights, packed, key)
 
@@ -110,10 +116,10 @@ def _weight_specs(layout: FFNLayout | None, weights: FFNWeights) -> FFNWeights:
     return FFNWeights(up=into, down=weight_spec(layout, 0), gate=gate)
 
 
-def _forward(static, x, weights, packed, expert_index):
+def _forward(static, x, weights, packed, experts):
     """Returns Y and the residuals for one device's part of the operands."""
     read = _as_read(static.layout, x.dtype, weights, packed)
-    y, residuals = static.execution.forward(static, x, read, expert_index)
+    y, residuals = static.execution.forward(static, x, read, experts)
     return sum_over_neurons(static.layout, y), residuals
 
 
@@ -122,6 +128,8 @@ def _backward(static, x, residuals, weights, packed, dy, key):
     operands."""
     layout = static.layout
     read = _as_read(layout, dy.dtype, weights, packed)
+    if static.plan.sparsity.d_input_weights is not None:
+        read = _with_forward_weights(read)
     key = own_key(layout, key)
     dx, dw = static.execution.backward(static, x, residuals, read, dy, key)
 
@@ -135,6 +143,16 @@ def _backward(static, x, residuals, weights, packed, dy, key):
         down=summed(dw.down, weights.down, 0),
         gate=summed(dw.gate, weights.gate, 1),
     )
+
+
+def _with_forward_weights(read: ReadWeights) -> ReadWeights:
+    """Returns the weights with beta S(W), which GEMM 1 has read, in the place of those
+    into the hidden layer that GEMM 4 reads."""
+    up = as_dense(read.up, read.packed_up, up=True)
+    gate = read.gate
+    if gate is not None:
+        gate = as_dense(gate, read.packed_gate, up=True)
+    return read._replace(up=up, gate=gate)
 
 
 def _as_read(

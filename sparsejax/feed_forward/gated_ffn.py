@@ -6,41 +6,38 @@
     5a dWg = X^T dG     5b dWu = X^T dU     6  dWd = A^T dY
 
 "swiglu" has s = silu, "reglu2" s = relu^2. As in the squared-ReLU FFN, GEMMs 1 and 3
-may read S(W), GEMMs 2 and 4 the dense weight. relu^2 leaves zeros, and dG and dU are
-zero where A is, so that GEMMs 2, 4, 5 and 6 may have 2:4 activations; SiLU leaves none.
+may read S(W), GEMMs 2 and 4 the dense weight; with exact gradients 3 is dense and 4
+reads S(W). relu^2 leaves zeros, and dG and dU are zero where A is, so that GEMMs 2, 4,
+5 and 6 may have 2:4 activations; SiLU leaves none. With either a token may use the
+neurons of its experts only, V:4:M.
 """
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
 from sparsejax.annotations import check_value
-from sparsejax.dtypes import check_compute_dtype
+from sparsejax.dtypes import check_compute_dtype, dtype_in_jax
 from sparsejax.feed_forward.activation import ACTIVATIONS, Activation, GatedActivation
 from sparsejax.feed_forward.call import call_ffn
 from sparsejax.feed_forward.layout import FFNLayout
+from sparsejax.feed_forward.operands.experts import ExpertOperands
 from sparsejax.feed_forward.operands.weights import (
     FFNWeights,
     PackedFFN,
 )
+from sparsejax.feed_forward.packing import why_not_packed_anew
 from sparsejax.feed_forward.spec import (
     DENSE,
     FFNCall,
     FFNSparsity,
-    dense_feature_count,
-    dtype_in_jax,
-    why_not_packed_anew,
-    why_not_packed_over_tokens,
 )
 from sparsejax.ops.backend import (
     Backend,
     GemmSpec,
-    Role,
     current_device,
 )
-from sparsejax.sparsity.patterns import TWO_FOUR, Pattern
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,72 +100,59 @@ class GatedFFNSpec(FFNCall):
     def gemms(self) -> tuple[GemmSpec, ...]:
         """Returns the nine GEMMs of one device, in the order 1a, 1b, 2, 3, 4a, 4b, 5a,
         5b, 6."""
-        t, d = self.tokens // self.token_shards, self.d_model
-        f = self.d_hidden // self.hidden_shards
         s = self.sparsity
-        along_tokens = TWO_FOUR if s.token_sparsity else None
-        weight = _sparse("weight", s.weights)
-        activation = partial(_sparse, "input", s.activations)
-
-        def gradient(operand: str) -> dict[str, Any]:
-            return {"is_weight_gradient": True} | _sparse(
-                operand,
-                along_tokens,
-                why_not_packed=why_not_packed_over_tokens(s),
-                dense_features=dense_feature_count(f, s.dense_features),
-            )
-
+        into_hidden = ("S(Wg)", "S(Wu)") if s.d_input_weights else ("Wg", "Wu")
         # dX is the sum of two products in float32.
-        part = activation(
+        part = partial(
+            self.activation_gemm,
             float32_out=True,
             weight_transposed=True,
-            why_not_packed=why_not_packed_anew(s),
+            why_not_packed=self.why_not_packed or why_not_packed_anew(s),
         )
-
-        def gemm(
-            role: Role, name: str, d_in: int, d_out: int, **facts: Any
-        ) -> GemmSpec:
-            shared = {"tokens": t, "dtype": self.dtype, "device": self.device}
-            return GemmSpec(
-                role=role, name=name, d_in=d_in, d_out=d_out, **shared, **facts
-            )
-
         return (
-            gemm("gate", "1a G = X Wg", d, f, **weight),
-            gemm("up", "1b U = X Wu", d, f, **weight),
-            gemm("down", "2  Y = A Wd", f, d, **activation()),
-            gemm("d_hidden", "3  dA = dY Wd^T", d, f, **weight),
-            gemm("d_input_gate", "4a dX = dG Wg^T", f, d, **part),
-            gemm("d_input", "4b dX += dU Wu^T", f, d, **part),
-            gemm("d_gate", "5a dWg = X^T dG", d, f, **gradient("gradient")),
-            gemm("d_up", "5b dWu = X^T dU", d, f, **gradient("gradient")),
-            gemm("d_down", "6  dWd = A^T dY", f, d, **gradient("input")),
+            self.weight_gemm("gate", "1a G = X Wg", by_expert=s.skip_blocks),
+            self.weight_gemm("up", "1b U = X Wu", by_expert=s.skip_blocks),
+            self.activation_gemm(
+                "down", "2  Y = A Wd", why_not_packed=self.why_not_packed
+            ),
+            self.weight_gemm("d_hidden", "3  dA = dY Wd^T", by_expert=s.da_by_expert),
+            part("d_input_gate", f"4a dX = dG {into_hidden[0]}^T"),
+            part("d_input", f"4b dX += dU {into_hidden[1]}^T"),
+            self.gradient_gemm("d_gate", "5a dWg = X^T dG", "gradient"),
+            self.gradient_gemm("d_up", "5b dWu = X^T dU", "gradient"),
+            self.gradient_gemm("d_down", "6  dWd = A^T dY", "input"),
         )
+
+    @property
+    def why_not_packed(self) -> str | None:
+        if self.sparsity.experts and self.sparsity.in_expert is not None:
+            return "no kernel packs rows of experts of a gated FFN"
+        return None
 
 
 def check_gated(activation: GatedActivation, sparsity: FFNSparsity) -> None:
     """Raises ValueError where there is no gated FFN of that activation, or where it
     cannot have the sparsity."""
     check_value("activation", activation, GatedActivation)
-    if activation == "swiglu":
-        for name in ("activations", "token_sparsity"):
-            if (value := getattr(sparsity, name)) is not None:
-                raise ValueError(
-                    f"{name}={value} in a SwiGLU FFN: silu leaves no zeros, so only "
-                    f"weights can be sparse; set {name}=None, or activation='reglu2' "
-                    f"or 'relu2'"
-                )
-    if sparsity.experts:
+    watched = list(sparsity.observes)
+    if sparsity.learns:
+        watched.append(f"what router={sparsity.router.name!r} learns")
+    if watched:
         raise ValueError(
-            f"activations={sparsity.activations} in a gated FFN: a router needs "
-            f"activation='relu2'; use NM(2, 4) activations"
+            f"training steps observe {', '.join(watched)} in squared-ReLU FFNs alone, "
+            f"not in one of activation={activation!r}; leave out the setting that "
+            f"needs it, or use activation='relu2'"
         )
-
-
-def _sparse(operand: str, pattern: Pattern | None, **facts: Any) -> dict[str, Any]:
-    """Returns the fields of a `GemmSpec` that describe its sparse operand, none where
-    the operand is dense."""
-    return {"sparse_operand": operand, "pattern": pattern, **facts} if pattern else {}
+    if activation != "swiglu":
+        return
+    two_four = {"activations": sparsity.activations if sparsity.in_expert else None}
+    for name, value in (two_four | {"token_sparsity": sparsity.token_sparsity}).items():
+        if value is not None:
+            raise ValueError(
+                f"{name}={value} in a SwiGLU FFN: silu leaves no zeros, so that its "
+                f"activations can be sparse by whole experts alone, VNM(v, 4, m), and "
+                f"its weights; set {name}=None, or activation='reglu2' or 'relu2'"
+            )
 
 
 def gated_ffn(
@@ -181,6 +165,7 @@ def gated_ffn(
     sparsity: FFNSparsity = DENSE,
     packed: PackedFFN | None = None,
     scales: Float[Array, "3"] | None = None,
+    expert_index: Int[Array, "tokens experts_per_token"] | None = None,
     key: Key[Array, ""] | None = None,
     layout: FFNLayout | None = None,
     backend: Backend | None = None,
@@ -194,8 +179,8 @@ def gated_ffn(
 
     Args:
       w_gate, w_up, w_down: Wg, Wu and Wd, usually float32 masters.
-      activation: the name of s. "swiglu" is silu, which allows sparse weights alone;
-        "reglu2" is relu^2, which allows 2:4 activations as well.
+      activation: the name of s. "swiglu" is silu, which allows sparse weights and
+        V:4:M activations; "reglu2" is relu^2, which allows 2:4 ones as well.
       scales: the frozen beta of (Wg, Wu, Wd^T), for packing here if `packed` is None.
       key: a random key for `token_sparsity` "mvue" and "mvue_approximate".
     Raises:
@@ -219,7 +204,7 @@ def gated_ffn(
         FFNWeights(up=w_up, down=w_down, gate=w_gate),
         packed=packed,
         scales=scales,
-        expert_index=None,
+        experts=ExpertOperands(expert_index),
         key=key,
         layout=layout,
         backend=backend,

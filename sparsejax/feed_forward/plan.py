@@ -3,13 +3,16 @@
 from dataclasses import dataclass
 
 from sparsejax.feed_forward.activation import Activation
+from sparsejax.feed_forward.packing import (
+    packs_its_result,
+    why_not_packed_over_tokens,
+    writes_dense_rows,
+)
 from sparsejax.feed_forward.spec import (
     FFNCall,
     FFNSparsity,
-    group_tile,
-    packs_its_result,
-    why_not_packed_over_tokens,
 )
+from sparsejax.feed_forward.tiles import group_tile
 from sparsejax.ops.backend import Backend, Decision
 from sparsejax.ops.kernels import registry
 from sparsejax.ops.kernels.base import KernelSet
@@ -105,12 +108,32 @@ class FFNPlan:
         """Whether the residuals hold the rows of X sorted by expert, as GEMM 1 read
         them, in place of X. With several experts per token the rows would take several
         times the memory of X."""
-        return self.sparsity.skip_blocks and self.sparsity.experts_per_token == 1
+        return self.sparsity.skip_blocks and self.sparsity.expert_choices == 1
 
     @property
     def packs_activations(self) -> bool:
         """Whether A and dY1 are packed for GEMMs 2 and 4."""
-        return self.down.on_kernels
+        return self.down.on_kernels and self.down.spec.pattern is not None
+
+    @property
+    def keeps_dense_rows(self) -> bool:
+        """Whether the residuals hold A of dense rows of experts, which kernels read and
+        write; see `passes.dense_by_expert`. It takes a squared ReLU, of which A says
+        all, and weight gradients that read no activations of other neurons."""
+        sparsity = self.sparsity
+        own = sparsity.mask_reuse or sparsity.weight_gradients == "expert_columns"
+        dense = self.down.on_kernels and self.down.spec.pattern is None
+        return dense and own and self.gate is None
+
+    @property
+    def up_writes_rows_of_a(self) -> bool:
+        """Whether GEMM 1 writes A of dense rows in its epilogue, in place of Y1."""
+        return self.keeps_dense_rows and writes_dense_rows(self.up, self.down)
+
+    @property
+    def d_hidden_writes_rows_of_dy_up(self) -> bool:
+        """Whether GEMM 3 writes dY1 of dense rows in its epilogue, in place of dA."""
+        return self.keeps_dense_rows and writes_dense_rows(self.d_hidden, self.d_input)
 
 
 def _packs_over_tokens(sparsity: FFNSparsity, by_role: dict[str, Decision]) -> bool:

@@ -8,29 +8,40 @@ Sparse tensor cores accept sparsity in one operand, along the reduction axis, so
 GEMM is sparse in its weight (1, 3) or in its activation (2, 4, 5, 6), never in both.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.device import CPU, Device
 from sparsejax.annotations import check_fields, check_value
-from sparsejax.dtypes import check_compute_dtype
+from sparsejax.dtypes import check_compute_dtype, dtype_in_jax
 from sparsejax.feed_forward.activation import Activation, SquaredReLU
 from sparsejax.feed_forward.choice import decide
+from sparsejax.feed_forward.operands.checks import (
+    check_backward,
+    check_experts,
+    check_patterns,
+)
+from sparsejax.feed_forward.packing import (
+    packed_before,
+    packs_its_result,
+    why_not_packed_anew,
+    why_not_packed_over_tokens,
+    writes_dense_rows,
+)
+from sparsejax.feed_forward.tiles import dense_feature_count, group_tile
 from sparsejax.ops.backend import (
     Backend,
     Decision,
     GemmSpec,
+    Role,
     current_device,
 )
 from sparsejax.routing.routers import NEAREST_CENTRE, Router, named_router
-from sparsejax.sparsity.patterns import NM, VNM
+from sparsejax.sparsity.patterns import NM, TWO_FOUR, VNM
 
 WeightGradients = Literal["dense", "expert_columns"]
 TokenSparsity = Literal["magnitude", "mvue", "mvue_approximate"]
@@ -47,7 +58,8 @@ class FFNSparsity:
     """The pattern of S(W1) and S(W2^T) in GEMMs 1 and 3, along d_model; None: dense."""
 
     activations: NM | VNM | None = None
-    """The pattern of A and dY1 in GEMMs 2 and 4, along the F neurons; None: dense."""
+    """The pattern of A and dY1 in GEMMs 2 and 4, along the F neurons: 2:4; V:2:M, 2:4
+    inside a token's experts; V:4:M, dense inside of them; None: dense."""
 
     router: Router = NEAREST_CENTRE
     """The way in which a token chooses its experts (V:N:M only): a `Router` or its
@@ -56,6 +68,12 @@ class FFNSparsity:
     experts_per_token: int = 1
     """The number g of the E experts that a token uses (V:N:M only); A has density g * n
     / m."""
+
+    most_experts_per_token: int | None = None
+    """The largest number of experts that a token may use where their number depends on
+    the token: those whose share of its energy is above a threshold, and at least one.
+    The threshold moves in training so that tokens use `experts_per_token` on average.
+    None: every token uses that many."""
 
     skip_blocks: bool = False
     """Whether GEMM 1 computes just the neurons of a token's experts (V:N:M only). GEMM
@@ -82,8 +100,25 @@ class FFNSparsity:
     """Whether the groups of four of `token_sparsity` are tokens a 64th of all apart, in
     a fixed order, since neighbours activate the same features (arXiv 2503.16672)."""
 
+    exact_gradients: bool = False
+    """Whether the backward reads the weights that the forward has read: GEMM 3 the
+    dense W2^T, and GEMM 4 the transpose of beta S(W1). The gradients are then those of
+    the forward with its masks held constant, and the one of beta S(W1) is passed on to
+    W1 as it is. Without 2:4 weights they are so in any case."""
+
+    mean_compensation: bool = False
+    """Whether Y gets what the neurons of the experts that a token does not use give on
+    average: the mean of A over the tokens that skip a neuron, a moving average over
+    training steps, times W2 (V:N:M only)."""
+
+    skipped_energy: float | None = None
+    """The share of the energy of a token, the squared mass of A, that the neurons of
+    the experts which it does not use are to have: a penalty on them, added to the
+    gradient of W1, grows in training until they have it (V:N:M only). None: there is no
+    penalty."""
+
     def __post_init__(self) -> None:
-        self._check_patterns()
+        check_patterns(self)
         if not isinstance(self.router, Router):
             object.__setattr__(self, "router", named_router(self.router))
         check_fields(self)
@@ -94,59 +129,12 @@ class FFNSparsity:
                     f"{name}={pattern} is not 2:4, the N:M pattern that sparse tensor "
                     f"cores run; use NM(2, 4)"
                 )
-        venom = isinstance(self.activations, VNM)
-        if isinstance(self.activations, VNM):
-            if self.activations.n != 2:
-                raise ValueError(
-                    f"activations={self.activations} keeps n={self.activations.n} of "
-                    f"four; sparse tensor cores need n=2"
-                )
-            if not 1 <= self.experts_per_token <= self.activations.experts:
-                raise ValueError(
-                    f"experts_per_token={self.experts_per_token} is not in "
-                    f"[1, {self.activations.experts}], the experts of "
-                    f"{self.activations} (m / 4)"
-                )
-        if self.skip_blocks and not venom:
-            raise ValueError(
-                f"skip_blocks=True needs a V:N:M activation pattern, not "
-                f"{self.activations}; set activations=VNM(v, 2, m)"
-            )
-        if self.skip_blocks and not self.router.before_up:
-            raise ValueError(
-                f"skip_blocks=True with router={self.router.name!r}: its choice is "
-                f"only known after GEMM 1 over all neurons; choose router="
-                f"'nearest_centre' or 'token_hash', or skip_blocks=False"
-            )
-        if self.skip_blocks and self.weight_gradients != "expert_columns":
-            raise ValueError(
-                f"skip_blocks=True leaves nothing outside the token's experts, so "
-                f"weight_gradients={self.weight_gradients!r} cannot be computed; use "
-                f"'expert_columns'"
-            )
-        if self.weight_gradients == "expert_columns" and not venom:
-            raise ValueError(
-                f"weight_gradients='expert_columns' needs a V:N:M activation pattern, "
-                f"not {self.activations}; use 'dense' or activations=VNM(v, 2, m)"
-            )
+        check_experts(self)
+        check_backward(self)
         if not 0.0 <= self.dense_features < 1.0:
             raise ValueError(
                 f"dense_features={self.dense_features} is not in [0, 1): it is the "
                 f"share of features kept dense in GEMMs 5 and 6"
-            )
-
-    def _check_patterns(self) -> None:
-        """Raises ValueError where a pattern is none, and says which one was meant."""
-        if not isinstance(self.weights, NM | None):
-            raise ValueError(
-                f"weights={self.weights!r} must be a 2:4 pattern, whose groups lie "
-                f"along d_model, or None for dense weights; use NM(2, 4)"
-            )
-        if not isinstance(self.activations, NM | VNM | None):
-            raise ValueError(
-                f"activations={self.activations!r} must be a pattern along the neurons "
-                f"or None for dense activations; use NM(2, 4), or VNM(v, 2, m) with m "
-                f"four times the number of experts"
             )
 
     @property
@@ -155,14 +143,57 @@ class FFNSparsity:
         return self.activations.experts if isinstance(self.activations, VNM) else None
 
     @property
+    def in_expert(self) -> NM | None:
+        """The pattern of A along the neurons of a token's experts, or along all neurons
+        where there are no experts: 2:4, or None where A is dense there."""
+        pattern = self.activations
+        is_dense = isinstance(pattern, VNM) and pattern.dense_inside
+        return None if pattern is None or is_dense else TWO_FOUR
+
+    @property
+    def backward_weights(self) -> NM | None:
+        """The pattern of the weight that GEMM 3 reads; None where it is dense."""
+        return None if self.exact_gradients else self.weights
+
+    @property
+    def d_input_weights(self) -> NM | None:
+        """The pattern of the weights that GEMM 4 reads, as zeros of a dense operand;
+        None where they have none."""
+        return self.weights if self.exact_gradients else None
+
+    @property
     def da_by_expert(self) -> bool:
         """Whether GEMM 3 computes dA for the neurons of a token's experts alone. A is
         zero at all others, and so is dY1 = dA * 2 relu(Y1), unless `mask_reuse=False`
-        lets dense weight gradients read them. A dense weight (no `skip_blocks`) is left
-        to one dense GEMM, which no loop over experts beats at every size."""
+        lets dense weight gradients read them. Where only A is 2:4, and no block is
+        skipped, the GEMM is left to one dense one, which no loop over experts beats at
+        every size."""
         read_elsewhere = not self.mask_reuse and self.weight_gradients == "dense"
-        two_four = self.weights is not None and not read_elsewhere
-        return bool(self.experts) and (self.skip_blocks or two_four)
+        skips = self.backward_weights is not None or self.in_expert is None
+        return bool(self.experts) and (
+            self.skip_blocks or (skips and not read_elsewhere)
+        )
+
+    @property
+    def observes(self) -> tuple[str, ...]:
+        """The names of the arrays that training steps observe and an FFN keeps, besides
+        those of its router."""
+        names = {
+            "skipped_means": self.mean_compensation,
+            "energy_threshold": self.most_experts_per_token is not None,
+            "penalty_strength": self.skipped_energy is not None,
+        }
+        return tuple(name for name, is_set in names.items() if is_set)
+
+    @property
+    def learns(self) -> bool:
+        """Whether training steps move what the router keeps."""
+        return bool(self.experts) and self.router.learns
+
+    @property
+    def expert_choices(self) -> int:
+        """The number of experts that a token can have at most."""
+        return self.most_experts_per_token or self.experts_per_token
 
     @property
     def needs_key(self) -> bool:
@@ -180,26 +211,6 @@ class FFNSparsity:
 
 
 DENSE = FFNSparsity()
-
-FEATURE_TILE = 16
-"""The features of one tile. The dense features of GEMMs 5 and 6 are rounded up to whole
-tiles, the row granularity of the tensor-core instructions that multiply them."""
-
-
-def dense_feature_count(features: int, share: float) -> int:
-    """Returns how many features stay dense: `share` of them, rounded up to whole
-    feature tiles."""
-    return min(math.ceil(share * features / FEATURE_TILE) * FEATURE_TILE, features)
-
-
-GROUP_TILE = 128
-"""The number of rows of one expert that sparse tensor cores take together."""
-
-
-def group_tile(v: int) -> int:
-    """Returns the number that sparse tensor cores pad an expert's rows to a multiple
-    of, at least V. It pads more than V does, and changes no value."""
-    return math.ceil(v / GROUP_TILE) * GROUP_TILE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +243,78 @@ class FFNCall(ABC):
         """Returns the GEMMs of one device, forward and backward, in their numbers'
         order."""
 
+    def weight_gemm(self, role: Role, name: str, *, by_expert: bool) -> GemmSpec:
+        """Returns a GEMM from d_model to the neurons, whose weight may be 2:4."""
+        s = self.sparsity
+        pattern = s.backward_weights if role == "d_hidden" else s.weights
+        return self._gemm(role, name, "weight", pattern, by_expert)
+
+    def activation_gemm(self, role: Role, name: str, **facts: Any) -> GemmSpec:
+        """Returns a GEMM from the neurons to d_model, whose input may be 2:4."""
+        pattern, by_expert = self.sparsity.in_expert, bool(self.sparsity.experts)
+        return self._gemm(role, name, "input", pattern, by_expert, **facts)
+
+    def gradient_gemm(
+        self, role: Role, name: str, operand: Literal["input", "gradient"]
+    ) -> GemmSpec:
+        """Returns the gradient of a weight, whose operand with a column per neuron may
+        be 2:4 along the tokens."""
+        s = self.sparsity
+        columns = s.weight_gradients == "expert_columns"
+        features = self.d_hidden // (s.experts or 1)
+        if not columns:
+            features = self.d_hidden // self.hidden_shards
+        return self._gemm(
+            role,
+            name,
+            operand,
+            TWO_FOUR if s.token_sparsity else None,
+            columns,
+            is_weight_gradient=True,
+            dense_features=dense_feature_count(features, s.dense_features),
+            why_not_packed=self.why_not_packed or why_not_packed_over_tokens(s),
+        )
+
+    def _gemm(
+        self,
+        role: Role,
+        name: str,
+        operand: Literal["input", "weight", "gradient"],
+        pattern: NM | None,
+        by_expert: bool,
+        **facts: Any,
+    ) -> GemmSpec:
+        """Returns a GEMM of one device. An input has a column per neuron, a weight and
+        the gradient of an output have them along d_out."""
+        s, widths = self.sparsity, (self.d_model, self.d_hidden // self.hidden_shards)
+        d_in, d_out = reversed(widths) if operand == "input" else widths
+        pattern_of_rows = s.activations if isinstance(s.activations, VNM) else None
+        if by_expert and pattern_of_rows is not None:
+            facts |= {
+                "experts": s.experts,
+                "experts_per_token": s.experts_per_token,
+                "expert_features": self.d_hidden // pattern_of_rows.experts,
+                "group_tile": group_tile(pattern_of_rows.v),
+            }
+        return GemmSpec(
+            name=name,
+            role=role,
+            tokens=self.tokens // self.token_shards,
+            d_in=d_in,
+            d_out=d_out,
+            dtype=self.dtype,
+            sparse_operand=operand if pattern else None,
+            pattern=pattern,
+            device=self.device,
+            **facts,
+        )
+
+    @property
+    def why_not_packed(self) -> str | None:
+        """Why nothing packs the activations of any FFN of this kind for tensor cores;
+        None where something may."""
+        return None
+
     def explain(self, backend: Backend | None = None) -> tuple[Decision, ...]:
         """Returns what runs each of the GEMMs, and why: see `choice.decide`.
 
@@ -244,12 +327,6 @@ class FFNCall(ABC):
         """Returns the decisions with paths that say what a kernel does besides
         multiply."""
         return tuple(decisions)
-
-
-def dtype_in_jax(array: Array) -> str:
-    """Returns the dtype that JAX computes with: float32 for NumPy's float64, unless x64
-    is enabled."""
-    return str(jnp.result_type(array))
 
 
 class FFNSpec(FFNCall):
@@ -299,110 +376,33 @@ class FFNSpec(FFNCall):
     def gemms(self) -> tuple[GemmSpec, ...]:
         """Returns GEMMs 1 to 6 of one device."""
         s = self.sparsity
-        t, d = self.tokens // self.token_shards, self.d_model
-        f = self.d_hidden // self.hidden_shards
-        activations = NM(2, 4) if s.activations else None
-        venom = s.activations if isinstance(s.activations, VNM) else None
-        neurons = self.d_hidden // (s.experts or 1)
-        along_tokens = NM(2, 4) if s.token_sparsity else None
-        routed, columns = bool(s.experts), s.weight_gradients == "expert_columns"
-
-        def gemm(role, name, d_in, d_out, operand, pattern, by_expert, **facts):
-            return GemmSpec(
-                name=name,
-                role=role,
-                tokens=t,
-                d_in=d_in,
-                d_out=d_out,
-                dtype=self.dtype,
-                sparse_operand=operand if pattern else None,
-                pattern=pattern,
-                experts=s.experts if by_expert else None,
-                experts_per_token=s.experts_per_token if by_expert else 1,
-                expert_features=neurons if by_expert else 0,
-                group_tile=group_tile(venom.v) if venom and by_expert else 0,
-                device=self.device,
-                **facts,
-            )
-
-        weight = partial(gemm, operand="weight", pattern=s.weights)
-        activation = partial(
-            gemm, operand="input", pattern=activations, by_expert=routed
-        )
-        gradient = partial(
-            gemm,
-            pattern=along_tokens,
-            by_expert=columns,
-            is_weight_gradient=True,
-            dense_features=dense_feature_count(
-                neurons if columns else f, s.dense_features
-            ),
-            why_not_packed=why_not_packed_over_tokens(s),
-        )
         return (
-            weight("up", "1  Y1 = X W1", d, f, by_expert=s.skip_blocks),
-            activation("down", "2  Y = A W2", f, d),
-            weight("d_hidden", "3  dA = dY W2^T", d, f, by_expert=s.da_by_expert),
-            activation(
+            self.weight_gemm("up", "1  Y1 = X W1", by_expert=s.skip_blocks),
+            self.activation_gemm("down", "2  Y = A W2"),
+            self.weight_gemm("d_hidden", "3  dA = dY W2^T", by_expert=s.da_by_expert),
+            self.activation_gemm(
                 "d_input",
-                "4  dX = dY1 W1^T",
-                f,
-                d,
+                "4  dX = dY1 S(W1)^T" if s.d_input_weights else "4  dX = dY1 W1^T",
                 weight_transposed=True,
                 why_not_packed=why_not_packed_anew(s),
             ),
-            gradient("d_up", "5  dW1 = X^T dY1", d, f, operand="gradient"),
-            gradient("d_down", "6  dW2 = A^T dY", f, d, operand="input"),
+            self.gradient_gemm("d_up", "5  dW1 = X^T dY1", "gradient"),
+            self.gradient_gemm("d_down", "6  dW2 = A^T dY", "input"),
         )
 
     def with_epilogues(self, decisions: Sequence[Decision]) -> tuple[Decision, ...]:
         told = {decision.spec.role: decision for decision in decisions}
-        for first, then, what in (
-            ("up", "down", "A 2:4"),
-            ("d_hidden", "d_input", "dY1 where A is kept"),
+        for first, then, packed, dense in (
+            ("up", "down", "A 2:4", "A"),
+            ("d_hidden", "d_input", "dY1 where A is kept", "dY1"),
         ):
+            path = told[first].path
             if packs_its_result(self.sparsity, told[first], told[then]):
-                path = f"{told[first].path}, writes {what}"
-                told[first] = replace(told[first], path=path)
-                told[then] = _packed_before(told[then])
+                told[first] = replace(told[first], path=f"{path}, writes {packed}")
+                told[then] = packed_before(told[then])
+            elif writes_dense_rows(told[first], told[then]):
+                told[first] = replace(told[first], path=f"{path}, writes {dense}")
         return tuple(told.values())
-
-
-def _packed_before(decision: Decision) -> Decision:
-    """Returns the decision for a GEMM whose operand the GEMM before it has packed."""
-    if decision.times is None:
-        return decision
-    times = replace(decision.times, packing_us=0.0)
-    return replace(decision, times=times)
-
-
-def packs_its_result(
-    sparsity: FFNSparsity, decision: Decision, following: Decision
-) -> bool:
-    """Returns whether the first GEMM packs its result 2:4 in its kernel's epilogue, as
-    the GEMM that follows reads it: GEMM 1 then writes A instead of Y1, GEMM 3 dY1
-    instead of dA. Both GEMMs must have the same rows."""
-    same_rows = not sparsity.experts or decision.spec.experts is not None
-    both = decision.on_kernels and following.on_kernels
-    return sparsity.weights is not None and same_rows and both
-
-
-def why_not_packed_anew(sparsity: FFNSparsity) -> str | None:
-    """Returns why nothing packs the operand of GEMM 4, or None."""
-    return None if sparsity.mask_reuse else "mask_reuse=False selects anew in dY1"
-
-
-def why_not_packed_over_tokens(sparsity: FFNSparsity) -> str | None:
-    """Returns why nothing packs the operands of GEMMs 5 and 6, or None."""
-    if sparsity.activations is None:
-        return "they are not 2:4 along the features"
-    if sparsity.experts and sparsity.weight_gradients != "expert_columns":
-        return "weight_gradients='dense' sums over the tokens of all experts"
-    if sparsity.needs_key:
-        return f"token_sparsity={sparsity.token_sparsity!r} draws random numbers"
-    if not sparsity.mask_reuse:
-        return "mask_reuse=False does not keep the mask of the forward"
-    return None
 
 
 def check_divisible(d_model: int, d_hidden: int, sparsity: FFNSparsity) -> None:

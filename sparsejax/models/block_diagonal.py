@@ -21,11 +21,17 @@ anyway; its gradient stands before that of the normalisation, which reads it. Co
 groups need none: GEMMs read and write them with strides.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from sparsejax.distributed.mesh import STACKED_BLOCKS
+from sparsejax.feed_forward.activation import ActivationName
+from sparsejax.feed_forward.ffn import ffn
+from sparsejax.feed_forward.gated_ffn import gated_ffn
 
 ENDS_OF_BRANCHES = ("w_out", "w_down")
 """The names of the weights that write into the residual stream."""
@@ -89,3 +95,30 @@ def stacked_dense_weight(name: str, weight: jax.Array) -> jax.Array:
     if weight.ndim != STACKED_BLOCKS:
         return weight
     return dense_weight(weight, reads_residual=name not in ENDS_OF_BRANCHES)
+
+
+def ffn_of_groups(
+    x: Float[Array, "tokens d_model"],
+    weights: Sequence[Float[Array, "groups d_in d_out"]],
+    activation: ActivationName,
+    **how: Any,
+) -> Float[Array, "tokens d_model"]:
+    """Returns the FFN of weights that are block-diagonal: a dense FFN for each group,
+    all of them in batched GEMMs.
+
+    Args:
+      x: the tokens.
+      weights: the blocks of W1 and W2, or of Wg, Wu and Wd of a gated FFN.
+      activation: the activation of the FFN.
+      how: `layout` and `backend` of `ffn`.
+    """
+
+    def of_group(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        if activation == "relu2":
+            return ffn(x, *weights, **how)
+        return gated_ffn(x, *weights, activation=activation, **how)
+
+    groups = residual_groups(x, weights[0].shape[0])
+    in_axes = (1, *(0 for _ in weights))
+    out = jax.vmap(of_group, in_axes=in_axes, out_axes=1)(groups, *weights)
+    return out.reshape(x.shape)

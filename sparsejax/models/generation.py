@@ -27,8 +27,10 @@ def generate(
     top_p: float = 1.0,
     vocab_size: int | None = None,
     seed: int = 0,
+    end_tokens: Sequence[int] = (),
 ) -> Int[np.ndarray, "batch length"]:
-    """Returns `length` tokens after each prompt, int32.
+    """Returns `length` tokens after each prompt, int32. A sequence that has drawn one
+    of `end_tokens` is filled up with it, and once all have, nothing more is computed.
 
     A token is drawn from softmax(logits / temperature), restricted to the fewest most
     likely tokens whose probabilities together are `top_p` or more (nucleus sampling,
@@ -46,6 +48,7 @@ def generate(
       vocab_size: only ids below it are drawn, as a tokenizer with fewer tokens than the
         model's table needs; None: all.
       seed: of the draws.
+      end_tokens: ids that end a text.
     Raises:
       ValueError: an argument is out of its range, or the model lies on several devices.
     """
@@ -63,6 +66,7 @@ def generate(
         np.float32(temperature),
         np.float32(top_p),
         jax.random.key(seed),
+        np.array(end_tokens, np.int32),
         length=length,
         vocab_size=vocab_size,
         greedy=temperature == 0,
@@ -126,6 +130,7 @@ def _generate(
     temperature: Float[Array, ""],
     top_p: Float[Array, ""],
     key: Key[Array, ""],
+    end_tokens: Int[Array, " ends"],
     *,
     length: int,
     vocab_size: int,
@@ -142,12 +147,22 @@ def _generate(
         logits = nucleus(logits / temperature, top_p)
         return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
-    def step(carry, number):
-        token, positions, cache = carry
+    def is_end(token: jax.Array) -> jax.Array:
+        return jnp.any(token[:, None] == end_tokens[None, :], axis=1)
+
+    def step(carry):
+        number, token, positions, cache, drawn = carry
         features, cache = model.features_with_cache(
             token[:, None], cache, positions[:, None]
         )
-        return (draw(features[:, 0], number), positions + 1, cache), token
+        after = draw(features[:, 0], number)
+        after = jnp.where(is_end(token), token, after)
+        drawn = jax.lax.dynamic_update_index_in_dim(drawn, after, number, axis=1)
+        return number + 1, after, positions + 1, cache, drawn
+
+    def goes_on(carry):
+        number, token, _, _, _ = carry
+        return (number < length) & ~jnp.all(is_end(token))
 
     # Shorter prompts are filled up at the end: no token sees what lies behind it, and
     # the places in the cache are taken by what is drawn before anything reads them.
@@ -155,8 +170,12 @@ def _generate(
     cache = empty_cache(model, batch, longest + length)
     features, cache = model.features_with_cache(tokens, cache, positions)
     last = features[jnp.arange(batch), lengths - 1]
-    carry = draw(last, 0), lengths, cache
-    return jax.lax.scan(step, carry, jnp.arange(1, length + 1))[1].T
+    first = draw(last, 0)
+    # What is not drawn any more is the token that has ended the text.
+    drawn = jnp.broadcast_to(first[:, None], (batch, length))
+    carry = jnp.int32(1), first, lengths, cache, drawn
+    number, token, _, _, drawn = jax.lax.while_loop(goes_on, step, carry)
+    return jnp.where(jnp.arange(length) < number, drawn, token[:, None])
 
 
 def nucleus(

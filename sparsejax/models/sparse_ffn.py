@@ -7,6 +7,7 @@ and is called one layer at a time by the scan over them.
 """
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +18,25 @@ from jaxtyping import Array, Float, Int, Key
 from sparsejax.annotations import check_value
 from sparsejax.distributed.mesh import constrain
 from sparsejax.feed_forward.activation import ActivationName
+from sparsejax.feed_forward.experts.observed import (
+    Sample,
+    initial,
+    moved,
+    relabelled,
+    sampled,
+)
+from sparsejax.feed_forward.experts.penalty import penalised
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.gated_ffn import check_gated, gated_ffn
 from sparsejax.feed_forward.layout import FFNLayout
 from sparsejax.feed_forward.operands.weights import PackedFFN, pack_ffn
 from sparsejax.feed_forward.spec import DENSE, FFNSparsity, check_divisible
-from sparsejax.models.block_diagonal import (
-    dense_weight,
-    residual_groups,
+from sparsejax.models.block_diagonal import dense_weight, ffn_of_groups
+from sparsejax.models.ffn_state import (
+    ObservedState,
+    PackedWeights,
+    RouterState,
+    SoftThresholdScale,
 )
 from sparsejax.models.initializers import fan_in_normal
 from sparsejax.ops.backend import Backend
@@ -32,30 +44,31 @@ from sparsejax.routing.clusters import balanced_clusters, contiguous_order
 from sparsejax.routing.routers import NO_STATE, State
 from sparsejax.sparsity.masks import soft_threshold_scale
 
-
-class SoftThresholdScale(nnx.Variable[jax.Array]):
-    """The scale beta of the soft threshold, float32, one per sparse weight: frozen
-    state, not trained."""
+NEURON_AXES = {"w_up": -1, "w_gate": -1, "w_down": -2}
+"""The axis of an FFN's weight that counts its neurons."""
 
 
-class RouterState(nnx.Variable[State]):
-    """The arrays that a router keeps, by name: state that is not trained."""
+class NeuronAxis(NamedTuple):
+    """The place of an FFN's neurons in a parameter."""
 
-
-class PackedWeights(nnx.Variable[PackedFFN]):
-    """The 2:4 weights that were compressed from the masters: see `micro_batches`."""
+    axis: int
+    """The axis that counts them, from the end."""
+    copies: int = 1
+    """How often all neurons lie one after the other along it: twice where a gate and an
+    up projection are one parameter."""
 
 
 class SparseFFN(nnx.Module):
     """The feed-forward network, dense or sparse as `sparsity` says.
 
     relu2: relu(X W1)^2 W2, with W1 = `w_up` (d_model, d_hidden) and W2 = `w_down`.
-    swiglu: (silu(X Wg) * X Wu) Wd; the weights may be sparse, the activations not.
-    reglu2: (relu(X Wg)^2 * X Wu) Wd; both may be sparse, without a router.
+    swiglu: (silu(X Wg) * X Wu) Wd; the activations may be sparse by experts, V:4:M.
+    reglu2: (relu(X Wg)^2 * X Wu) Wd; weights and activations may be sparse.
 
     State that is not trained: `scales` holds beta of each sparse weight in the order
     (gate,) up, down; `router_state` holds the arrays that the router of a V:N:M pattern
-    keeps, and is None where it keeps none. Expert e owns the neurons [e d_hidden /
+    keeps, and is None where it keeps none; `observed` holds what training steps observe
+    (`micro_batches` has the calls move it). Expert e owns the neurons [e d_hidden /
     experts, (e + 1) d_hidden / experts). Scales and router state belong to the weights:
     restore them together with the weights, or make them anew (`refresh_scales`,
     `cluster`). Every call compresses 2:4 weights anew; `micro_batches` compresses them
@@ -133,6 +146,9 @@ class SparseFFN(nnx.Module):
         self.router_state: RouterState | None = nnx.data(None)
         # Only in the copies of a model that `micro_batches` makes and drops.
         self.packed: PackedWeights | None = nnx.data(None)
+        self.observed: ObservedState | None = nnx.data(None)
+        # Only there as well: the share of an optimiser step that a call is.
+        self.share_of_step: float | None = None
         self.sparsity = DENSE
         self.compute_as(sparsity)
 
@@ -166,55 +182,59 @@ class SparseFFN(nnx.Module):
             )
         tokens = x.reshape(-1, self.d_model).astype(self.dtype)
         if self.groups > 1:
-            return self._by_group(tokens).reshape(x.shape)
-        packed = None if self.packed is None else self.packed.get_value()
+            weights = [weight[...] for weight in (*self.into_hidden, self.w_down)]
+            how = {"layout": self.layout, "backend": self.backend}
+            out = ffn_of_groups(tokens, weights, self.activation, **how)
+            return out.reshape(x.shape)
+        expert_index = self.route(tokens, token_ids)
+        shared: dict[str, Any] = {
+            "sparsity": self.sparsity,
+            "packed": None if self.packed is None else self.packed.get_value(),
+            "scales": self.scales[...],
+            "expert_index": expert_index,
+            "key": key,
+            "layout": self.layout,
+            "backend": self.backend,
+        }
+        w_up, w_down = self.w_up[...], self.w_down[...]
         if self.activation != "relu2":
             assert self.w_gate is not None
-            out = gated_ffn(
-                tokens,
-                self.w_gate[...],
-                self.w_up[...],
-                self.w_down[...],
-                activation=self.activation,
-                sparsity=self.sparsity,
-                packed=packed,
-                scales=self.scales[...],
-                key=key,
-                layout=self.layout,
-                backend=self.backend,
-            )
-        else:
-            out = ffn(
-                tokens,
-                self.w_up[...],
-                self.w_down[...],
-                sparsity=self.sparsity,
-                packed=packed,
-                scales=self.scales[...],
-                expert_index=self.route(tokens, token_ids),
-                key=key,
-                layout=self.layout,
-                backend=self.backend,
-            )
+            shared["activation"] = self.activation
+            out = gated_ffn(tokens, self.w_gate[...], w_up, w_down, **shared)
+            return out.reshape(x.shape)
+        observed = {} if self.observed is None else self.observed.get_value()
+        sample = None
+        if self.is_observing and tokens.size:
+            how = self.sparsity, expert_index, observed
+            sample = sampled(tokens, w_up, self.scales[...][0], *how)
+            if self.sparsity.skipped_energy is not None:
+                w_up = penalised(w_up, sample, observed["penalty_strength"])
+        means, threshold = observed.get("skipped_means"), self.energy_threshold
+        read = {"skipped_means": means, "energy_threshold": threshold}
+        out = ffn(tokens, w_up, w_down, **read, **shared)
+        if sample is not None:
+            self._observe(sample)
         return out.reshape(x.shape)
 
-    def _by_group(
-        self, tokens: Float[Array, "tokens d_model"]
-    ) -> Float[Array, "tokens d_model"]:
-        """Returns the FFN of weights that are block-diagonal: a dense FFN for each
-        group, all of them in batched GEMMs."""
-        how = {"layout": self.layout, "backend": self.backend}
-        weights = [weight[...] for weight in (*self.into_hidden, self.w_down)]
+    @property
+    def is_observing(self) -> bool:
+        """Whether a call moves the state that is not trained."""
+        moves = self.sparsity.observes or self.sparsity.learns
+        return self.share_of_step is not None and bool(moves)
 
-        def of_group(x: jax.Array, *weights: jax.Array) -> jax.Array:
-            if self.activation == "relu2":
-                return ffn(x, *weights, **how)
-            return gated_ffn(x, *weights, activation=self.activation, **how)
-
-        groups = residual_groups(tokens, self.groups)
-        in_axes = (1, *(0 for _ in weights))
-        out = jax.vmap(of_group, in_axes=in_axes, out_axes=1)(groups, *weights)
-        return out.reshape(tokens.shape)
+    def _observe(self, sample: Sample) -> None:
+        """Moves what training steps observe by some tokens of a call."""
+        assert self.share_of_step is not None
+        if self.observed is not None:
+            kept = self.observed.get_value()
+            after = moved(self.sparsity, kept, sample, self.share_of_step)
+            self.observed.set_value(after)
+        if self.sparsity.learns:
+            assert self.router_state is not None
+            state = self.router_state.get_value()
+            seen = sample.x, sample.energies, self.share_of_step
+            state = self.sparsity.router.learned_state(state, *seen)
+            self.router_state.set_value(dict(state))
 
     def dense_form(self, weight: nnx.Param) -> Float[Array, "d_in d_out"]:
         """Returns one of the weights into the hidden layer, whole where it is stored as
@@ -250,9 +270,18 @@ class SparseFFN(nnx.Module):
         return router.choose(
             read,
             experts=experts,
-            experts_per_token=self.sparsity.experts_per_token,
+            experts_per_token=self.sparsity.expert_choices,
             state=NO_STATE if state is None else state.get_value(),
+            threshold=self.energy_threshold,
         )
+
+    @property
+    def energy_threshold(self) -> Float[Array, "*layers"] | None:
+        """The share of a token's energy above which it uses an expert; None where every
+        token uses as many."""
+        if self.observed is None or self.sparsity.most_experts_per_token is None:
+            return None
+        return self.observed.get_value()["energy_threshold"]
 
     def check(self, sparsity: FFNSparsity) -> None:
         """Raises ValueError where groups or experts do not divide the widths, or where
@@ -279,7 +308,7 @@ class SparseFFN(nnx.Module):
         What the router keeps appears with its V:N:M pattern, as before any clustering.
         It stays while router and number of experts do, and is dropped with them, unless
         `keep_router_state`: then single steps of another sparsity, whose router keeps
-        nothing, can lie in between.
+        nothing, can lie in between. The same holds for what training steps observe.
 
         Raises:
           ValueError: see `check`; nothing has been changed then.
@@ -290,10 +319,15 @@ class SparseFFN(nnx.Module):
         if experts is None or not router.has_state:
             self.router_state = self.router_state if keep_router_state else None
         elif (before.experts, before.router) != (experts, router):
-            initial = partial(router.initial_state, experts=experts)
-            w_up = self.w_up[...]
-            state = initial(w_up) if w_up.ndim == 2 else jax.vmap(initial)(w_up)
+            first = partial(router.initial_state, experts=experts)
+            w = self.into_hidden[0][...]
+            state = first(w) if w.ndim == 2 else jax.vmap(first)(w)
             self.router_state = RouterState(state)
+        if experts is None or not sparsity.observes:
+            self.observed = self.observed if keep_router_state else None
+        elif (before.experts, before.observes) != (experts, sparsity.observes):
+            layers = self.w_up[...].shape[:-2]
+            self.observed = ObservedState(initial(sparsity, self.d_hidden, layers))
 
     def packed_weights(self) -> PackedFFN | None:
         """Returns the 2:4 weights beta S(W), compressed from the present masters and
@@ -324,9 +358,11 @@ class SparseFFN(nnx.Module):
         For a router that does not want them grouped (`Router.clusters`) all stay where
         they are.
 
-        Neuron i becomes the former neuron order[i] in W1's columns and W2's rows, which
-        leaves the dense function as it was. The optimiser's moments of both must be
-        permuted alike, with the returned order.
+        Neurons are like each other where their columns of W1 are, or of Wg in a gated
+        FFN, whose gate says which of them are active. Neuron i becomes the former
+        neuron order[i] in the columns of all weights into the hidden layer and in W2's
+        rows, which leaves the dense function as it was. The optimiser's moments of them
+        must be permuted alike, with the returned order.
 
         Args:
           warm_start: begin at the present grouping and not at a spread-out one.
@@ -352,26 +388,36 @@ class SparseFFN(nnx.Module):
         mesh = None if self.layout is None else self.layout.mesh
 
         def of_layer(
-            weights: tuple[jax.Array, jax.Array],
-        ) -> tuple[jax.Array, State, jax.Array, jax.Array]:
+            weights: tuple[list[jax.Array], jax.Array],
+        ) -> tuple[jax.Array, State, list[jax.Array], jax.Array]:
             # Every device clusters all neurons: the same clusters on every mesh.
-            w_up, w_down = (constrain(w, mesh, None, None) for w in weights)
+            into, w_down = jax.tree.map(
+                lambda w: constrain(w, mesh, None, None), weights
+            )
             assignment, centres = balanced_clusters(
-                w_up, experts, initial=present if warm_start else None
+                into[0], experts, initial=present if warm_start else None
             )
             order = contiguous_order(assignment, experts)
-            w_up = w_up[:, order]
-            state = dict(router.clustered_state(w_up, centres))
-            return order, state, w_up, w_down[order, :]
+            into = [w[:, order] for w in into]
+            state = dict(router.clustered_state(into[0], centres))
+            return order, state, into, w_down[order, :]
 
-        weights = self.w_up[...], self.w_down[...]
+        weights = [w[...] for w in self.into_hidden], self.w_down[...]
         # One layer after the other: k-means holds several copies of W1.
-        by_layer = partial(jax.lax.map, of_layer) if weights[0].ndim == 3 else of_layer
-        order, state, w_up, w_down = by_layer(weights)
-        self.w_up[...], self.w_down[...] = w_up, w_down
+        by_layer = partial(jax.lax.map, of_layer) if weights[1].ndim == 3 else of_layer
+        order, state, into, self.w_down[...] = by_layer(weights)
+        for weight, renumbered in zip(self.into_hidden, into, strict=True):
+            weight[...] = renumbered
         if self.router_state is not None:
             self.router_state.set_value(state)
+        if self.observed is not None:
+            self.observed.set_value(relabelled(self.observed.get_value(), order))
         return order
+
+    @property
+    def neuron_axes(self) -> dict[tuple[str | int, ...], NeuronAxis]:
+        """The parameters below the module that have its neurons, and where."""
+        return {(name,): NeuronAxis(axis) for name, axis in NEURON_AXES.items()}
 
     @property
     def into_hidden(self) -> list[nnx.Param]:

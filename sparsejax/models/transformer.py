@@ -17,10 +17,14 @@ from sparsejax.config import ModelConfig
 from sparsejax.distributed.mesh import BATCH, batch_parts, constrain, ffn_layout
 from sparsejax.feed_forward.spec import DENSE, FFNSparsity
 from sparsejax.models.attention import Attention, KVCache
+from sparsejax.models.ffn_state import ObservedState, RouterState
 from sparsejax.models.initializers import fan_in_normal
 from sparsejax.models.norm import RMSNorm
 from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.ops.backend import Backend
+
+MOVED = nnx.Any(ObservedState, RouterState)
+"""The state that calls of training steps move."""
 
 
 class Block(nnx.Module):
@@ -186,14 +190,17 @@ class Transformer(nnx.Module):
         if key is not None:
             keys = jax.random.split(key, self.config.layers)
 
+        observes = self.blocks.ffn.is_observing
+
         def apply(x, layer):
             state, key = layer
             block = nnx.merge(graph, state)
             x, ffn_input = block(x, token_ids=tokens, key=key)
-            return x, ffn_input if capture_ffn_inputs else None
+            moved = nnx.state(block, MOVED) if observes else None
+            return x, (ffn_input if capture_ffn_inputs else None, moved)
 
         config = self.config
-        x, ffn_inputs = jax.lax.scan(
+        x, (ffn_inputs, moved) = jax.lax.scan(
             rematerialise(
                 apply, config.remat, in_loop=config.scan_layers, groups=config.groups
             ),
@@ -201,6 +208,8 @@ class Transformer(nnx.Module):
             (stacked, keys),
             unroll=not config.scan_layers,
         )
+        if moved is not None:
+            nnx.update(self.blocks, moved)
         return self.final_norm(x), ffn_inputs
 
     def features_with_cache(

@@ -216,6 +216,13 @@ class Decision:
         """Whether a set of kernels runs the GEMM."""
         return self.backend in registry.names()
 
+    @property
+    def on_sparse_cores(self) -> bool:
+        """Whether a set of kernels runs the GEMM with a packed operand, by sparse
+        instructions."""
+        packed = self.spec.pattern is not None and self.spec.why_not_packed is None
+        return self.on_kernels and packed
+
 
 def current_device() -> Device:
     """Returns the device that an operation traced now will run on."""

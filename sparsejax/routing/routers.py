@@ -17,10 +17,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from sparsejax.routing.best_experts import best_experts
+from sparsejax.routing.regression import (
+    linear_scores,
+    regression_at,
+    regression_step,
+)
+
 Reads = Literal["x", "token_ids", "y_up"]
 """The array that a router reads: "x", the tokens X (tokens, d_model); "token_ids",
 their ids (tokens,); or "y_up", the pre-activations Y1 (tokens, d_hidden) with the
-clusters of neurons contiguous."""
+clusters of neurons contiguous. A gated FFN has two pre-activations, and in place of Y1
+stands sqrt(|A|), whose fourth power is the squared mass of A, as relu(Y1)'s is."""
 
 State = Mapping[str, Array]
 """The arrays that a router keeps, by name. They are not trained; checkpoints hold
@@ -42,6 +50,10 @@ class Router(ABC):
     name: ClassVar[str]
     """The name of the router in settings, records and the printed plan."""
     reads: ClassVar[Reads]
+    scores_are_energies: ClassVar[bool] = False
+    """Whether `energy_shares` can say the experts' shares of a token's energy."""
+    learns: ClassVar[bool] = False
+    """Whether training steps move what it keeps: `learned_state`."""
     clusters: ClassVar[bool] = True
     """Whether like neurons are brought together into the experts before it is asked. A
     choice that is to be random needs them as they were initialised."""
@@ -63,7 +75,8 @@ class Router(ABC):
         a subclass says otherwise.
 
         Args:
-          w_up: W1 of one layer; expert e has the columns from e d_hidden / experts.
+          w_up: W1 of one layer, or Wg where the FFN is gated; expert e has the columns
+            from e d_hidden / experts.
         """
         del w_up, experts
         return NO_STATE
@@ -77,10 +90,24 @@ class Router(ABC):
         would begin with, unless a subclass says otherwise.
 
         Args:
-          w_up: W1 of one layer, its columns in the order of the clusters.
+          w_up: W1 of one layer, or Wg where the FFN is gated, its columns in the order
+            of the clusters.
           centres: the unit centres of `clusters.balanced_clusters`.
         """
         return self.initial_state(w_up, centres.shape[0])
+
+    def learned_state(
+        self,
+        state: State,
+        x: Float[Array, "tokens d_model"],
+        energies: Float[Array, "tokens experts"],
+        share: float,
+    ) -> State:
+        """Returns the arrays that the router keeps after it has seen some tokens, a
+        `share` of an optimiser step, and the true energies of the experts for them:
+        those it had, unless it `learns`."""
+        del x, energies, share
+        return state
 
     @property
     def before_up(self) -> bool:
@@ -92,6 +119,15 @@ class Router(ABC):
         """Whether the router keeps any arrays."""
         return _has_state(self)
 
+    def energy_shares(
+        self, scores: Float[Array, "tokens experts"]
+    ) -> Float[Array, "tokens experts"]:
+        """Returns the share of each expert in the energy of a token, by its scores.
+        Raises NotImplementedError where they do not say it (`scores_are_energies`)."""
+        raise NotImplementedError(
+            f"router={self.name!r} does not score experts by their energy"
+        )
+
     def choose(
         self,
         read: Array,
@@ -99,14 +135,32 @@ class Router(ABC):
         experts: int,
         experts_per_token: int = 1,
         state: State = NO_STATE,
+        threshold: Float[Array, ""] | None = None,
     ) -> Int[Array, "tokens experts_per_token"]:
         """Returns the experts of the largest scores, best first, without a gradient.
+        With a threshold it is `of_scores`.
 
         Raises:
           ValueError: `experts_per_token` is not in [1, experts].
         """
         scores = self.scores(lax.stop_gradient(read), experts, state)
-        return best_experts(scores, experts_per_token)
+        return self.of_scores(scores, experts_per_token, threshold)
+
+    def of_scores(
+        self,
+        scores: Float[Array, "tokens experts"] | Int[Array, "tokens experts"],
+        most: int,
+        threshold: Float[Array, ""] | None = None,
+    ) -> Int[Array, "tokens most"]:
+        """Returns the experts of the `most` largest scores, best first. With a
+        threshold those whose share of the token's energy is not above it are left out,
+        but for the best one: -1 stands in their place."""
+        best = best_experts(scores, most)
+        if threshold is None:
+            return best
+        shares = self.energy_shares(lax.stop_gradient(scores))
+        above = jnp.take_along_axis(shares, best, axis=-1) > threshold
+        return jnp.where(above.at[:, 0].set(True), best, -1)
 
 
 @cache
@@ -157,22 +211,7 @@ class NearestCentre(Router):
     ) -> Float[Array, "tokens experts"]:
         """Returns <x, c_e>, float32: the cosine times the norm of the token."""
         del experts
-        centres = state["centres"].astype(jnp.float32)
-        if read.dtype == jnp.bfloat16:
-            # Three bfloat16 parts hold a float32, and products of two are exact: one
-            # pass over x on tensor cores.
-            parts = jnp.concatenate(_bfloat16_parts(centres))
-            products = jnp.einsum(
-                "td,ed->te", read, parts, preferred_element_type=jnp.float32
-            )
-            large, middle, small = jnp.split(products, 3, axis=1)
-            return large + (middle + small)
-        return jnp.einsum(
-            "td,ed->te",
-            read.astype(jnp.float32),
-            centres,
-            precision=lax.Precision.HIGHEST,
-        )
+        return linear_scores(read, state["centres"])
 
 
 @dataclass(frozen=True)
@@ -244,6 +283,7 @@ class ActivationEnergy(Router):
 
     name = "activation_energy"
     reads = "y_up"
+    scores_are_energies = True
 
     def scores(
         self, read: Float[Array, "tokens d_hidden"], experts: int, state: State
@@ -264,6 +304,78 @@ class ActivationEnergy(Router):
         square = jnp.square(jnp.maximum(clusters.astype(jnp.float32), 0.0))
         return jnp.sum(square * square, axis=-1)
 
+    def energy_shares(
+        self, scores: Float[Array, "tokens experts"]
+    ) -> Float[Array, "tokens experts"]:
+        """Returns energy_e over the sum of all energies; zeros where that is zero."""
+        tiny = jnp.finfo(jnp.float32).tiny
+        return scores / jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), tiny)
+
+
+@dataclass(frozen=True)
+class LearnedEnergy(Router):
+    """The router by which a token chooses the experts that a linear regression expects
+    the most of its energy in.
+
+    It begins at the centres of `NearestCentre`. At every training step its coefficients
+    take one step of Adam on the squared error of
+
+        <x, w_e> + b_e = log(energy_e / sum of all energies + 1e-3)
+
+    both sides less their mean over the experts, which no choice depends on, for a
+    sixteenth of the tokens, whose neurons are all computed. It is known before GEMM 1,
+    so that `skip_blocks` can use it. A new clustering makes it begin anew.
+    """
+
+    name = "learned"
+    reads = "x"
+    scores_are_energies = True
+    learns = True
+
+    def initial_state(
+        self, w_up: Float[Array, "d_model d_hidden"], experts: int
+    ) -> State:
+        """Returns the coefficients (experts, d_model + 1), of which the last is b_e, at
+        the centres, and Adam's moments of them, zeros."""
+        return regression_at(NEAREST_CENTRE.initial_state(w_up, experts)["centres"])
+
+    def clustered_state(
+        self,
+        w_up: Float[Array, "d_model d_hidden"],
+        centres: Float[Array, "experts d_model"],
+    ) -> State:
+        """Returns the state of `initial_state` at other centres."""
+        del w_up
+        return regression_at(centres)
+
+    def scores(
+        self, read: Float[Array, "tokens d_model"], experts: int, state: State
+    ) -> Float[Array, "tokens experts"]:
+        """Returns the expected logs of the experts' shares, float32."""
+        del experts
+        return linear_scores(read, state["w"][:, :-1]) + state["w"][None, :, -1]
+
+    def energy_shares(
+        self, scores: Float[Array, "tokens experts"]
+    ) -> Float[Array, "tokens experts"]:
+        """Returns the expected shares, made to sum to one."""
+        return jax.nn.softmax(scores, axis=-1)
+
+    def learned_state(
+        self,
+        state: State,
+        x: Float[Array, "tokens d_model"],
+        energies: Float[Array, "tokens experts"],
+        share: float,
+    ) -> State:
+        """Returns the state after a step of Adam. Its rate is 1 / (2 d_model), so that
+        a step moves a score by about a half where all features agree."""
+        total = jnp.maximum(energies.sum(axis=1, keepdims=True), 1e-30)
+        target = jnp.log(energies / total + 1e-3)
+        error = self.scores(x, energies.shape[1], state) - target
+        error -= error.mean(axis=1, keepdims=True)
+        return regression_step(state, x, error, share / (2 * x.shape[1]))
+
 
 NEAREST_CENTRE = NearestCentre()
 
@@ -272,6 +384,7 @@ ROUTERS: tuple[Router, ...] = (
     TokenHash(),
     ActivationEnergy(),
     SameExperts(),
+    LearnedEnergy(),
 )
 """Every router that settings can name; a new one is registered here and nowhere
 else."""
@@ -307,40 +420,6 @@ def name_of(router: Router) -> str:
             f"register it in sparsejax.routing.routers.ROUTERS"
         )
     return router.name
-
-
-def best_experts(
-    scores: Float[Array, "tokens experts"] | Int[Array, "tokens experts"],
-    experts_per_token: int,
-) -> Int[Array, "tokens g"]:
-    """Returns the experts of the g largest scores, best first; ties go to the lower
-    expert.
-
-    Raises:
-      ValueError: g is not in [1, experts].
-    """
-    experts = scores.shape[-1]
-    if not 1 <= experts_per_token <= experts:
-        raise ValueError(
-            f"experts_per_token={experts_per_token} is not in [1, {experts}], the "
-            f"number of experts; choose fewer"
-        )
-    scores = lax.stop_gradient(scores)
-    if experts_per_token == 1:  # on a GPU top_k sorts
-        return jnp.argmax(scores, axis=-1, keepdims=True).astype(jnp.int32)
-    _, best = lax.top_k(scores, experts_per_token)
-    return best
-
-
-def _bfloat16_parts(x: jax.Array) -> list[jax.Array]:
-    """Returns three bfloat16 arrays that sum to x, the largest first."""
-    parts = []
-    for _ in range(3):
-        # XLA must not take the rounding for the identity.
-        part = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-        parts.append(part.astype(jnp.bfloat16))
-        x = x - part
-    return parts
 
 
 def _mix(x):

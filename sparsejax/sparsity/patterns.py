@@ -46,7 +46,8 @@ class NM:
 @dataclass(frozen=True)
 class VNM:
     """The pattern that keeps four columns of every `v` x `m` block, and `n` of those
-    four in each row.
+    four in each row. With n = 4, the pattern V:4:M, a row keeps all of the chosen
+    columns: it is dense inside of them.
 
     Source: arXiv 2310.02065.
 
@@ -68,7 +69,7 @@ class VNM:
         if not 1 <= self.n <= 4:
             raise ValueError(
                 f"n={self.n} is not in [1, 4]: it counts what a row keeps of the four "
-                f"chosen columns; sparse tensor cores need n=2"
+                f"chosen columns; sparse tensor cores need n=2, and n=4 keeps all four"
             )
         if not 4 <= self.m <= 65_536:
             raise ValueError(
@@ -80,6 +81,11 @@ class VNM:
     def density(self) -> float:
         """The fraction of entries that are kept, n / m."""
         return self.n / self.m
+
+    @property
+    def dense_inside(self) -> bool:
+        """Whether a row keeps all of its chosen columns, n = 4."""
+        return self.n == 4
 
     @property
     def experts(self) -> int:
@@ -162,8 +168,9 @@ def named_pattern(text: str) -> Pattern | BlockDiagonal:
         return BlockDiagonal(int(text.removeprefix(DIAGONAL)))
     if not re.fullmatch(r"\d{1,9}(:\d{1,9}){1,2}", text):
         raise ValueError(
-            f"{text!r} names no pattern; write N:M as '2:4', V:N:M as '128:2:32', or "
-            f"the number of blocks on a diagonal as 'diagonal:4'"
+            f"{text!r} names no pattern; write N:M as '2:4', V:N:M as '128:2:32' (or "
+            f"'128:4:32', dense inside an expert), or the number of blocks on a "
+            f"diagonal as 'diagonal:4'"
         )
     numbers = [int(number) for number in text.split(":")]
     return NM(*numbers) if len(numbers) == 2 else VNM(*numbers)

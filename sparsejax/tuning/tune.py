@@ -28,7 +28,7 @@ from pallas_kernels.sm90.sparse_matmul_configs import Config, Shape
 from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.config import TrainConfig
 from sparsejax.distributed.processes import Exchange
-from sparsejax.feed_forward.spec import FEATURE_TILE, dense_feature_count
+from sparsejax.feed_forward.tiles import FEATURE_TILE, dense_feature_count
 from sparsejax.ops.backend import GemmSpec, current_device
 from sparsejax.ops.kernels.hopper import HopperKernels
 from sparsejax.ops.kernels.hopper_shapes import tuned_gemm

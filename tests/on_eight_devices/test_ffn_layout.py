@@ -1,6 +1,7 @@
 """The FFN split over a mesh of eight devices against the FFN of one device."""
 
 import re
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import chex
@@ -15,7 +16,7 @@ from sparsejax.feed_forward.gated_ffn import gated_ffn
 from sparsejax.feed_forward.layout import FFNLayout, own_key
 from sparsejax.feed_forward.operands.weights import pack_ffn
 from sparsejax.feed_forward.spec import DENSE, FFNSparsity
-from sparsejax.routing.routers import ActivationEnergy
+from sparsejax.routing.routers import ActivationEnergy, NearestCentre
 from sparsejax.sparsity.patterns import NM, VNM
 from tests.support.ffn_cases import (
     D_HIDDEN,
@@ -39,7 +40,9 @@ TWO_EXPERTS_OF_EIGHT = FFNSparsity(
 SPARSITIES = [
     s
     for s in all_sparsities()
-    if s.token_sparsity is None and (s.weights is None or s.mask_reuse)
+    if s.token_sparsity is None
+    and not s.exact_gradients
+    and (s.weights is None or s.mask_reuse)
 ]
 """Every way to route and to mask; a few of them also with 2:4 weights."""
 ON_EVERY_MESH = [
@@ -52,12 +55,21 @@ ON_EVERY_MESH = [
         weight_gradients="expert_columns",
     ),
     TWO_EXPERTS_OF_EIGHT,
+    replace(TWO_EXPERTS_OF_EIGHT, exact_gradients=True),
 ]
 
 
 def layout_of(shape: tuple[int, int, int]) -> FFNLayout:
     axes = ("data", "fsdp", "tensor")
     return FFNLayout(mesh=jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * 3))
+
+
+BY_ENERGY = FFNSparsity(
+    activations=VNM(4, 4, 32),
+    router=ActivationEnergy(),
+    weight_gradients="expert_columns",
+)
+"""Dense inside the experts, as SwiGLU can be."""
 
 
 @pytest.fixture
@@ -120,17 +132,26 @@ def test_repeated_choices_and_choices_of_no_expert_mean_the_same_there(mesh, dou
 
 
 @pytest.mark.parametrize(
-    ("weights", "mesh"), [(None, "all"), *((TWO_FOUR, mesh) for mesh in MESHES)]
+    ("sparsity", "mesh"),
+    [
+        (DENSE, "all"),
+        *((FFNSparsity(weights=TWO_FOUR), mesh) for mesh in MESHES),
+        (BY_ENERGY, "tensor"),
+        (BY_ENERGY, "all"),
+        (replace(BY_ENERGY, weights=TWO_FOUR, router=NearestCentre()), "all"),
+    ],
 )
-def test_a_gated_ffn_on_a_mesh_too(weights, mesh, double):
+def test_a_gated_ffn_on_a_mesh_too(sparsity, mesh, double):
     x, w_up, w_down, dy = (jnp.asarray(a) for a in make_inputs(3, TOKENS))
     w_gate = jnp.flip(w_up, axis=1) * 1.5
-    sparsity = FFNSparsity(weights=weights)
+    experts = make_experts(sparsity, tokens=TOKENS)
+    experts = None if experts is None else jnp.asarray(experts, jnp.int32)
 
     @partial(jax.jit, static_argnums=0)
     def run(layout, *arrays):
-        scales = jnp.array([1.1, 1.2, 1.3]) if weights else None
-        f = partial(gated_ffn, sparsity=sparsity, scales=scales, layout=layout)
+        scales = jnp.array([1.1, 1.2, 1.3]) if sparsity.weights else None
+        options = {"scales": scales, "expert_index": experts, "layout": layout}
+        f = partial(gated_ffn, sparsity=sparsity, **options)
         y, pull_back = jax.vjp(f, *arrays)
         return y, *pull_back(dy)
 

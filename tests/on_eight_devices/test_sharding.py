@@ -11,7 +11,7 @@ import pytest
 from sparsejax.config import MeshConfig, TrainConfig
 from sparsejax.distributed.mesh import make_mesh, place_rows
 from sparsejax.models.sparse_ffn import sparse_ffns
-from sparsejax.routing.routers import ActivationEnergy
+from sparsejax.routing.routers import ActivationEnergy, LearnedEnergy
 from sparsejax.sparsity.patterns import VNM
 from sparsejax.training.step import Run
 from tests.support.micro_run import micro_config, with_phases
@@ -38,6 +38,17 @@ def config_for(text: str, variant: str) -> TrainConfig:
             experts_per_token=2,
             router=ActivationEnergy(),
         )
+    if variant == "observed":
+        config = replace(config, recipe="paper")
+        config = with_phases(
+            config,
+            activations=VNM(4, 2, 32),
+            experts_per_token=2,
+            router=ActivationEnergy(),
+            mean_compensation=True,
+            most_experts_per_token=4,
+            skipped_energy=0.05,
+        )
     if variant == "swiglu":
         model = replace(model, activation="swiglu", tie_embeddings=True)
         config = replace(config, recipe="weights")
@@ -46,6 +57,14 @@ def config_for(text: str, variant: str) -> TrainConfig:
     if variant == "skip_blocks":
         config = replace(config, recipe="paper")
         config = with_phases(config, activations=VNM(4, 2, 32), skip_blocks=True)
+    if variant == "learned":
+        config = replace(config, recipe="paper")
+        config = with_phases(
+            config,
+            activations=VNM(4, 2, 32),
+            skip_blocks=True,
+            router=LearnedEnergy(),
+        )
     mesh = MeshConfig(data=1)
     return replace(config, model=model, micro_batches=2, mesh=mesh)
 
@@ -82,7 +101,14 @@ def on(config: TrainConfig, mesh: str) -> TrainConfig:
     return replace(config, mesh=MeshConfig(data=data, fsdp=fsdp, tensor=tensor))
 
 
-GATES_AND_ROUTERS = ("activation_energy", "swiglu", "reglu2", "skip_blocks")
+GATES_AND_ROUTERS = (
+    "activation_energy",
+    "observed",
+    "learned",
+    "swiglu",
+    "reglu2",
+    "skip_blocks",
+)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,13 @@ import numpy as np
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.operands.token_sparsity import fixed_token_order
 from sparsejax.feed_forward.spec import FFNSparsity
-from sparsejax.routing.routers import ROUTERS, NearestCentre, SameExperts, TokenHash
+from sparsejax.routing.routers import (
+    ROUTERS,
+    LearnedEnergy,
+    NearestCentre,
+    SameExperts,
+    TokenHash,
+)
 from sparsejax.sparsity.patterns import NM, VNM
 from tests.support.ffn_oracle import ffn_oracle
 
@@ -22,7 +28,7 @@ def all_sparsities():
     """Every combination that FFNSparsity accepts, the stochastic estimators aside."""
     options = {
         "weights": (None, TWO_FOUR),
-        "activations": (None, TWO_FOUR, VNM(8, 2, 16)),
+        "activations": (None, TWO_FOUR, VNM(8, 2, 16), VNM(8, 4, 16)),
         "router": ROUTERS,
         "experts_per_token": (1, 2),
         "skip_blocks": (False, True),
@@ -30,6 +36,7 @@ def all_sparsities():
         "weight_gradients": ("dense", "expert_columns"),
         "token_sparsity": (None, "magnitude"),
         "permute_tokens": (True, False),
+        "exact_gradients": (False, True),
     }
     for values in product(*options.values()):
         chosen = dict(zip(options, values, strict=True))
@@ -40,11 +47,21 @@ def all_sparsities():
         ):
             continue
         # before GEMM 1 the op only sees expert_index, whichever router made it
-        if chosen["router"] in (TokenHash(), SameExperts()):
+        if chosen["router"] in (TokenHash(), SameExperts(), LearnedEnergy()):
             continue
         if chosen["token_sparsity"] is None and not chosen["permute_tokens"]:
             continue
+        # the order of tokens and rows does not depend on what is inside an expert
+        if chosen["activations"] == VNM(8, 4, 16) and not (
+            chosen["permute_tokens"]
+            and chosen["token_sparsity"] == ("magnitude" if chosen["weights"] else None)
+            and not (chosen["weights"] and chosen["experts_per_token"] == 2)
+        ):
+            continue
         if chosen["activations"] is None and not chosen["mask_reuse"]:
+            continue
+        # without 2:4 weights the setting changes nothing
+        if chosen["weights"] is None and chosen["exact_gradients"]:
             continue
         try:
             yield FFNSparsity(**chosen)
@@ -56,20 +73,24 @@ def representative_sparsities():
     """Weights x activations x skip_blocks x token_sparsity, the rest at its default."""
     for s in all_sparsities():
         one_expert = (s.router, s.experts_per_token) == (NearestCentre(), 1)
-        if one_expert and s.mask_reuse and s.permute_tokens:
+        plain = s.mask_reuse and s.permute_tokens and not s.exact_gradients
+        if one_expert and plain:
             yield s
 
 
 def name_of(s: FFNSparsity) -> str:
     parts = [
         "w24" if s.weights else "w-dense",
-        {None: "a-dense", TWO_FOUR: "a24"}.get(s.activations, "venom"),
+        {None: "a-dense", TWO_FOUR: "a24", VNM(8, 4, 16): "inside"}.get(
+            s.activations, "venom"
+        ),
         f"{s.router.name}-{s.experts_per_token}" if s.experts else "",
         "skip" if s.skip_blocks else "",
         "" if s.mask_reuse else "no-reuse",
         s.weight_gradients,
         s.token_sparsity or "",
         "" if s.permute_tokens else "in-order",
+        "exact" if s.exact_gradients else "",
     ]
     return "_".join(part for part in parts if part)
 

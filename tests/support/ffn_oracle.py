@@ -82,7 +82,10 @@ def ffn_oracle(x, w_up, w_down, dy, *, sparsity, scales, expert_index, token_ord
     s_up, s_down_t = w_up, w_down.T
     if sparsity.weights is not None:
         s_up = scales[0] * soft_threshold(w_up, axis=0)
-        s_down_t = scales[1] * soft_threshold(w_down.T, axis=0)
+        if not sparsity.exact_gradients:
+            s_down_t = scales[1] * soft_threshold(w_down.T, axis=0)
+    # what GEMM 4 reads
+    back_up = s_up if sparsity.exact_gradients else w_up
 
     y_up = x @ s_up
     columns = np.ones((tokens, features), bool)
@@ -93,7 +96,8 @@ def ffn_oracle(x, w_up, w_down, dy, *, sparsity, scales, expert_index, token_ord
             )
         columns = cluster_mask(expert_index, features, sparsity.experts)
     mask = columns
-    if sparsity.activations is not None:
+    two_four = sparsity.activations is not None and sparsity.activations.n == 2
+    if two_four:
         mask = columns & two_of_four(y_up, axis=1)
     relu = np.maximum(y_up, 0)
     y = (relu * mask) ** 2 @ w_down
@@ -101,11 +105,11 @@ def ffn_oracle(x, w_up, w_down, dy, *, sparsity, scales, expert_index, token_ord
     da = dy @ s_down_t
     if sparsity.mask_reuse:
         a, dy_up = (relu * mask) ** 2, da * 2 * relu * mask
-        dx = dy_up @ w_up.T
+        dx = dy_up @ back_up.T
     else:
         inside = da * 2 * relu * columns
         chosen = inside
-        if sparsity.activations is not None:
+        if two_four:
             chosen = inside * two_of_four(abs(inside), axis=1)
         dx = chosen @ w_up.T
         seen = columns if sparsity.weight_gradients == "expert_columns" else True

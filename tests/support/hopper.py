@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import tuning
 from pallas_kernels.device import Device
-from pallas_kernels.sm90 import sparse_matmul_configs
+from pallas_kernels.sm90 import dense_rows, sparse_matmul_configs
 from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.ops.kernels import registry
 from sparsejax.ops.kernels.base import (
@@ -242,6 +242,31 @@ class PlainKernels(HopperKernels):
         tiles = x.astype(jnp.float32).reshape(rows.tile_expert.size, -1, x.shape[1])
         product = jnp.einsum("tvk,tmk->tvm", tiles, w[rows.tile_expert])
         return _unwritten(product, rows).astype(weight.dtype)
+
+    def dense_rows_matmul(self, x, w, rows, *, expert_axis, k_major, out_dtype=None):
+        self.calls.append("dense_rows")
+        product = self._dense_rows(x, w, rows, expert_axis, k_major)
+        return product.astype(x.dtype if out_dtype is None else out_dtype)
+
+    def dense_rows_squared_relu(self, x, w, rows, *, expert_axis, k_major):
+        self.calls.append("squared relu of dense_rows")
+        product = self._dense_rows(x, w, rows, expert_axis, k_major)
+        return jnp.square(jnp.maximum(product, 0)).astype(x.dtype)
+
+    def dense_rows_activation_gradient(self, dy, w, a, rows, *, expert_axis, k_major):
+        self.calls.append("gradient of dense_rows")
+        product = self._dense_rows(dy, w, rows, expert_axis, k_major)
+        assert (a.shape, a.dtype) == (product.shape, dy.dtype)
+        return (product * 2 * jnp.sqrt(a.astype(jnp.float32))).astype(dy.dtype)
+
+    def _dense_rows(self, x, w, rows, expert_axis, k_major):
+        w = jnp.moveaxis(w, expert_axis, 0).astype(jnp.float32)
+        w = w.swapaxes(1, 2) if k_major else w
+        group_tile = len(x) // rows.tile_expert.size
+        assert dense_rows.why_unsupported(w.shape[1:], group_tile, str(x.dtype)) is None
+        tiles = x.astype(jnp.float32).reshape(rows.tile_expert.size, group_tile, -1)
+        product = jnp.einsum("tvk,tkn->tvn", tiles, w[rows.tile_expert])
+        return _unwritten(product, rows)
 
     def expert_weight_gradient(self, a, b, rows, *, transpose_out, residual_rows):
         self.calls.append("sparse_over_rows")

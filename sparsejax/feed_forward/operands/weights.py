@@ -15,9 +15,9 @@ from sparsejax.ops import dense_matmul
 from sparsejax.ops.backend import Backend, Decision
 from sparsejax.ops.kernels import registry
 from sparsejax.ops.sparse_matmul import pack_weight, sparse_matmul, why_not_packed
-from sparsejax.sparsity.compressed import Compressed, compress
+from sparsejax.sparsity.compressed import Compressed, compress, decompress
 from sparsejax.sparsity.masks import magnitude_mask, soft_threshold
-from sparsejax.sparsity.packed import Packed, pack
+from sparsejax.sparsity.packed import Packed, pack, unpack
 from sparsejax.sparsity.patterns import NM
 
 
@@ -29,8 +29,9 @@ class PackedFFN(NamedTuple):
     up: Compressed | Packed
     """S(W1), of logical shape (d_model, d_hidden), with groups along axis -2; `Packed`
     holds its transpose."""
-    down: Compressed | Packed
-    """S(W2^T)^T, of logical shape (d_hidden, d_model), with groups along axis -1."""
+    down: Compressed | Packed | None
+    """S(W2^T)^T, of logical shape (d_hidden, d_model), with groups along axis -1; None
+    where GEMM 3 reads a dense weight."""
     gate: Compressed | Packed | None = None
     """S(Wg) of a gated FFN, stored as `up`; None of a plain FFN."""
 
@@ -49,7 +50,8 @@ class FFNWeights[T](NamedTuple):
 
 class ReadWeights(NamedTuple):
     """The weights as a device's GEMMs read them: dense ones in the compute dtype, and
-    S(W) compressed where they are sparse, else None."""
+    S(W) compressed where they are sparse, else None. In a backward with exact gradients
+    `up` and `gate` are S(W), for GEMM 4 reads no other form of them."""
 
     up: jax.Array
     down: jax.Array
@@ -115,11 +117,10 @@ def pack_ffn(
     gate = None
     if w_gate is not None:
         gate = pack_up(w_gate, gate_scale[0], axis=-2)
-    return PackedFFN(
-        up=pack_up(w_up, up_scale, axis=-2),
-        down=pack_down(w_down, down_scale, axis=-1),
-        gate=gate,
-    )
+    down = None
+    if sparsity.backward_weights is not None:
+        down = pack_down(w_down, down_scale, axis=-1)
+    return PackedFFN(up=pack_up(w_up, up_scale, axis=-2), down=down, gate=gate)
 
 
 def _compress(
@@ -146,6 +147,21 @@ def _pack_on_each_device(
         out_specs=weight_spec(layout, 0, stacked),
     )
     return run(w, scale)
+
+
+def as_dense(
+    w: jax.Array, packed: Compressed | Packed | None, *, up: bool
+) -> jax.Array:
+    """Returns W1 or Wg (`up`), or W2, as a dense GEMM reads it: beta S(W), masked,
+    where it is sparse."""
+    if packed is None:
+        return w
+    if isinstance(packed, Packed):
+        masked = decompress(unpack(packed))
+        masked = masked.T if up else masked
+    else:
+        masked = decompress(packed)
+    return masked.astype(w.dtype)
 
 
 def multiply(

@@ -110,6 +110,11 @@ class KernelSet(Protocol):
         operands are both dense, or None where it has one."""
         ...
 
+    def why_no_dense_rows(self, gemm: GemmSpec) -> str | None:
+        """Returns why the set has no kernel for a GEMM whose dense rows meet the dense
+        weights of their experts, or None where it has one."""
+        ...
+
     def why_slower(self, gemm: GemmSpec) -> str | None:
         """Returns why a GEMM that the set can run is not to be chosen unasked, or None
         where it may be."""
@@ -305,6 +310,54 @@ class KernelSet(Protocol):
     ) -> Float[Array, "rows n"]:
         """Returns `a[r] @ b[expert of r]` for each row r, with b (n, experts, k) if
         `b_k_major`, else (experts, k, n)."""
+        ...
+
+    def dense_rows_matmul(
+        self,
+        x: Float[Array, "rows k"],
+        w: Float[Array, "_ _ _"],
+        rows: ExpertRows,
+        *,
+        expert_axis: int,
+        k_major: bool,
+        out_dtype: jnp.dtype | None = None,
+    ) -> Float[Array, "rows n"]:
+        """Returns `x[r] @ w[expert of r]` for each row r of dense operands, accumulated
+        in float32 and rounded once.
+
+        Args:
+          w: the weights of all experts as they lie in memory: (experts, k, n) with
+            `expert_axis` 0, (k, experts, n) with 1; if `k_major` (experts, n, k) or (n,
+            experts, k).
+          out_dtype: float32 or the dtype of x, for which None stands.
+        """
+        ...
+
+    def dense_rows_squared_relu(
+        self,
+        x: Float[Array, "rows k"],
+        w: Float[Array, "_ _ _"],
+        rows: ExpertRows,
+        *,
+        expert_axis: int,
+        k_major: bool,
+    ) -> Float[Array, "rows n"]:
+        """Returns A = relu(Y1)^2 of the product Y1 that `dense_rows_matmul` computes,
+        made in the GEMM's epilogue: Y1 is never written, nor rounded."""
+        ...
+
+    def dense_rows_activation_gradient(
+        self,
+        dy: Float[Array, "rows k"],
+        w: Float[Array, "_ _ _"],
+        a: Float[Array, "rows n"],
+        rows: ExpertRows,
+        *,
+        expert_axis: int,
+        k_major: bool,
+    ) -> Float[Array, "rows n"]:
+        """Returns dY1 = dA 2 sqrt(A) of the product dA that `dense_rows_matmul`
+        computes, made in the GEMM's epilogue."""
         ...
 
     def expert_weight_gradient(

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import tuning
 from pallas_kernels.sm90 import (
     dense_over_rows,
+    dense_rows,
     gather_sum,
     grouped_matmul,
     matmul_to_packed,
@@ -72,6 +73,16 @@ class HopperKernels(HopperPacking):
         # One of d_in and d_out counts the neurons of all experts.
         sizes = [gemm.d_in, gemm.d_out, gemm.expert_features or gemm.d_out]
         return dense_over_rows.why_unsupported(sizes, gemm.group_tile, gemm.dtype)
+
+    def why_no_dense_rows(self, gemm: GemmSpec) -> str | None:
+        sizes = {gemm.d_in, gemm.d_out}
+        if gemm.expert_features:
+            # The one of them that counts the neurons of all experts.
+            assert gemm.role is not None
+            neurons_in = gemm.role in ("down", "d_input", "d_input_gate")
+            d_model = gemm.d_out if neurons_in else gemm.d_in
+            sizes = {d_model, gemm.expert_features}
+        return dense_rows.why_unsupported(sorted(sizes), gemm.group_tile, gemm.dtype)
 
     def why_slower(self, gemm: GemmSpec) -> str | None:
         if gemm.experts is not None:
@@ -215,6 +226,50 @@ class HopperKernels(HopperPacking):
         run = self._grouped(grouped_matmul.sparse_rows, b_k_major=b_k_major)
         return run(a.values, a.metadata, b, *used(rows))
 
+    def dense_rows_matmul(
+        self,
+        x: Float[Array, "rows k"],
+        w: Float[Array, "_ _ _"],
+        rows: ExpertRows,
+        *,
+        expert_axis: int,
+        k_major: bool,
+        out_dtype: jnp.dtype | None = None,
+    ) -> Float[Array, "rows n"]:
+        how = {"expert_axis": expert_axis, "b_k_major": k_major, "out_dtype": out_dtype}
+        return self._dense_rows(**how)(x, w, *used(rows))
+
+    def dense_rows_squared_relu(
+        self,
+        x: Float[Array, "rows k"],
+        w: Float[Array, "_ _ _"],
+        rows: ExpertRows,
+        *,
+        expert_axis: int,
+        k_major: bool,
+    ) -> Float[Array, "rows n"]:
+        how = {"expert_axis": expert_axis, "b_k_major": k_major}
+        return self._dense_rows(activation=_squared_relu, **how)(x, w, *used(rows))
+
+    def dense_rows_activation_gradient(
+        self,
+        dy: Float[Array, "rows k"],
+        w: Float[Array, "_ _ _"],
+        a: Float[Array, "rows n"],
+        rows: ExpertRows,
+        *,
+        expert_axis: int,
+        k_major: bool,
+    ) -> Float[Array, "rows n"]:
+        how = {"expert_axis": expert_axis, "b_k_major": k_major}
+        return self._dense_rows(combine=_gradient_at, **how)(dy, w, *used(rows), a)
+
+    def _dense_rows(self, **options: Any) -> Callable[..., Any]:
+        """Returns the kernel of `dense_rows` as a function of x, the weights, what
+        `used` returns, and the matrix that the epilogue reads, if any."""
+        count = self.device.count_multiprocessors()
+        return one_by_one(_dense_rows, multiprocessors=count, **options)
+
     def expert_weight_gradient(
         self,
         a: Packed,
@@ -306,6 +361,27 @@ def _gemm(
         config=kernels.config_for(shape),
         multiprocessors=kernels.device.count_multiprocessors(),
     )
+
+
+def _dense_rows(
+    x: jax.Array,
+    w: jax.Array,
+    tile_expert: jax.Array,
+    used_tiles: jax.Array,
+    *entries: jax.Array,
+    combine: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+    **options: Any,
+) -> jax.Array:
+    other = dense_rows.OtherRows(entries[0], combine) if combine is not None else None
+    return dense_rows.dense_rows(x, w, tile_expert, used_tiles, other=other, **options)
+
+
+def _squared_relu(y_up: jax.Array) -> jax.Array:
+    return jnp.square(jnp.maximum(y_up, 0.0))
+
+
+def _gradient_at(da: jax.Array, a: jax.Array) -> jax.Array:
+    return da * 2 * jnp.sqrt(a)
 
 
 def _to_packed(

@@ -1,6 +1,6 @@
 """The six GEMMs: every combination against the masked dense oracle."""
 
-import dataclasses
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 
@@ -14,7 +14,14 @@ from jax.test_util import check_grads
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.spec import FFNSparsity
 from sparsejax.routing.dispatch import row_count
-from sparsejax.routing.routers import ROUTERS, NearestCentre, SameExperts, TokenHash
+from sparsejax.routing.routers import (
+    ROUTERS,
+    ActivationEnergy,
+    LearnedEnergy,
+    NearestCentre,
+    SameExperts,
+    TokenHash,
+)
 from sparsejax.sparsity.patterns import VNM
 from tests.support.ffn_cases import (
     D_HIDDEN,
@@ -31,7 +38,12 @@ from tests.support.ffn_cases import (
     representative_sparsities,
     value_and_gradients,
 )
-from tests.support.ffn_oracle import cluster_mask, two_of_four
+from tests.support.ffn_oracle import (
+    cluster_mask,
+    heaviest_experts,
+    soft_threshold,
+    two_of_four,
+)
 
 # In float64 library and oracle take the same decisions, and differ by rounding only:
 # sums of at most 128 products of numbers near 1, each rounded at 1e-16.
@@ -293,6 +305,48 @@ def test_dense_gradient_is_the_derivative():
         check_grads(ffn, (x, w_up, w_down), order=1, modes=["rev"], rtol=1e-6)
 
 
+EXACT = [
+    FFNSparsity(weights=TWO_FOUR, exact_gradients=True, activations=activations, **more)
+    for activations, more in (
+        (None, {}),
+        (TWO_FOUR, {}),
+        (VNM(8, 2, 16), {"router": ActivationEnergy(), "experts_per_token": 2}),
+        (VNM(8, 2, 16), {"weight_gradients": "expert_columns", "skip_blocks": True}),
+    )
+]
+
+
+@pytest.mark.parametrize("sparsity", EXACT, ids=name_of)
+def test_exact_gradients_are_the_derivative_of_the_masked_forward(sparsity):
+    """By JAX, through a forward in plain operations with constant masks, by beta S(W1)
+    in the place of W1. Without the setting dX is another one."""
+    x, w_up, w_down, dy = make_inputs()
+    experts = make_experts(sparsity)
+    s_up = SCALES[0] * soft_threshold(w_up, axis=0)
+    y_up = x @ s_up
+    kept = np.ones_like(y_up, bool)
+    if sparsity.activations is not None:
+        kept = two_of_four(y_up, axis=1)
+    if sparsity.experts:
+        if experts is None:
+            experts = heaviest_experts(y_up, 4, 2)
+        kept &= cluster_mask(experts, D_HIDDEN, 4)
+
+    def masked(x, s_up, w_down):
+        return jnp.where(kept, jax.nn.relu(x @ s_up), 0) ** 2 @ w_down
+
+    with jax.enable_x64(True):
+        y, pull_back = jax.vjp(masked, *map(jnp.asarray, (x, s_up, w_down)))
+        expected = y, *pull_back(jnp.asarray(dy))
+        given = experts if sparsity.router.before_up else None
+        got = jitted(sparsity, x, w_up, w_down, dy, given)
+        estimate = replace(sparsity, exact_gradients=False)
+        other = jitted(estimate, x, w_up, w_down, dy, given)
+    assert_close(got, expected)
+    difference = np.linalg.norm(other[1] - expected[1])
+    assert difference > 0.1 * np.linalg.norm(expected[1])
+
+
 # --- what a token may depend on
 
 
@@ -313,8 +367,9 @@ def test_no_token_depends_on_another(router):
 
     def run(x):
         experts = None
-        if router == NearestCentre():
-            experts = router.choose(x, experts=4, state={"centres": centres})
+        if router in (NearestCentre(), LearnedEnergy()):
+            state = router.clustered_state(w_up, jnp.asarray(centres))
+            experts = router.choose(x, experts=4, state=state)
         if router == TokenHash():
             experts = router.choose(jnp.arange(tokens), experts=4)
         if router == SameExperts():
@@ -374,118 +429,3 @@ def test_zero_input_gives_zero(sparsity):
     got = jitted(sparsity, 0 * x, w_up, w_down, dy, make_experts(sparsity))
     for array in got:
         np.testing.assert_array_equal(array, np.zeros_like(array))
-
-
-# --- stochastic weight gradients
-
-STOCHASTIC = pytest.mark.parametrize(
-    "sparsity",
-    [
-        FFNSparsity(
-            activations=activations,
-            weight_gradients=weight_gradients,
-            token_sparsity=method,
-        )
-        for method in ("mvue", "mvue_approximate")
-        for activations, weight_gradients in (
-            (None, "dense"),
-            (VNM(8, 2, 16), "expert_columns"),
-        )
-    ],
-    ids=name_of,
-)
-
-
-@STOCHASTIC
-def test_mvue_weight_gradients_are_unbiased(sparsity):
-    x, w_up, w_down, dy = (a.astype(np.float32) for a in make_inputs())
-    experts, draws = make_experts(sparsity), 2000
-    exact = dataclasses.replace(sparsity, token_sparsity=None)
-    y, dx, *expected = jitted(exact, x, w_up, w_down, dy, experts)
-
-    def one(key):
-        return value_and_gradients(sparsity, x, w_up, w_down, dy, experts, key=key)
-
-    run = jax.jit(lambda keys: lax.map(one, keys, batch_size=50))
-    ys, dxs, *drawn = run(jax.random.split(jax.random.key(0), draws))
-    # the key reaches nothing but the weight gradients
-    assert np.ptp(ys, axis=0).max() == 0 and np.ptp(dxs, axis=0).max() == 0
-    np.testing.assert_allclose(ys[0], y, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(dxs[0], dx, rtol=1e-5, atol=1e-5)
-    for samples, target in zip(drawn, expected, strict=True):
-        samples, target = np.asarray(samples, np.float64), np.asarray(target)
-        error = abs(samples.mean(axis=0) - target)
-        deviation = samples.std(axis=0)
-        # Bernstein's second term: a draw too rare to be seen has no deviation, and a
-        # mean that is off by its effect times at most a few over `draws`
-        unseen = 3 * np.max(abs(samples - target)) / draws
-        bound = 5 * deviation / np.sqrt(draws) + unseen
-        assert np.all(error < bound)
-        # the bound means something, and the draws differ
-        assert np.median(bound) < 0.1 * np.std(target)
-        assert np.max(deviation) > 0.1 * np.std(target)
-
-
-@STOCHASTIC
-def test_mvue_leaves_the_densest_features_exact(sparsity):
-    x, w_up, w_down, dy = make_inputs()
-    experts = make_experts(sparsity)
-    exact = dataclasses.replace(sparsity, token_sparsity=None)
-    y_up = x @ w_up
-    active, clusters = y_up > 0, [range(D_HIDDEN)]
-    if sparsity.experts:
-        own = cluster_mask(experts, D_HIDDEN, sparsity.experts)
-        active &= two_of_four(y_up, axis=1) & own
-        clusters = np.split(np.arange(D_HIDDEN), sparsity.experts)
-    dense = np.zeros(D_HIDDEN, bool)
-    for cluster in clusters:
-        # 5 % of the features are less than one tile of 16
-        ranked = sorted(cluster, key=lambda f: (-np.sum(active[:, f]), f))
-        dense[ranked[:16]] = True
-    inputs = tuple(a.astype(np.float32) for a in (x, w_up, w_down, dy))
-    expected = jitted(exact, *inputs, experts)
-    got = jitted(sparsity, *inputs, experts, key=jax.random.key(1))
-    for i, axis in ((2, 0), (3, 1)):
-        error = np.max(abs(got[i] - expected[i]), axis=axis)
-        assert np.max(error[dense]) < 1e-5
-        assert np.max(error[~dense]) > 1e-2
-
-
-@STOCHASTIC
-def test_mvue_draws_from_its_key_alone(sparsity):
-    inputs = tuple(a.astype(np.float32) for a in make_inputs())
-    experts = make_experts(sparsity)
-    first, again, *others = (
-        jitted(sparsity, *inputs, experts, key=jax.random.key(seed))
-        for seed in (0, 0, 1, 2, 3)
-    )
-    for i in (2, 3):
-        np.testing.assert_array_equal(first[i], again[i])
-        # Few groups have more than two non-zeros to draw from.
-        assert any(np.any(first[i] != other[i]) for other in others)
-
-
-# --- errors
-
-
-def test_missing_arguments_are_named():
-    x, w_up, w_down, _ = make_inputs()
-    with pytest.raises(ValueError, match="needs scales.*soft_threshold_scale"):
-        ffn(x, w_up, w_down, sparsity=FFNSparsity(weights=TWO_FOUR))
-    with pytest.raises(ValueError, match="draws random numbers; pass key"):
-        ffn(x, w_up, w_down, sparsity=FFNSparsity(token_sparsity="mvue"))
-    venom = FFNSparsity(activations=VNM(8, 2, 16))
-    with pytest.raises(ValueError, match=r"shape \(37, 1\), got None; make it with"):
-        ffn(x, w_up, w_down, sparsity=venom)
-    with pytest.raises(ValueError, match=r"shape \(37, 1\), got \(37, 2\)"):
-        experts = jnp.zeros((TOKENS, 2), jnp.int32)
-        ffn(x, w_up, w_down, sparsity=venom, expert_index=experts)
-
-
-def test_named_backend_runs_or_raises():
-    x, w_up, w_down, _ = make_inputs()
-    with pytest.raises(ValueError, match="backend='cuda' must be one of 'reference',"):
-        ffn(x, w_up, w_down, backend="cuda")
-    options = {"sparsity": FFNSparsity(weights=TWO_FOUR), "scales": jnp.ones(2)}
-    with pytest.raises(NotImplementedError, match="mosaic_sm90: .*leave backend=None"):
-        ffn(x, w_up, w_down, backend="mosaic_sm90", **options)

@@ -12,12 +12,17 @@ from jax import lax
 from jax.test_util import check_grads
 
 from sparsejax.feed_forward.activation import GatedActivation
-from sparsejax.feed_forward.gated_ffn import GatedFFNSpec, gated_ffn
+from sparsejax.feed_forward.gated_ffn import GatedFFNSpec, check_gated, gated_ffn
 from sparsejax.feed_forward.operands.token_sparsity import fixed_token_order
 from sparsejax.feed_forward.operands.weights import pack_ffn
 from sparsejax.feed_forward.spec import DENSE, FFNSparsity
 from sparsejax.sparsity.patterns import TWO_FOUR, VNM
-from tests.support.ffn_oracle import along_tokens, soft_threshold, two_of_four
+from tests.support.ffn_oracle import (
+    along_tokens,
+    cluster_mask,
+    soft_threshold,
+    two_of_four,
+)
 
 TOKENS, D_MODEL, D_HIDDEN = 13, 8, 20
 SCALES = (1.5, 1.25, 0.75)
@@ -45,6 +50,10 @@ CASES = {
     "tokens in order": Case("reglu2", replace(ALL_NINE, permute_tokens=False)),
     "no whole features": Case("reglu2", replace(ALL_NINE, dense_features=0.0)),
     "selected anew": Case("reglu2", replace(ALL_NINE, mask_reuse=False)),
+    "exact": Case("swiglu", replace(SPARSE, exact_gradients=True)),
+    "exact, 2:4 activations": Case(
+        "reglu2", replace(ALL_NINE, token_sparsity=None, exact_gradients=True)
+    ),
 }
 
 
@@ -59,43 +68,70 @@ SELECTS_NO_ACTIVATION = [n for n, c in CASES.items() if not c.sparsity.activatio
 TOLERANCE = 1e-12
 
 
-def make_inputs(seed=0):
+def make_inputs(seed=0, d_hidden=D_HIDDEN):
     rng = np.random.default_rng(seed)
-    shapes = [(TOKENS, D_MODEL), (D_MODEL, D_HIDDEN), (D_MODEL, D_HIDDEN)]
-    shapes += [(D_HIDDEN, D_MODEL), (TOKENS, D_MODEL)]
+    shapes = [(TOKENS, D_MODEL), (D_MODEL, d_hidden), (D_MODEL, d_hidden)]
+    shapes += [(d_hidden, D_MODEL), (TOKENS, D_MODEL)]
     return tuple(rng.normal(size=shape) / shape[0] ** 0.5 for shape in shapes)
 
 
-def gated_oracle(case, x, w_gate, w_up, w_down, dy):
-    """GEMMs 1 and 3 read S(W), the others the dense weights."""
+def gated_oracle(case, x, w_gate, w_up, w_down, dy, experts=None):
+    """GEMMs 1 and 3 read S(W), the others the dense weights; with exact gradients GEMMs
+    1 and 4 do. Every matrix is full size and masked, also where tokens have
+    `experts`."""
     sparsity = case.sparsity
     s_gate, s_up, s_down = w_gate, w_up, w_down
     if sparsity.weights:
         s_gate = SCALES[0] * soft_threshold(w_gate, axis=0)
         s_up = SCALES[1] * soft_threshold(w_up, axis=0)
         s_down = SCALES[2] * soft_threshold(w_down, axis=1)
+    back_gate, back_up = w_gate, w_up
+    if sparsity.exact_gradients:
+        s_down, back_gate, back_up = w_down, s_gate, s_up
     gate, up, da = x @ s_gate, x @ s_up, dy @ s_down.T
     if case.activation == "swiglu":
         sigmoid = 1 / (1 + np.exp(-gate))
         s, slope = gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))
     else:
         s, slope = np.maximum(gate, 0) ** 2, 2 * np.maximum(gate, 0)
-    kept = np.ones_like(gate)
-    if sparsity.activations:
-        kept = two_of_four(abs(s * up), axis=1)
+    tokens, features = gate.shape
+    columns = np.ones_like(gate)
+    if sparsity.experts:
+        if not sparsity.router.before_up:
+            mass = (s * up) ** 2
+            mass = mass.reshape(tokens, sparsity.experts, -1).sum(-1)
+            best = np.argsort(-mass, axis=1, kind="stable")
+            experts = best[:, : sparsity.experts_per_token]
+        columns = cluster_mask(experts, features, sparsity.experts)
+    two_four = sparsity.activations is not None and sparsity.activations.n == 2
+    kept = columns
+    if two_four:
+        kept = columns * two_of_four(abs(s * up), axis=1)
     y = (kept * s * up) @ w_down
     if sparsity.mask_reuse:
         s, slope = kept * s, kept * slope
     a, dgate, dup = s * up, da * up * slope, da * s
-    selected = dgate, dup
-    if sparsity.activations and not sparsity.mask_reuse:
-        selected = [g * two_of_four(abs(g), axis=1) for g in (dgate, dup)]
-    dx = selected[0] @ w_gate.T + selected[1] @ w_up.T
+    selected = dgate * columns, dup * columns
+    if two_four and not sparsity.mask_reuse:
+        selected = [g * two_of_four(abs(g), axis=1) for g in selected]
+    by_expert = sparsity.weight_gradients == "expert_columns"
+    if by_expert:
+        a, dgate, dup = a * columns, dgate * columns, dup * columns
+    dx = selected[0] @ back_gate.T + selected[1] @ back_up.T
     if sparsity.token_sparsity:
-        order = np.arange(TOKENS)
+        order = np.arange(tokens)
         if sparsity.permute_tokens:
-            order = fixed_token_order(TOKENS)
-        lists = [(range(D_HIDDEN), list(order))]
+            order = fixed_token_order(tokens)
+        lists = [(range(features), list(order))]
+        if by_expert:
+            size = features // sparsity.experts
+            lists = [
+                (
+                    range(e * size, (e + 1) * size),
+                    [t for t in order if t >= 0 and e in experts[t]],
+                )
+                for e in range(sparsity.experts)
+            ]
         nonzeros = (a != 0).sum(axis=0)
         a, dgate, dup = (
             along_tokens(matrix, nonzeros, sparsity.dense_features, lists)
@@ -105,7 +141,7 @@ def gated_oracle(case, x, w_gate, w_up, w_down, dy):
 
 
 def value_and_gradients(
-    case, x, w_gate, w_up, w_down, dy, *, packed=None, backend=None
+    case, x, w_gate, w_up, w_down, dy, experts=None, *, packed=None, backend=None
 ):
     def run(x, w_gate, w_up, w_down):
         return gated_ffn(
@@ -117,6 +153,7 @@ def value_and_gradients(
             sparsity=case.sparsity,
             packed=packed,
             scales=jnp.array(SCALES, w_up.dtype),
+            expert_index=experts,
             backend=backend,
         )
 
@@ -292,18 +329,12 @@ def test_the_random_estimator_is_right_on_average():
     [
         (ACTIVATIONS, "activations"),
         (FFNSparsity(weights=TWO_FOUR, token_sparsity="magnitude"), "token_sparsity"),
+        (FFNSparsity(activations=VNM(4, 2, 8)), "activations"),
     ],
 )
-def test_swiglu_has_no_sparse_activations(sparsity, name):
+def test_swiglu_has_no_two_four_activations(sparsity, name):
     with pytest.raises(ValueError, match=f"{name}=.* in a SwiGLU FFN: silu leaves no"):
         gated_ffn(*make_inputs()[:4], sparsity=sparsity)
-
-
-def test_a_gated_ffn_has_no_router():
-    inputs = make_inputs()[:4]
-    venom = FFNSparsity(activations=VNM(4, 2, 8))
-    with pytest.raises(ValueError, match="a router needs activation='relu2'"):
-        gated_ffn(*inputs, activation="reglu2", sparsity=venom)
 
 
 def test_errors():
@@ -326,3 +357,21 @@ def test_errors():
     options = {"sparsity": SPARSE, "scales": jnp.ones(3), "backend": "mosaic_sm90"}
     with pytest.raises(NotImplementedError, match="needs a Hopper GPU, not cpu"):
         gated_ffn(x, w_gate, w_up, w_down, **options)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"mean_compensation": True}, "observe skipped_means in squared-ReLU FFNs"),
+        ({"skipped_energy": 0.05}, "observe penalty_strength in squared-ReLU FFNs"),
+        ({"router": "learned"}, "observe what router='learned' learns"),
+        (
+            {"router": "activation_energy", "most_experts_per_token": 2},
+            "observe energy_threshold in squared-ReLU FFNs",
+        ),
+    ],
+)
+def test_what_training_steps_observe_is_refused(setting, message):
+    sparsity = FFNSparsity(activations=VNM(128, 4, 16), **setting)
+    with pytest.raises(ValueError, match=f"{message}.*use activation='relu2'"):
+        check_gated("swiglu", sparsity)

@@ -23,6 +23,7 @@ VENOM = VNM(8, 2, 16)
         ({"weights": NM(1, 4)}, r"weights=NM\(n=1, m=4\) is not 2:4.*use NM\(2, 4\)"),
         ({"activations": NM(2, 8)}, r"activations=NM\(n=2, m=8\) is not 2:4"),
         ({"activations": VNM(8, 1, 16)}, "keeps n=1 of four; .* need n=2"),
+        ({"activations": VNM(8, 3, 16)}, "keeps n=3 of four; .* n=4 is dense inside"),
         (
             {"activations": VENOM, "experts_per_token": 5},
             r"experts_per_token=5 is not in \[1, 4\]",
@@ -85,6 +86,14 @@ VENOM = VNM(8, 2, 16)
         ),
         ({"mask_reuse": 1}, "mask_reuse=1 must be True or False$"),
         ({"permute_tokens": None}, "permute_tokens=None must be True or False$"),
+        (
+            {"exact_gradients": True, "mask_reuse": False},
+            "exact_gradients=True with mask_reuse=False, which approximates",
+        ),
+        (
+            {"exact_gradients": True, "token_sparsity": "magnitude"},
+            "exact_gradients=True with token_sparsity='magnitude', which approximates",
+        ),
         ({"dense_features": "5 %"}, "dense_features='5 %' must be a float$"),
         ({"dense_features": 1.0}, r"dense_features=1.0 is not in \[0, 1\)"),
         ({"dense_features": -0.1}, r"dense_features=-0.1 is not in \[0, 1\)"),
@@ -200,13 +209,14 @@ def test_gemms_follow_the_table(sparsity):
     """Checks which operand is sparse in GEMMs 1 to 6: the table of the six
     equations."""
     weight = "weight" if sparsity.weights else None
-    activation = "input" if sparsity.activations else None
+    dense_inside = sparsity.activations == VNM(8, 4, 16)
+    activation = "input" if sparsity.activations and not dense_inside else None
     tokens = sparsity.token_sparsity is not None
     gemms = spec_of(sparsity).gemms()
     assert [gemm.sparse_operand for gemm in gemms] == [
         weight,
         activation,
-        weight,
+        None if sparsity.exact_gradients else weight,
         activation,
         "gradient" if tokens else None,
         "input" if tokens else None,
@@ -216,7 +226,8 @@ def test_gemms_follow_the_table(sparsity):
     columns = sparsity.weight_gradients == "expert_columns"
     # dA outside a token's experts is read where dense gradients unmask it.
     read = not sparsity.mask_reuse and not columns
-    by_expert = skip or (venom and sparsity.weights is not None and not read)
+    two_four = sparsity.weights is not None and not sparsity.exact_gradients
+    by_expert = skip or (venom and (two_four or dense_inside) and not read)
     grouped = [skip, venom, by_expert, venom, columns, columns]
     assert [gemm.experts for gemm in gemms] == [4 if g else None for g in grouped]
     t, d, f = 32, 8, 64

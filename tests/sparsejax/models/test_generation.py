@@ -109,3 +109,25 @@ def test_what_cannot_be_generated_is_refused():
     ]:
         with pytest.raises(ValueError, match=reason):
             generate(model, prompts, **({"length": 1} | options))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_text_ends_at_an_end_token_and_the_others_go_on(temperature):
+    model = some_model(MODELS["reglu2"])
+    how = {"temperature": temperature, "seed": 3}
+    free = generate(model, PROMPTS, LENGTH, **how)
+    # The first row ends at its third token; the other rows wherever they have it.
+    end = int(free[0, 2])
+    ended = generate(model, PROMPTS, LENGTH, end_tokens=[end, 255], **how)
+    for row, whole in zip(ended, free, strict=True):
+        at = np.flatnonzero(np.isin(whole, [end, 255]))
+        upto = at[0] + 1 if at.size else LENGTH
+        assert row[:upto].tolist() == whole[:upto].tolist()
+        assert set(row[upto:].tolist()) <= {int(whole[upto - 1])}
+
+
+def test_where_all_have_ended_nothing_more_is_computed():
+    model = some_model(MODELS["reglu2"])
+    first = generate(model, PROMPTS[:1], 1)[0, 0]
+    ended = generate(model, PROMPTS[:1], LENGTH, end_tokens=[int(first)])
+    assert ended.tolist() == [[int(first)] * LENGTH]

@@ -12,11 +12,12 @@ from flax import nnx
 
 from sparsejax.config import ModelConfig
 from sparsejax.feed_forward.spec import DENSE, FFNSparsity
-from sparsejax.models.sparse_ffn import PackedWeights, SparseFFN, sparse_ffns
+from sparsejax.models.ffn_state import PackedWeights
+from sparsejax.models.sparse_ffn import SparseFFN, sparse_ffns
 from sparsejax.models.transformer import Transformer, cross_entropy, greedy_sample
 from sparsejax.routing.routers import ActivationEnergy, TokenHash
 from sparsejax.sparsity.patterns import NM, VNM
-from sparsejax.training.switching import set_sparsity
+from sparsejax.training.switches.switching import set_sparsity
 
 TINY = ModelConfig(
     vocab_size=61, d_model=16, layers=2, heads=2, kv_heads=1, d_hidden=64

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
-from sparsejax.ops import grouped_matmul as module
+from sparsejax.ops import grouped_loops
 from sparsejax.ops.grouped_matmul import grouped_matmul, grouped_outer
 from tests.support import hopper
 
@@ -22,23 +22,32 @@ def in_chunks(run, size):
     """Runs what "xla" is where the platform is no CPU, with chunks of `size` rows."""
 
     def with_size(*arguments):
-        with mock.patch.object(module, "CHUNK_ROWS", size):
+        with mock.patch.object(grouped_loops, "CHUNK_ROWS", size):
             return run(*arguments)
 
     return with_size
 
 
+def matmul_in_chunks(size):
+    def run(rows, weights, tile_expert, used, *, out_dtype=None):
+        out_dtype = rows.dtype if out_dtype is None else out_dtype
+        operands = rows, weights, tile_expert, used
+        return in_chunks(grouped_loops.matmul_by_chunks, size)(*operands, out_dtype)
+
+    return run
+
+
 MATMULS = {
     "xla": functools.partial(grouped_matmul, backend="xla"),
     "reference": functools.partial(grouped_matmul, backend="reference"),
-    "chunks of 3": in_chunks(module._matmul_by_chunks, 3),
-    "chunks of 2048": in_chunks(module._matmul_by_chunks, 2048),
+    "chunks of 3": matmul_in_chunks(3),
+    "chunks of 2048": matmul_in_chunks(2048),
 }
 OUTERS = {
     "xla": functools.partial(grouped_outer, backend="xla"),
     "reference": functools.partial(grouped_outer, backend="reference"),
-    "chunks of 3": in_chunks(module._outer_by_chunks, 3),
-    "chunks of 2048": in_chunks(module._outer_by_chunks, 2048),
+    "chunks of 3": in_chunks(grouped_loops.outer_by_chunks, 3),
+    "chunks of 2048": in_chunks(grouped_loops.outer_by_chunks, 2048),
 }
 PATHS = pytest.mark.parametrize("path", MATMULS)
 
@@ -106,6 +115,20 @@ def test_matmul(path, sizes):
 
 
 @PATHS
+def test_the_result_may_be_float32(path):
+    """Sums of bfloat16 products that are not rounded to bfloat16."""
+    rows, weights, tile_expert, used, row_expert = make([4, 1, 3], v=4)
+    rows, weights = (jnp.asarray(a, jnp.bfloat16) for a in (rows, weights))
+    run = functools.partial(MATMULS[path], out_dtype=jnp.float32)
+    got = jax.jit(run)(rows, weights, tile_expert, used)
+    assert got.dtype == jnp.float32
+    exact = [np.asarray(a, np.float64) for a in (rows, weights)]
+    # float32 sums of at most 28 products
+    expected = expected_matmul(*exact, row_expert)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@PATHS
 @ROUTING
 def test_outer(path, sizes):
     rows, _, tile_expert, used, row_expert = make(sizes, v=4)
@@ -151,15 +174,42 @@ def test_outer_of_whole_tiles_takes_its_kernel_unasked(monkeypatch, expert_axis)
     assert calls == []
 
 
+def test_rows_of_whole_tiles_take_their_kernel_unasked(monkeypatch):
+    """Forward and backward. What it leaves beyond the used tiles, NaN here, is zero in
+    the result."""
+    calls = hopper.pretend(monkeypatch)
+    tile_expert, used, _ = layout([100, 0, 200], v=128)
+    rows = jax.random.randint(jax.random.key(0), (len(tile_expert) * 128, 128), -1, 2)
+    weights = jax.random.randint(jax.random.key(1), (EXPERTS, 128, 192), -1, 2)
+    padding = np.arange(len(rows))[:, None] < 128 * used
+    rows, weights = (x.astype(jnp.bfloat16) for x in (rows * padding, weights))
+    where = jnp.asarray(tile_expert), used
+
+    def run(backend):
+        of = lambda *operands: grouped_matmul(*operands, *where, backend=backend)
+        out, pull_back = jax.vjp(of, rows, weights)
+        # Signs, so that all sums are of whole numbers that bfloat16 has.
+        return out, *pull_back(jnp.sign(out))
+
+    got = run(None)
+    assert calls == ["dense_rows", "dense_rows", "dense_over_rows"]
+    for ours, theirs in zip(got, run("reference"), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    calls.clear()
+    grouped_matmul(rows.astype(jnp.float32), weights, *where)
+    grouped_matmul(rows[:, :64], weights[:, :64], *where)
+    assert calls == []
+
+
 def test_a_routing_may_need_every_chunk():
     """The number of chunks is static, and the least that all routings fit in: chunks of
     5 rows, experts with 6, 6 and 2 of 14 need rows // size + experts of them."""
     rows, weights, tile_expert, used, row_expert = make([6, 5, 2], v=2)
     assert used == TILES and len(rows) // 5 + EXPERTS == 2 + 2 + 1
     with jax.enable_x64(True):
-        matmul = jax.jit(in_chunks(module._matmul_by_chunks, 5))
+        matmul = jax.jit(matmul_in_chunks(5))
         got = matmul(rows, weights, tile_expert, used)
-        outer = jax.jit(in_chunks(module._outer_by_chunks, 5), static_argnums=4)
+        outer = jax.jit(in_chunks(grouped_loops.outer_by_chunks, 5), static_argnums=4)
         dweights = outer(rows, got, tile_expert, used, EXPERTS)
     expected = expected_matmul(rows, weights, row_expert)
     assert_close(got, expected)

@@ -1,6 +1,7 @@
 """The experts that each router chooses, against plain loops."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from sparsejax.routing import routers
 from sparsejax.routing.routers import (
     ActivationEnergy,
+    LearnedEnergy,
     NearestCentre,
     SameExperts,
     TokenHash,
@@ -115,7 +117,7 @@ def test_settings_find_a_router_by_its_name_and_by_a_former_one():
         assert named_router(router.name) is router
         assert routers.name_of(router) == router.name
     assert named_router("true_mass") == ActivationEnergy()
-    names = "'nearest_centre', 'token_hash', 'activation_energy', 'same_experts'"
+    names = ", ".join(repr(router.name) for router in routers.ROUTERS)
     for wrong in ("truemass", None, 3, ["token_hash"], TokenHash):
         with pytest.raises(ValueError, match=f"must be one of {names}$"):
             named_router(wrong)
@@ -137,9 +139,10 @@ def test_what_a_router_reads_says_whether_blocks_can_be_skipped():
         "token_hash": True,
         "activation_energy": False,
         "same_experts": True,
+        "learned": True,
     }
     kept = [router.name for router in routers.ROUTERS if router.has_state]
-    assert kept == ["nearest_centre"]
+    assert kept == ["nearest_centre", "learned"]
 
 
 def test_the_centres_are_those_of_blocks_until_a_clustering_gives_others():
@@ -153,3 +156,70 @@ def test_the_centres_are_those_of_blocks_until_a_clustering_gives_others():
     clustered = gaussian((4, 6), 1)
     assert router.clustered_state(w_up, clustered)["centres"] is clustered
     assert TokenHash().clustered_state(w_up, clustered) == {}
+
+
+@pytest.mark.parametrize(
+    ("threshold", "counts"), [(0.0, [4, 3, 2, 1]), (0.3, [1, 2, 2, 1]), (1.0, [1] * 4)]
+)
+def test_a_threshold_leaves_the_experts_of_little_energy_out(threshold, counts):
+    """At zero each expert with any energy is used, up to the cap; at one the best."""
+    energies = jnp.array(
+        [[8.0, 1, 2, 3], [0, 4, 3, 1], [5, 5, 0, 0], [0, 0, 0, 0]], jnp.float32
+    )
+    got = np.asarray(ActivationEnergy().of_scores(energies, 4, jnp.float32(threshold)))
+    assert (got >= 0).sum(axis=1).tolist() == counts
+    best = np.asarray(routers.best_experts(energies, 4))
+    np.testing.assert_array_equal(got, np.where(got >= 0, best, -1))
+    capped = ActivationEnergy().of_scores(energies, 2, jnp.float32(threshold))
+    np.testing.assert_array_equal(capped, got[:, :2])
+
+
+def test_scores_that_are_no_energies_have_no_shares():
+    with pytest.raises(NotImplementedError, match="'token_hash' does not score"):
+        TokenHash().of_scores(jnp.ones((2, 4)), 2, jnp.float32(0.5))
+
+
+def test_the_learned_router_finds_the_experts_with_the_most_energy():
+    """The columns of an expert share a direction, and their lengths and the tokens'
+    mean deceive the centres, at which it begins."""
+    rng = np.random.default_rng(0)
+    d_model, experts, neurons = 32, 8, 16
+    directions = np.linalg.qr(rng.normal(size=(d_model, d_model)))[0][:experts]
+    lengths = np.linspace(0.5, 2.0, experts)
+    columns = np.repeat(lengths[:, None] * directions, neurons, axis=0)
+    columns += 0.05 * rng.normal(size=columns.shape)
+    w_up, router = jnp.asarray(columns.T, jnp.float32), LearnedEnergy()
+
+    def tokens(count):
+        mean = directions[0] - directions[-1]
+        return jnp.asarray(mean + rng.normal(size=(count, d_model)), jnp.float32)
+
+    def energies_of(x):
+        clusters = jnp.maximum(x @ w_up, 0).reshape(-1, experts, neurons)
+        return jnp.sum(clusters**4, axis=-1)
+
+    def caught(state, x):
+        index = router.choose(x, experts=experts, experts_per_token=2, state=state)
+        energies = energies_of(x)
+        own = jnp.take_along_axis(energies, index, axis=1).sum(axis=1)
+        return float(jnp.mean(own / energies.sum(axis=1)))
+
+    learn = jax.jit(partial(router.learned_state, share=1.0))
+    state, held_out = router.initial_state(w_up, experts), tokens(2000)
+    before = caught(state, held_out)
+    for _ in range(400):
+        x = tokens(256)
+        state = learn(state, x, energies_of(x))
+    after = caught(state, held_out)
+    # What least squares finds in closed form, from many tokens at once.
+    x = tokens(100 * 256)
+    energies = energies_of(x)
+    target = jnp.log(energies / energies.sum(axis=1, keepdims=True) + 1e-3)
+    target -= target.mean(axis=1, keepdims=True)
+    features = np.pad(x, ((0, 0), (0, 1)), constant_values=1)
+    solution, *_ = np.linalg.lstsq(features, target)
+    best = caught(dict(state, w=jnp.asarray(solution.T)), held_out)
+    assert best > before + 0.03
+    assert after > before + 0.9 * (best - before), (before, after, best)
+    shares = router.energy_shares(router.scores(held_out, experts, state))
+    np.testing.assert_allclose(shares.sum(axis=1), 1, rtol=1e-5)

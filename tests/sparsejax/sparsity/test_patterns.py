@@ -21,6 +21,7 @@ def test_density_is_the_kept_fraction():
     [
         (NM(2, 4), "2:4"),
         (VNM(128, 2, 32), "128:2:32"),
+        (VNM(128, 4, 32), "128:4:32"),
         (BlockDiagonal(4), "diagonal:4"),
     ],
 )
@@ -41,6 +42,11 @@ def test_blocks_on_a_diagonal_are_several_and_equal():
     BlockDiagonal(4).check_divides(12, "d_hidden")
     with pytest.raises(ValueError, match="d_hidden=10 is not a .* pad to 12, or use"):
         BlockDiagonal(4).check_divides(10, "d_hidden")
+
+
+def test_a_row_that_keeps_all_four_columns_is_dense_inside():
+    assert VNM(64, 4, 16).dense_inside and not VNM(64, 2, 16).dense_inside
+    assert VNM(64, 4, 16).density == 1 / VNM(64, 4, 16).experts
 
 
 def test_experts_are_a_quarter_of_m():

@@ -16,7 +16,7 @@ from sparsejax.feed_forward.frame import Static
 from sparsejax.feed_forward.gated_ffn import GatedFFNSpec, gated_ffn
 from sparsejax.feed_forward.operands.packed_activations import GatedActivations
 from sparsejax.feed_forward.operands.weights import ReadWeights, pack_ffn
-from sparsejax.feed_forward.packed import PACKED
+from sparsejax.feed_forward.passes.packed import PACKED
 from sparsejax.feed_forward.plan import FFNPlan
 from sparsejax.feed_forward.spec import FFNSparsity, FFNSpec
 from sparsejax.ops.sparse_matmul import sparse_matmul

@@ -16,7 +16,7 @@ from sparsejax.feed_forward.operands.token_sparsity import (
     in_fixed_order,
     sparsify_tokens,
 )
-from sparsejax.feed_forward.spec import FEATURE_TILE, dense_feature_count
+from sparsejax.feed_forward.tiles import FEATURE_TILE, dense_feature_count
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 37, 1000])

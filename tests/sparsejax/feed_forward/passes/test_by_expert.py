@@ -1,6 +1,7 @@
 """The V:N:M FFN: uneven routing, skipped blocks, one compilation."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,12 @@ import numpy as np
 import pytest
 
 from sparsejax.feed_forward.ffn import ffn
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import VNM
 from tests.support.ffn_cases import (
     D_HIDDEN,
+    SCALES,
     TOKENS,
     TWO_FOUR,
     jitted,
@@ -20,15 +23,16 @@ from tests.support.ffn_cases import (
     oracle,
     value_and_gradients,
 )
+from tests.support.ffn_oracle import soft_threshold
 
 # rounding of float64, as in test_ffn
 TOLERANCE = 1e-11
 
 
-def venom(v=8, *, skip_blocks=True, experts_per_token=1, token_sparsity=None):
+def venom(v=8, *, n=2, skip_blocks=True, experts_per_token=1, token_sparsity=None):
     return FFNSparsity(
         weights=TWO_FOUR,
-        activations=VNM(v, 2, 16),
+        activations=VNM(v, n, 16),
         experts_per_token=experts_per_token,
         skip_blocks=skip_blocks,
         weight_gradients="expert_columns",
@@ -54,9 +58,9 @@ ROUTINGS = {
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
-@pytest.mark.parametrize("skip_blocks", [True, False])
-def test_uneven_routing(name, skip_blocks):
-    sparsity = venom(skip_blocks=skip_blocks, token_sparsity="magnitude")
+@pytest.mark.parametrize(("n", "skip_blocks"), [(2, True), (2, False), (4, True)])
+def test_uneven_routing(name, n, skip_blocks):
+    sparsity = venom(n=n, skip_blocks=skip_blocks, token_sparsity="magnitude")
     assert_matches_oracle(sparsity, ROUTINGS[name][:, None])
 
 
@@ -76,6 +80,18 @@ def test_every_v(v):
 def test_all_experts_of_a_token_are_plain_two_four():
     every = np.stack([np.random.default_rng(t).permutation(4) for t in range(TOKENS)])
     assert_matches_oracle(venom(experts_per_token=4), every)
+
+
+def test_all_experts_of_a_token_dense_inside_are_a_dense_ffn():
+    """Also its gradients, those of dense sums over all tokens."""
+    every = np.stack([np.random.default_rng(t).permutation(4) for t in range(TOKENS)])
+    sparsity = replace(venom(n=4, experts_per_token=4), weights=None)
+    inputs = make_inputs()
+    with jax.enable_x64(True):
+        got = jitted(sparsity, *inputs, every)
+        expected = jitted(DENSE, *inputs, None)
+    for ours, theirs in zip(got, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("token_sparsity", [None, "magnitude"])
@@ -182,6 +198,42 @@ def test_masks_leave_the_backward_to_a_tokens_experts(mask_reuse, weight_gradien
     assert sparsity.da_by_expert == (mask_reuse or not dense)
     # Dense gradients have all of A and dY1.
     assert (max(sizes_in(backward.jaxpr)) >= tokens * D_HIDDEN) == dense
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+def test_the_energy_of_a_token_says_how_many_experts_it_uses(backend):
+    """As where the experts above the threshold had been named, others being none."""
+    energy = replace(
+        venom(experts_per_token=2, skip_blocks=False),
+        router=ActivationEnergy(),
+        most_experts_per_token=3,
+    )
+    x, w_up, w_down, dy = make_inputs()
+    y_up = x @ (SCALES[0] * soft_threshold(w_up, axis=0))
+    energies = (np.maximum(y_up, 0) ** 4).reshape(TOKENS, 4, -1).sum(axis=-1)
+    shares = energies / energies.sum(axis=1, keepdims=True)
+    best = np.argsort(-energies, axis=1, kind="stable")[:, :3]
+    above = np.take_along_axis(shares, best, axis=1) > 0.25
+    chosen = np.where(above | (np.arange(3) == 0), best, -1)
+    counts = (chosen >= 0).sum(axis=1)
+    assert set(counts) == {1, 2, 3}
+    named = venom(experts_per_token=3, skip_blocks=False)
+
+    def run(sparsity, *inputs, **options):
+        scales = jnp.array(SCALES)
+        f = partial(ffn, sparsity=sparsity, scales=scales, **options)
+        y, pull_back = jax.vjp(f, *inputs)
+        return y, *pull_back(jnp.asarray(dy))
+
+    with jax.enable_x64(True):
+        inputs = [jnp.asarray(a) for a in (x, w_up, w_down)]
+        got = run(energy, *inputs, energy_threshold=0.25, backend=backend)
+        index = jnp.asarray(chosen, jnp.int32)
+        expected = run(named, *inputs, expert_index=index, backend=backend)
+    for ours, theirs in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    with pytest.raises(ValueError, match="most_experts_per_token=3 needs energy_thr"):
+        run(energy, *inputs)
 
 
 def sizes_in(jaxpr):

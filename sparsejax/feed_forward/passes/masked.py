@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparsejax.dtypes import accumulation_dtype
-from sparsejax.feed_forward.activation import Hidden
+from sparsejax.feed_forward.activation import Activation, Hidden
 from sparsejax.feed_forward.frame import Execution, Static
 from sparsejax.feed_forward.operands.token_sparsity import (
     densest_features,
@@ -39,29 +39,33 @@ def into_hidden(plan: FFNPlan, x: jax.Array, w: ReadWeights) -> Hidden:
     return multiply_by_weight(plan.gate, x, w.gate, w.packed_gate), up
 
 
-def keep_once(kept: jax.Array) -> jax.Array:
-    """Returns `kept`, computed once: XLA would otherwise repeat the selection in each
-    of the fusions that read it (measured on CPU: 10 % of a sparse FFN step)."""
-    return lax.optimization_barrier(kept)
+def kept_where_masked(
+    activation: Activation, products: Hidden, pattern: NM | None
+) -> Hidden:
+    """Returns what the activation keeps of the products, its first array masked to the
+    pattern along the neurons; with None it is not masked."""
+    kept = activation.keep(products)
+    if pattern is None:
+        return kept
+    first, *others = kept
+    mask = nm_mask(activation.scores(products), pattern)
+    # Computed once: XLA would otherwise repeat the selection in each of the fusions
+    # that read it (measured on CPU: 10 % of a sparse FFN step).
+    return (lax.optimization_barrier(jnp.where(mask, first, 0)), *others)
 
 
 def forward(
-    static: Static, x: jax.Array, w: ReadWeights, expert_index: None
+    static: Static, x: jax.Array, w: ReadWeights, experts: None
 ) -> tuple[jax.Array, Hidden]:
     """Returns Y (tokens, d_model), and what the activation keeps for the backward.
     Where the backward re-uses the mask, this is masked: its zeros are all that the
     backward needs of the mask."""
     plan, activation = static.plan, static.plan.activation
     products = into_hidden(plan, x, w)
-    kept = unmasked = activation.keep(products)
-    pattern = plan.sparsity.activations
-    if isinstance(pattern, NM):
-        first, *others = unmasked
-        mask = nm_mask(activation.scores(products), pattern)
-        kept = (keep_once(jnp.where(mask, first, 0)), *others)
+    kept = kept_where_masked(activation, products, plan.sparsity.in_expert)
     # (T, d) = (T, F) @ (F, d)
     y = multiply(plan.down, activation.apply(kept), w.down)
-    return y, kept if plan.sparsity.mask_reuse else unmasked
+    return y, kept if plan.sparsity.mask_reuse else activation.keep(products)
 
 
 def backward(
@@ -73,12 +77,12 @@ def backward(
     key: jax.Array | None,
 ) -> tuple[jax.Array, FFNWeights]:
     """Returns dX (tokens, d_model), and the gradients of the weights in float32."""
-    plan, pattern = static.plan, static.plan.sparsity.activations
+    plan, pattern = static.plan, static.plan.sparsity.in_expert
     # (T, F) = (T, d) @ (d, F)
     da = multiply_by_weight(plan.d_hidden, dy, w.down.T, w.packed_down)
     a, gradients = plan.activation.with_gradients(da, kept)
     selected = gradients
-    if isinstance(pattern, NM) and not plan.sparsity.mask_reuse:
+    if pattern is not None and not plan.sparsity.mask_reuse:
         selected = tuple(jnp.where(magnitude_mask(g, pattern), g, 0) for g in gradients)
     dx = _input_gradient(plan, x, selected, w)
     return dx, weight_gradients(plan, x, gradients, a, dy, key)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from sparsejax.feed_forward.frame import Execution, Static
-from sparsejax.feed_forward.masked import into_hidden, weight_gradients
 from sparsejax.feed_forward.operands.packed_activations import (
     Activations,
     GatedActivations,
@@ -26,6 +25,7 @@ from sparsejax.feed_forward.operands.weights import (
     as_packed,
     multiply_by_weight,
 )
+from sparsejax.feed_forward.passes.masked import into_hidden, weight_gradients
 from sparsejax.feed_forward.plan import FFNPlan
 from sparsejax.ops.kernels.base import OverTokens
 from sparsejax.sparsity.compressed import decompress
@@ -33,7 +33,7 @@ from sparsejax.sparsity.packed import Packed, unpack
 
 
 def forward(
-    static: Static, x: jax.Array, w: ReadWeights, expert_index: None
+    static: Static, x: jax.Array, w: ReadWeights, experts: None
 ) -> tuple[jax.Array, Activations | GatedActivations]:
     """Returns Y (tokens, d_model), and the packed activations that the backward
     needs."""

@@ -1,0 +1,1 @@
+"""What follows from a token using the neurons of its experts only."""

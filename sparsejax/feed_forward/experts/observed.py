@@ -1,0 +1,171 @@
+"""What training steps observe of the experts, and keep from step to step.
+
+A sixteenth of the tokens of a call is computed with all neurons, in one dense GEMM, so
+that the neurons which a token skips are known too. What is kept moves after the call
+that it was read by: no token's result depends on a later token.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.sparsity.masks import soft_threshold
+
+type Observed = Mapping[str, Array]
+"""The arrays that are kept, by the names in `FFNSparsity.observes`."""
+
+EVERY = 16
+"""Every so many tokens one is in the sample."""
+
+THRESHOLD_RATE = 0.1
+"""The rate at which the log of the threshold grows in an optimiser step, for each
+`experts_per_token` that tokens use too many on average."""
+
+LEAST_THRESHOLD = 1e-6
+"""The least share of a token's energy that an expert may be asked for: far below any
+that changes the result, and above zero, from where a factor leads nowhere."""
+
+FIRST_STRENGTH = 0.05
+"""The norm of the penalty's gradient, as a share of that of dW1, at the first step."""
+
+LEAST_STRENGTH = 1e-4
+"""The least such share: without effect, and above zero, from where no factor leads."""
+
+STRENGTH_FACTOR = 1.2 ** (1 / 50)
+"""The factor of an optimiser step by which it grows, or shrinks: 1.2 in fifty."""
+
+MEANS_RATE = 0.05
+"""The share of an optimiser step's mean in the moving average of the skipped means."""
+
+
+class Sample(NamedTuple):
+    """Some of the tokens of a call, with all their neurons."""
+
+    x: Float[Array, "sampled d_model"]
+    y_up: Float[Array, "sampled d_hidden"]
+    """The products of all neurons, Y1, float32."""
+    used: Bool[Array, "sampled experts"]
+    """Whether a token uses an expert."""
+
+    @property
+    def a_by_expert(self) -> Float[Array, "sampled experts neurons"]:
+        """The activations A = relu(Y1)^2 of all neurons."""
+        a = jnp.square(jax.nn.relu(self.y_up))
+        return a.reshape(*self.used.shape, -1)
+
+    @property
+    def energies(self) -> Float[Array, "sampled experts"]:
+        """The squared mass of A in each expert."""
+        return jnp.sum(jnp.square(self.a_by_expert), axis=-1)
+
+
+def initial(
+    sparsity: FFNSparsity, d_hidden: int, layers: tuple[int, ...] = ()
+) -> dict[str, Array]:
+    """Returns what is kept before the first step; `layers` are stacked in front."""
+    start = {
+        "skipped_means": jnp.zeros((*layers, d_hidden), jnp.float32),
+        "energy_threshold": jnp.full(layers, 0.5 / sparsity.experts_per_token),
+        "penalty_strength": jnp.full(layers, FIRST_STRENGTH),
+    }
+    return {name: start[name] for name in sparsity.observes}
+
+
+def sampled(
+    x: Float[Array, "tokens d_model"],
+    w_up: Float[Array, "d_model d_hidden"],
+    scale: Float[Array, ""],
+    sparsity: FFNSparsity,
+    expert_index: Int[Array, "tokens choices"] | None,
+    kept: Observed,
+) -> Sample:
+    """Returns every sixteenth token of a call, without a gradient.
+
+    Args:
+      x: the tokens that the FFN reads.
+      w_up: W1, and `scale` its beta, read where the weights are 2:4.
+      sparsity: the sparsity of the FFN, which has experts.
+      expert_index: the experts of each token, or None with a router that reads Y1.
+      kept: what the call has read.
+    """
+    if sparsity.weights is not None:
+        w_up = scale * soft_threshold(w_up, axis=-2)
+    x, w_up = lax.stop_gradient((x[::EVERY], w_up.astype(x.dtype)))
+    y_up = jnp.matmul(x, w_up, preferred_element_type=jnp.float32)
+    experts = sparsity.experts
+    assert experts is not None
+    if expert_index is None:
+        index = sparsity.router.choose(
+            y_up,
+            experts=experts,
+            experts_per_token=sparsity.expert_choices,
+            threshold=kept.get("energy_threshold"),
+        )
+    else:
+        index = expert_index[::EVERY]
+    used = jax.nn.one_hot(index, experts, dtype=bool).any(axis=1)
+    return Sample(x, y_up, used)
+
+
+def moved(
+    sparsity: FFNSparsity, kept: Observed, sample: Sample, share: float
+) -> dict[str, Array]:
+    """Returns what is kept after a call.
+
+    Args:
+      sparsity: the sparsity of the FFN.
+      kept: what was kept before.
+      sample: the tokens of the call that are looked at.
+      share: the share of an optimiser step that the call is, one over its
+        micro-batches.
+    """
+    after = dict(kept)
+    if "skipped_means" in sparsity.observes:
+        after["skipped_means"] = _moved_means(kept["skipped_means"], sample, share)
+    if "energy_threshold" in sparsity.observes:
+        used = sample.used.sum(axis=1).mean() / sparsity.experts_per_token
+        factor = jnp.exp(THRESHOLD_RATE * share * (used - 1))
+        threshold = jnp.clip(kept["energy_threshold"] * factor, LEAST_THRESHOLD, 1.0)
+        after["energy_threshold"] = threshold.astype(jnp.float32)
+    if sparsity.skipped_energy is not None:
+        energies = sample.energies
+        whole = energies.sum(axis=1)
+        skipped = jnp.where(sample.used, 0, energies).sum(axis=1)
+        has_any = whole > 0
+        shares = jnp.where(has_any, skipped / jnp.where(has_any, whole, 1), 0)
+        skipped_share = shares.sum() / jnp.maximum(has_any.sum(), 1)
+        grows = jnp.where(skipped_share > sparsity.skipped_energy, 1.0, -1.0)
+        strength = kept["penalty_strength"] * STRENGTH_FACTOR ** (share * grows)
+        after["penalty_strength"] = jnp.clip(strength, LEAST_STRENGTH, 1.0)
+    return after
+
+
+def _moved_means(
+    means: Float[Array, " d_hidden"], sample: Sample, share: float
+) -> Float[Array, " d_hidden"]:
+    """Returns the moving average of A over the tokens that skip a neuron. An expert
+    that no token of the sample skips keeps its means."""
+    skips = ~sample.used
+    count = skips.sum(axis=0)
+    total = jnp.where(skips[..., None], sample.a_by_expert, 0).sum(axis=0)
+    mean = total / jnp.maximum(count, 1)[:, None]
+    before = means.reshape(mean.shape)
+    rate = 1 - (1 - MEANS_RATE) ** share
+    after = jnp.where(count[:, None] > 0, before + rate * (mean - before), before)
+    return after.reshape(means.shape)
+
+
+def relabelled(
+    kept: Observed, order: Int[Array, "*layers d_hidden"]
+) -> dict[str, Array]:
+    """Returns what is kept after neuron order[i] has become neuron i."""
+    after = dict(kept)
+    if "skipped_means" in after:
+        means = after["skipped_means"]
+        after["skipped_means"] = jnp.take_along_axis(means, order, axis=-1)
+    return after

@@ -1,0 +1,1 @@
+"""The forward and the backward of each kind of FFN on one device."""

@@ -1,0 +1,276 @@
+"""The FFN where a token uses the neurons of its experts only: A is V:N:M.
+
+The clusters of neurons (experts) lie contiguously in F, so V:2:M with M = 4E is a
+grouped GEMM over experts whose sparse operand is 2:4, and V:4:M one of dense operands.
+Tokens are sorted by expert and padded to tiles of V rows; a row is one (token, expert)
+pair and holds F / E neurons. A gated FFN has two products with X in each row, G and U.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sparsejax.dtypes import accumulation_dtype
+from sparsejax.feed_forward.activation import Hidden
+from sparsejax.feed_forward.frame import Execution, Static
+from sparsejax.feed_forward.layout import FFNLayout, gather_experts, own_experts
+from sparsejax.feed_forward.operands.experts import (
+    ExpertOperands,
+    mean_contribution,
+    mean_weight_gradient,
+)
+from sparsejax.feed_forward.operands.packed_rows import PackedRows, counted
+from sparsejax.feed_forward.operands.weights import FFNWeights, ReadWeights
+from sparsejax.feed_forward.passes.dense_by_expert import (
+    DenseRows,
+    backward_of_dense_rows,
+    down_of_dense_rows,
+    rows_of_a,
+)
+from sparsejax.feed_forward.passes.expert_rows import (
+    all_neurons,
+    by_neurons_of_experts,
+    grouped,
+    hidden_gradient,
+    own_neurons,
+    packed_for_kernels,
+    rows_into_hidden,
+    rows_of_tokens,
+    sums_over_rows,
+    weight_gradients_by_expert,
+)
+from sparsejax.feed_forward.passes.masked import (
+    into_hidden,
+    kept_where_masked,
+    weight_gradients,
+)
+from sparsejax.feed_forward.passes.packed_by_expert import (
+    backward_of_packed,
+    down_of_packed,
+)
+from sparsejax.feed_forward.plan import FFNPlan
+from sparsejax.ops.backend import Decision
+from sparsejax.ops.expert_rows import combine_rows, gather_rows, looked_up
+from sparsejax.routing.dispatch import Dispatch
+from sparsejax.routing.routers import NO_STATE
+from sparsejax.sparsity.masks import magnitude_mask
+
+
+class Residuals(NamedTuple):
+    """The arrays that the backward needs besides the weights and, where `x_rows` is
+    None, besides X."""
+
+    kept_rows: Hidden
+    """What the activation keeps of each row, (rows, d_hidden / E) each; masked where A
+    is 2:4 and the backward re-uses the mask."""
+    kept: Hidden | None
+    """The same for every neuron, (tokens, d_hidden) each; None unless the weight
+    gradients are dense and the forward's mask is not re-used."""
+    routed: Dispatch
+    x_rows: jax.Array | None
+    """The rows of X as GEMM 1 read them, (rows, d_model); None unless
+    `FFNPlan.keeps_rows_of_x`."""
+
+
+class Kept(NamedTuple):
+    """All that the backward needs besides the weights and X."""
+
+    rows: Residuals | PackedRows | DenseRows
+    skipped_means: jax.Array | None
+    """As in `ExpertOperands`, of this device's neurons."""
+
+
+def forward(
+    static: Static, x: jax.Array, w: ReadWeights, experts: ExpertOperands[jax.Array]
+) -> tuple[jax.Array, Kept]:
+    """Returns Y (tokens, d_model), and what the backward needs."""
+    y, rows = _forward(static, x, w, experts)
+    means = experts.skipped_means
+    if means is not None:
+        y = (y + mean_contribution(means, w.down, rows.routed)).astype(y.dtype)
+    return y, Kept(rows, means)
+
+
+def _forward(
+    static: Static, x: jax.Array, w: ReadWeights, operands: ExpertOperands[jax.Array]
+) -> tuple[jax.Array, Residuals | PackedRows | DenseRows]:
+    """Computes `forward` without what skipped neurons give on average."""
+    plan, layout = static.plan, static.layout
+    sparsity, expert_index = plan.sparsity, operands.index
+    if sparsity.skip_blocks:
+        return _forward_of_rows(plan, layout, x, w, expert_index)
+    products = into_hidden(plan, x, w)
+    if not sparsity.router.before_up:
+        assert sparsity.experts is not None
+        _, experts = own_experts(layout, sparsity.experts)
+        read = plan.activation.read_by_routers(products)
+        scores = sparsity.router.scores(read, experts, NO_STATE)
+        scores = gather_experts(layout, scores)
+        expert_index = sparsity.router.of_scores(
+            scores, sparsity.expert_choices, operands.energy_threshold
+        )
+    routed = rows_of_tokens(plan, expert_index, layout)
+    if plan.packs_activations:
+        assert plan.kernels is not None
+        (y_up,) = products
+        rows = looked_up(routed)
+        kept = plan.kernels.keep_features(y_up, rows, by_token=True)
+        return down_of_packed(plan, w, counted(routed, kept, None))
+    unmasked = None
+    if not sparsity.mask_reuse and not sums_over_rows(sparsity):
+        unmasked = plan.activation.keep(products)
+    of_rows = tuple(own_neurons(product, routed) for product in products)
+    if plan.keeps_dense_rows:
+        a = plan.activation.apply(plan.activation.keep(of_rows))
+        return down_of_dense_rows(plan, w, a, routed, None)
+    return _down(plan, w, of_rows, routed, unmasked, None)
+
+
+def _forward_of_rows(
+    plan: FFNPlan,
+    layout: FFNLayout | None,
+    x: jax.Array,
+    w: ReadWeights,
+    expert_index: jax.Array | None,
+) -> tuple[jax.Array, Residuals | PackedRows | DenseRows]:
+    """Computes `forward` where GEMM 1 multiplies each row by the neurons of its expert
+    alone."""
+    routed = rows_of_tokens(plan, expert_index, layout)
+    x_rows = gather_rows(plan.kernels, x, routed)
+    kept_x = x_rows if plan.keeps_rows_of_x else None
+    rows = looked_up(routed)
+    if plan.up_writes_a:
+        weight = packed_for_kernels(plan.up, w.packed_up)
+        assert weight is not None and plan.kernels is not None
+        kept = plan.kernels.matmul_keep_features(x_rows, weight, rows)
+        return down_of_packed(plan, w, counted(routed, kept, kept_x))
+    if plan.keeps_dense_rows:
+        a = rows_of_a(plan, w, x_rows, routed)
+        return down_of_dense_rows(plan, w, a, routed, kept_x)
+    up = rows_into_hidden(plan, plan.up, x_rows, w.up, w.packed_up, routed)
+    if plan.packs_activations:
+        assert plan.kernels is not None
+        kept = plan.kernels.keep_features(up, rows, by_token=False)
+        return down_of_packed(plan, w, counted(routed, kept, kept_x))
+    products: Hidden = (up,)
+    if plan.gate is not None:
+        assert w.gate is not None
+        gate = rows_into_hidden(plan, plan.gate, x_rows, w.gate, w.packed_gate, routed)
+        products = gate, up
+    return _down(plan, w, products, routed, None, kept_x)
+
+
+def _down(
+    plan: FFNPlan,
+    w: ReadWeights,
+    products: Hidden,
+    routed: Dispatch,
+    unmasked: Hidden | None,
+    kept_x: jax.Array | None,
+) -> tuple[jax.Array, Residuals]:
+    """Computes `forward` from the products of the rows on, with A masked or dense
+    inside the experts. `unmasked` and `kept_x` become `Residuals.kept` and
+    `Residuals.x_rows`."""
+    kept = kept_where_masked(plan.activation, products, plan.sparsity.in_expert)
+    # (rows, d) = (rows, F / E) @ (E, F / E, d)
+    w_down = by_neurons_of_experts(w.down, routed, axis=0)
+    a = plan.activation.apply(kept)
+    y = grouped(plan, plan.down, a, w_down, routed, expert_axis=0)
+    y = combine_rows(plan.kernels, y, routed)
+    if not plan.sparsity.mask_reuse:
+        kept = plan.activation.keep(products)
+    return y, Residuals(kept, unmasked, routed, kept_x)
+
+
+def backward(
+    static: Static,
+    x: jax.Array | None,
+    kept: Kept,
+    w: ReadWeights,
+    dy: jax.Array,
+    key: jax.Array | None,
+) -> tuple[jax.Array, FFNWeights]:
+    """Returns dX (tokens, d_model), and the gradients of the weights in float32; `x` is
+    None where the residuals hold its rows."""
+    dx, dw = _backward(static.plan, x, kept.rows, w, dy, key)
+    means = kept.skipped_means
+    if means is not None:
+        more = mean_weight_gradient(means, dy, kept.rows.routed)
+        dw = dw._replace(down=dw.down + more)
+    return dx, dw
+
+
+def _backward(
+    plan: FFNPlan,
+    x: jax.Array | None,
+    residuals: Residuals | PackedRows | DenseRows,
+    w: ReadWeights,
+    dy: jax.Array,
+    key: jax.Array | None,
+) -> tuple[jax.Array, FFNWeights]:
+    """Computes `backward` without what skipped neurons give on average."""
+    sparsity, activation = plan.sparsity, plan.activation
+    routed, by_rows = residuals.routed, sums_over_rows(sparsity)
+    # X as GEMM 5 reads it: of the rows or of the tokens.
+    x_read = x if residuals.x_rows is None else residuals.x_rows
+    assert x_read is not None
+    if by_rows and residuals.x_rows is None:
+        x_read = gather_rows(plan.kernels, x_read, routed)
+    dy_rows = gather_rows(plan.kernels, dy, routed)
+    if isinstance(residuals, PackedRows):
+        return backward_of_packed(plan, x_read, residuals, w, dy, dy_rows, key)
+    if isinstance(residuals, DenseRows):
+        return backward_of_dense_rows(plan, x_read, residuals, w, dy, dy_rows, key)
+    da = hidden_gradient(plan, w, dy, dy_rows, routed)
+    da_rows = da if sparsity.da_by_expert else own_neurons(da, routed)
+    a_rows, of_rows = activation.with_gradients(da_rows, residuals.kept_rows)
+    selected = of_rows
+    if sparsity.in_expert is not None and not sparsity.mask_reuse:
+        pattern = sparsity.in_expert
+        selected = tuple(jnp.where(magnitude_mask(g, pattern), g, 0) for g in of_rows)
+    dx_rows = _input_gradient(plan, w, selected, routed)
+    dx = combine_rows(plan.kernels, dx_rows, routed)
+    if by_rows:
+        return dx, weight_gradients_by_expert(
+            plan, x_read, of_rows, a_rows, dy_rows, key, routed
+        )
+    if residuals.kept is not None:
+        a, into = activation.with_gradients(da, residuals.kept)
+    else:
+        a = all_neurons(a_rows, routed)
+        into = tuple(all_neurons(gradient, routed) for gradient in of_rows)
+    return dx, weight_gradients(plan, x_read, into, a, dy, key)
+
+
+def _input_gradient(
+    plan: FFNPlan, w: ReadWeights, gradients: Hidden, routed: Dispatch
+) -> jax.Array:
+    """Returns dX of the rows, (rows, d_model). In a gated FFN it is the sum of two
+    products in float32."""
+
+    def product(gemm: Decision, gradient: jax.Array, weight: jax.Array) -> jax.Array:
+        # (rows, d) = (rows, F / E) @ (d, E, F / E)^T
+        weight = by_neurons_of_experts(weight, routed, axis=1)
+        return grouped(
+            plan,
+            gemm,
+            gradient,
+            weight,
+            routed,
+            expert_axis=1,
+            transposed=True,
+            out_dtype=out_dtype,
+        )
+
+    out_dtype = gradients[0].dtype
+    if plan.d_input_gate is None:
+        return product(plan.d_input, gradients[0], w.up)
+    assert w.gate is not None
+    out_dtype = accumulation_dtype(out_dtype)
+    of_gate = product(plan.d_input_gate, gradients[0], w.gate)
+    of_up = product(plan.d_input, gradients[1], w.up)
+    return (of_gate + of_up).astype(gradients[0].dtype)
+
+
+BY_EXPERT = Execution(forward, backward)

@@ -1,0 +1,273 @@
+"""What training steps observe of experts: its values, and its way through a run."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from sparsejax.config import Interleaved, PhaseConfig, RecipeConfig
+from sparsejax.feed_forward.experts.observed import MEANS_RATE, initial, moved, sampled
+from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.models.sparse_ffn import SparseFFN
+from sparsejax.routing.routers import ActivationEnergy
+from sparsejax.sparsity.patterns import NM, VNM
+from sparsejax.training.micro_batches import loss_and_gradient
+from sparsejax.training.step import Run
+from sparsejax.training.switches.switching import relabel_neurons
+from tests.support import hopper
+from tests.support.ffn_cases import D_HIDDEN, D_MODEL, make_inputs
+from tests.support.ffn_oracle import cluster_mask, heaviest_experts
+from tests.support.micro_run import assert_same_bits, micro_config
+from tests.support.whole_runs import kills_at_switches, trained_through_kills
+
+OBSERVED = FFNSparsity(
+    weights=NM(2, 4),
+    activations=VNM(8, 2, 16),
+    router=ActivationEnergy(),
+    experts_per_token=2,
+    weight_gradients="expert_columns",
+    mean_compensation=True,
+    most_experts_per_token=4,
+    skipped_energy=0.05,
+)
+CONSTANT = replace(OBSERVED, most_experts_per_token=None, skipped_energy=None)
+ALL_NEURONS = FFNSparsity(weights=NM(2, 4), activations=NM(2, 4))
+AFTER = PhaseConfig(name="dense")
+
+
+def sample_of(sparsity, tokens=160):
+    sparsity = replace(sparsity, weights=None)
+    x, w_up, _, _ = make_inputs(tokens=tokens)
+    x, w_up = (jnp.asarray(a, jnp.float32) for a in (x, w_up))
+    kept = initial(sparsity, D_HIDDEN)
+    y_up = np.asarray(x)[::16] @ np.asarray(w_up)
+    return sampled(x, w_up, jnp.float32(1), sparsity, None, kept), y_up
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_means_move_towards_those_of_the_tokens_that_skip_a_neuron(share):
+    sample, y_up = sample_of(CONSTANT)
+    skips = ~cluster_mask(heaviest_experts(y_up, 4, 2), D_HIDDEN, 4)
+    mean = (np.maximum(y_up, 0) ** 2 * skips).sum(0) / np.maximum(skips.sum(0), 1)
+    before = np.ones(D_HIDDEN, np.float32)
+    after = moved(CONSTANT, {"skipped_means": jnp.asarray(before)}, sample, share)
+    rate = 1 - (1 - MEANS_RATE) ** share
+    expected = np.where(skips.any(axis=0), before + rate * (mean - before), before)
+    # float32 sums of ten numbers
+    np.testing.assert_allclose(after["skipped_means"], expected, rtol=1e-5)
+
+
+def test_an_expert_that_every_token_uses_keeps_its_means():
+    sample, _ = sample_of(OBSERVED)
+    sample = sample._replace(used=sample.used.at[:, 1].set(True))
+    kept = {name: value + 1 for name, value in initial(OBSERVED, D_HIDDEN).items()}
+    after = moved(OBSERVED, kept, sample, 1.0)["skipped_means"]
+    assert np.all(np.asarray(after)[32:64] == 1)
+    assert np.any(np.asarray(after)[:32] != 1)
+
+
+def test_neurons_take_their_means_along():
+    layer = SparseFFN(D_MODEL, D_HIDDEN, sparsity=OBSERVED, rngs=nnx.Rngs(0))
+    # Each neuron's mean is a function of its row of W2, by which it is found again.
+
+    def of_rows():
+        return layer.w_down[...].sum(axis=1)
+
+    state = dict(layer.observed.get_value()) | {"skipped_means": of_rows()}
+    layer.observed.set_value(state)
+    before = of_rows()
+    relabel_neurons(layer, None, warm_start=False)
+    assert not np.array_equal(before, of_rows())
+    np.testing.assert_array_equal(
+        layer.observed.get_value()["skipped_means"], of_rows()
+    )
+
+
+@pytest.mark.parametrize("target", [1, 2, 3])
+def test_the_threshold_moves_until_tokens_use_as_many_as_asked_for(target):
+    """Two micro-batches a step, as one would."""
+    sparsity = replace(OBSERVED, experts_per_token=target, skipped_energy=None)
+    sparsity = replace(sparsity, mean_compensation=False)
+    x, w_up, _, _ = (jnp.asarray(a, jnp.float32) for a in make_inputs(tokens=3200))
+    kept = initial(sparsity, D_HIDDEN)
+
+    @jax.jit
+    def call(kept):
+        sample = sampled(x, w_up, jnp.float32(1), sparsity, None, kept)
+        used = sample.used.sum(axis=1)
+        return moved(sparsity, kept, sample, 0.5), used
+
+    for _ in range(800):
+        kept, used = call(kept)
+    assert np.all((used >= 1) & (used <= 4))
+    if target == 1:
+        # One is the least that a token can use.
+        assert np.mean(used) < 1.05
+    else:
+        assert abs(np.mean(used) - target) < 0.05 and len(np.unique(used)) > 1
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_router_learns_in_a_run_and_elsewhere_stays(text, micro_batches):
+    config = config_of(text, batch_size=8, micro_batches=micro_batches)
+    learned = FFNSparsity(
+        activations=VNM(8, 2, 16),
+        router="learned",
+        skip_blocks=True,
+        weight_gradients="expert_columns",
+    )
+    sparse = replace(config.phases.schedule[1], sparsity=learned, every=None)
+    config = replace(config, phases=RecipeConfig(schedule=(sparse, AFTER)))
+    run = Run(config)
+    state = run.initial_state(learned)
+
+    def kept(state):
+        return dict(state.buffers.blocks.ffn.router_state.get_value())
+
+    before = jax.device_get(kept(state))
+    run.validate(state, learned)
+    tokens = run.place(next(run.batches())["tokens"])
+    state, _ = run.step(learned)(state, tokens)
+    after = kept(state)
+    assert after["count"].tolist() == [micro_batches] * 2
+    moved_by = np.max(np.abs(after["w"] - before["w"]), axis=(1, 2))
+    # A first step of Adam is its rate: 1 / (2 d_model), of all micro-batches together.
+    assert np.all((0.5 / 32 < moved_by) & (moved_by <= 1.01 / 32))
+
+
+# In a run.
+
+
+def config_of(text, **changes):
+    """12 steps, a dense first phase; every third step of the sparse one is on all
+    neurons, and its neurons are clustered anew."""
+    config = micro_config(text, **changes)
+    between = Interleaved(steps=3, sparsity=ALL_NEURONS)
+    schedule = (
+        PhaseConfig(name="warm-up", share=0.25),
+        PhaseConfig(name="sparse", share=0.5, sparsity=OBSERVED, every=between),
+        AFTER,
+    )
+    phases = RecipeConfig(schedule=schedule, recluster_every=4)
+    return replace(config, phases=phases)
+
+
+def stepped(config, sparsity=OBSERVED):
+    """The state after one step of the phase, and its run."""
+    run = Run(config)
+    phase = run.phases[1]
+    state = run.initial_state(phase.held)
+    tokens = run.place(next(run.batches())["tokens"])
+    state, _ = run.step(sparsity, phase.held)(state, tokens)
+    return run, state
+
+
+def kept_in(state):
+    return {
+        name: np.asarray(value)
+        for name, value in state.buffers.blocks.ffn.observed.get_value().items()
+    }
+
+
+def test_a_step_observes_in_every_layer_whatever_is_recomputed_or_looped(text):
+    config = config_of(text, batch_size=8, micro_batches=2)
+    _, state = stepped(config)
+    kept = kept_in(state)
+    assert set(kept) == set(OBSERVED.observes)
+    assert kept["skipped_means"].shape == (2, 64)
+    assert np.all(np.any(kept["skipped_means"] > 0, axis=1))
+    for changes in ({"remat": "full"}, {"remat": "none", "scan_layers": False}):
+        model = replace(config.model, **changes)
+        _, other = stepped(replace(config, model=model))
+        for name, values in kept_in(other).items():
+            # float32 in other fusions
+            np.testing.assert_allclose(values, kept[name], rtol=1e-4, atol=1e-7)
+
+
+def test_validation_and_steps_on_all_neurons_observe_nothing(text):
+    _, state = stepped(config_of(text), ALL_NEURONS)
+    assert np.all(kept_in(state)["skipped_means"] == 0)
+    run, state = stepped(config_of(text))
+    before = kept_in(state)
+    held = run.phases[1].held
+    first = run.validate(state, OBSERVED, held)
+    assert run.validate(state, OBSERVED, held) == first
+    for name, values in kept_in(state).items():
+        np.testing.assert_array_equal(values, before[name])
+
+
+def test_a_run_reports_how_many_experts_its_tokens_use(text):
+    run, state = stepped(config_of(text))
+    model = run.model(state, OBSERVED, run.phases[1].held)
+    kept = model.blocks.ffn.observed
+    tokens = run.sample_of_validation(tokens=64)
+    means = {}
+    for threshold in (1.0, 1e-6):
+        values = dict(kept.get_value())
+        values["energy_threshold"] = jnp.full(2, threshold)
+        kept.set_value(values)
+        report = run.statistics(model, tokens)
+        means[threshold] = report["tokens_per_expert"].sum(axis=1) / tokens.size
+        density = np.asarray(report["density"]) / np.asarray(report["natural_density"])
+        assert np.all(density <= means[threshold] / 4 + 0.35)
+    np.testing.assert_array_equal(means[1.0], 1)
+    assert np.all(means[1e-6] > 3)
+
+
+def test_a_run_killed_in_between_resumes_to_the_same_bits(text, tmp_path, quick_loop):
+    config = config_of(text, steps=12)
+    ended = [
+        trained_through_kills(config, tmp_path / name, kills)
+        for name, kills in (
+            ("whole", ()),
+            ("killed", [*kills_at_switches([3]), ("step", 8)]),
+        )
+    ]
+    assert_same_bits(*(outcome.state for outcome in ended))
+    assert ended[0].model.sparsity == DENSE
+
+
+def test_what_has_no_place_for_it_refuses():
+    with pytest.raises(ValueError, match="needs a V:N:M activation pattern, not NM"):
+        FFNSparsity(activations=NM(2, 4), mean_compensation=True)
+    with pytest.raises(ValueError, match="router='nearest_centre'; leave it out or"):
+        FFNSparsity(activations=VNM(8, 2, 16), most_experts_per_token=3)
+    for most in (2, 5):
+        message = f"most_experts_per_token={most} is not above experts_per_token=2"
+        with pytest.raises(ValueError, match=message):
+            replace(OBSERVED, most_experts_per_token=most)
+    other = replace(OBSERVED, mean_compensation=False)
+    with pytest.raises(ValueError, match="its state has room for one of them"):
+        PhaseConfig(
+            name="both", sparsity=OBSERVED, every=Interleaved(steps=2, sparsity=other)
+        )
+
+
+LEARNED = replace(
+    OBSERVED, router="learned", skip_blocks=True, token_sparsity="magnitude"
+)
+EXACT = replace(OBSERVED, exact_gradients=True)
+
+
+@pytest.mark.parametrize("sparsity", [LEARNED, EXACT], ids=["learned", "exact"])
+def test_a_training_step_with_all_of_it_lowers_for_hopper(monkeypatch, sparsity):
+    """With the real kernels, which run their GEMMs at the width of small runs too."""
+    hopper.see_device(monkeypatch)
+    sparsity = replace(sparsity, activations=VNM(128, 2, 32))
+    ffn = SparseFFN(256, 1024, dtype=jnp.bfloat16, sparsity=sparsity, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(ffn)
+
+    def loss_of(ffn, x):
+        return jnp.sum(ffn(x).astype(jnp.float32) ** 2)
+
+    def step(state, x):
+        ffn = nnx.merge(graph, state)
+        loss, gradient = loss_and_gradient(loss_of, ffn, x)
+        return loss, gradient, nnx.state(ffn)
+
+    x = jax.ShapeDtypeStruct((1, 2048, 256), jnp.bfloat16)
+    lowered = jax.jit(step).trace(state, x).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()

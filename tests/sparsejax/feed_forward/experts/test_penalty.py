@@ -1,0 +1,117 @@
+"""The penalty's gradient by JAX, its size, and where it is added."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from sparsejax.feed_forward.experts.observed import Sample, initial, moved
+from sparsejax.feed_forward.experts.penalty import gradient_of_products, penalised
+from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.models.sparse_ffn import SparseFFN
+from sparsejax.routing.routers import ActivationEnergy
+from sparsejax.sparsity.patterns import VNM
+from sparsejax.training.micro_batches import loss_and_gradient
+
+TOKENS, D, E, NEURONS = 6, 8, 4, 5
+PENALISED = FFNSparsity(
+    activations=VNM(8, 2, 16),
+    router=ActivationEnergy(),
+    weight_gradients="expert_columns",
+    skipped_energy=0.05,
+)
+
+
+def operands():
+    rng = np.random.default_rng(0)
+    x, w_up = rng.normal(size=(TOKENS, D)), rng.normal(size=(D, E * NEURONS))
+    used = np.zeros((TOKENS, E), bool)
+    # The first expert is used by most.
+    used[np.arange(TOKENS), [0, 0, 0, 0, 2, 1]] = True
+    return jnp.asarray(x), jnp.asarray(w_up), jnp.asarray(used)
+
+
+def penalty(w_up, x, used):
+    """R, written from its equation."""
+    a = jnp.square(jax.nn.relu(x @ w_up)).reshape(TOKENS, E, NEURONS)
+    load = used.sum(axis=0)
+    weight = jnp.maximum(1.0, load * E / load.sum())
+    norms = jnp.sqrt(jnp.sum(a**2, axis=2))
+    whole = jax.lax.stop_gradient(jnp.sqrt(jnp.sum(a**2, axis=(1, 2))))
+    return jnp.mean(jnp.sum(~used * weight[None] * norms / whole[:, None], axis=1))
+
+
+def test_its_gradient_is_the_derivative_of_the_penalty():
+    with jax.enable_x64(True):
+        x, w_up, used = operands()
+        expected = jax.grad(penalty)(w_up, x, used)
+        got = x.T @ gradient_of_products(Sample(x, x @ w_up, used))
+    # float64, but for the loads
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-9)
+
+
+def test_tokens_without_activation_get_zeros():
+    x, w_up, used = operands()
+    got = gradient_of_products(Sample(x, -jnp.abs(x @ w_up), used))
+    np.testing.assert_array_equal(got, 0)
+
+
+def test_it_is_added_in_proportion_to_the_gradient():
+    x, w_up, used = operands()
+    dw = jax.random.normal(jax.random.key(0), w_up.shape)
+    sample = Sample(x, x @ w_up, used)
+    y, pull_back = jax.vjp(lambda w: penalised(w, sample, jnp.float32(0.25)), w_up)
+    np.testing.assert_array_equal(y, w_up)
+    added = pull_back(dw)[0] - dw
+    own = jax.grad(penalty)(w_up, x, used)
+    expected = 0.25 * jnp.linalg.norm(dw) / jnp.linalg.norm(own) * own
+    # differences of float32
+    np.testing.assert_allclose(added, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("skipped", "sign"), [(0.2, 1), (0.01, -1)])
+def test_it_grows_until_the_skipped_energy_is_what_was_asked_for(skipped, sign):
+    used = jnp.array([[True, False, False, False]])
+    mass = jnp.array([1 - skipped, skipped, 0, 0]) ** 0.25
+    sample = Sample(jnp.ones((1, D)), mass[None], used)
+    kept = initial(PENALISED, D)
+    first = kept["penalty_strength"]
+    step = jax.jit(lambda kept: moved(PENALISED, kept, sample, 0.5))
+    for _ in range(100):
+        kept = step(kept)
+    # 100 half steps
+    np.testing.assert_allclose(kept["penalty_strength"], first * 1.2**sign, rtol=1e-4)
+
+
+def test_training_on_it_silences_what_tokens_skip_and_adds_to_w1_alone():
+    def gradients(sparsity):
+        ffn = SparseFFN(D, 64, sparsity=sparsity, rngs=nnx.Rngs(0))
+        x = jax.random.normal(jax.random.key(1), (1, 256, D))
+        loss = lambda ffn, x: jnp.mean((ffn(x) - x) ** 2)
+        return ffn, loss_and_gradient(loss, ffn, x)[1]
+
+    ffn, with_penalty = gradients(PENALISED)
+    _, without = gradients(replace(PENALISED, skipped_energy=None))
+    added = with_penalty["w_up"][...] - without["w_up"][...]
+    size = jnp.linalg.norm(without["w_up"][...])
+    np.testing.assert_allclose(jnp.linalg.norm(added), 0.05 * size, rtol=1e-3)
+    np.testing.assert_array_equal(with_penalty["w_down"][...], without["w_down"][...])
+
+    def skipped_share(w_up):
+        x = jax.random.normal(jax.random.key(1), (256, D))
+        energies = jnp.maximum(x @ w_up, 0).reshape(256, 4, -1) ** 4
+        energies = energies.sum(axis=2)
+        return jnp.mean(1 - energies.max(axis=1) / energies.sum(axis=1))
+
+    w_up = ffn.w_up[...]
+    step = 0.05 * jnp.linalg.norm(w_up) / jnp.linalg.norm(added)
+    assert skipped_share(w_up - step * added) < skipped_share(w_up) - 0.005
+
+
+@pytest.mark.parametrize("target", [0.0, 1.0])
+def test_what_is_no_share_is_refused(target):
+    with pytest.raises(ValueError, match=f"skipped_energy={target} with activations="):
+        replace(PENALISED, skipped_energy=target)
