@@ -1,0 +1,91 @@
+"""The bytes that the devices of a mesh send each other in a step."""
+
+from dataclasses import dataclass
+
+from sparsejax.config import MeshConfig, ModelConfig
+from sparsejax.cost_model.gathered import element_bytes, gathered_bytes
+from sparsejax.cost_model.parameters import parameter_count
+from sparsejax.feed_forward.spec import FFNSparsity
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicationBytes:
+    """The bytes that one device receives per optimiser step, by purpose."""
+
+    gathered_weights: int
+    """The bytes of all-gathers of weights over fsdp."""
+    reduced_gradients: int
+    """The bytes of reduce-scatters of gradients over fsdp and of their all-reduces over
+    data, float32."""
+    reduced_activations: int
+    """The bytes of all-reduces of activations over tensor, in the compute dtype."""
+    exchanged_tokens: int
+    """The bytes of all-to-alls over fsdp: a device has columns of the embedding, not
+    tokens."""
+
+    @property
+    def total(self) -> int:
+        weights = self.gathered_weights + self.reduced_gradients
+        return weights + self.reduced_activations + self.exchanged_tokens
+
+
+def communication_bytes(
+    config: ModelConfig,
+    mesh: MeshConfig,
+    sparsity: FFNSparsity,
+    micro_batches: int,
+    tokens_per_device: int,
+) -> CommunicationBytes:
+    """Returns the bytes that a device receives in one optimiser step on a mesh with
+    `data` set.
+
+    Of n devices and a whole of S bytes, each receives S (n - 1) / n in an all-gather
+    and in a reduce-scatter, and twice that in a ring all-reduce.
+
+    Assumed, in every micro-batch:
+      weights: a layer's are gathered in the forward and again in the backward, as
+        `gathered_bytes` says, attention's with remat "none" only once; the head once,
+        since its backward follows its forward.
+      gradients: reduce-scattered over fsdp, then all-reduced over data; those of the
+        embedding, complete for its columns, only over data; of norm scales over both.
+      activations: per layer, attention's and the FFN's output in the forward, and the
+        gradients of their inputs in the backward; with remat "full" attention's output
+        once more. Also the gradient of what the head reads, and in float32 the
+        embedding's rows.
+      tokens: the embedding's rows, and their gradients.
+    These bytes were read from compiled steps, except where XLA on CPUs does more than
+    it must: it sums what could be scattered, and what query, key and value give back
+    one by one. They were not measured on GPUs. Not counted are scalars, and a few
+    numbers per token for the softmax over a split vocabulary and for experts chosen by
+    activation energy.
+
+    Args:
+      tokens_per_device: tokens of one micro-batch on one of data x fsdp parts.
+    """
+    element, layers = element_bytes(config), config.layers
+    parameters, whole = parameter_count(config), gathered_bytes(config, sparsity)
+    layer = whole.ffn_forward + whole.ffn_backward + whole.ffn_recomputed
+    layer += whole.attention * (1 if config.remat == "none" else 2)
+    weights = (layers * layer + whole.head) // mesh.tensor
+
+    norms, embedding = 4 * parameters.norms, 4 * parameters.embedding // mesh.tensor
+    scattered = 4 * (parameters.attention + parameters.ffn) // mesh.tensor + embedding
+    gradients = (
+        _received(scattered, mesh.fsdp)
+        + 2 * _received((scattered + embedding) // mesh.fsdp, mesh.data)
+        + 2 * _received(norms, mesh.token_shards)
+    )
+
+    token = tokens_per_device * config.d_model
+    sums = layers * (5 if config.remat == "full" else 4) + 1
+    activations = token * (sums * element + 4)
+    return CommunicationBytes(
+        gathered_weights=micro_batches * _received(weights, mesh.fsdp),
+        reduced_gradients=micro_batches * gradients,
+        reduced_activations=micro_batches * 2 * _received(activations, mesh.tensor),
+        exchanged_tokens=micro_batches * 2 * _received(token * element, mesh.fsdp),
+    )
+
+
+def _received(whole: int, devices: int) -> int:
+    return whole * (devices - 1) // devices

@@ -1,0 +1,57 @@
+"""The bytes of the weights that a device gathers where they are stored split."""
+
+from dataclasses import dataclass
+
+from sparsejax.config import ModelConfig
+from sparsejax.cost_model.parameters import parameter_count
+from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatheredBytes:
+    """The bytes of the weights that the GEMMs of one layer, and the head, read, each
+    matrix whole.
+
+    Numbers are in the compute dtype. A 2:4 weight travels compressed: half the values,
+    and two bits of position for each, which is 9/16 of the dense weight in bfloat16.
+    """
+
+    attention: int
+    ffn_forward: int
+    """The bytes of S(W1) for GEMM 1 and of W2 for GEMM 2."""
+    ffn_backward: int
+    """The bytes of S(W2^T) for GEMM 3 and of W1 for GEMM 4, or of W2 and S(W1)."""
+    ffn_recomputed: int
+    """The bytes that GEMM 1 reads once more in the backward: `ModelConfig.remat`."""
+    head: int
+
+
+def gathered_bytes(config: ModelConfig, sparsity: FFNSparsity = DENSE) -> GatheredBytes:
+    """Returns the bytes of the weights that one layer and the head read.
+
+    With remat GEMM 1 runs again in the backward. Where its weight is dense that costs
+    no gather: GEMM 4 reads the same one, or ("dots") the output was kept.
+    """
+    element, layers = element_bytes(config), config.layers
+    parameters = parameter_count(config)
+    dense = element * config.d_model * config.d_hidden // config.groups
+    read = dense
+    if sparsity.weights is not None:
+        read = config.d_model * config.d_hidden // 2 * (4 * element + 1) // 4
+    into_hidden = 2 if config.gated else 1
+    forward = into_hidden * read + dense
+    # An exact GEMM 4 reads what a recomputed GEMM 1 has gathered.
+    exact = sparsity.d_input_weights is not None
+    recomputes = config.remat != "none" and sparsity.weights is not None and not exact
+    return GatheredBytes(
+        attention=element * parameters.attention // layers,
+        ffn_forward=forward,
+        ffn_backward=forward if exact else read + into_hidden * dense,
+        ffn_recomputed=into_hidden * read if recomputes else 0,
+        head=element * parameters.embedding,
+    )
+
+
+def element_bytes(config: ModelConfig) -> int:
+    """Returns the bytes of a number in the compute dtype."""
+    return {"float32": 4, "bfloat16": 2}[config.dtype]

@@ -1,0 +1,150 @@
+"""The memory that a device needs, by what it is for."""
+
+from dataclasses import dataclass
+from math import prod
+
+from sparsejax.config import MeshConfig, ModelConfig, OptimizerName
+from sparsejax.cost_model.gathered import element_bytes, gathered_bytes
+from sparsejax.cost_model.parameters import parameter_count
+from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+
+ONE_DEVICE = MeshConfig(data=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBytes:
+    """The bytes on one device in a training step, by use. The peak is below `total`
+    where uses do not overlap, and above it by the compiler's temporaries, among them
+    copies of weights in the compute dtype and a layer's gradients before they are
+    reduced."""
+
+    parameters: int
+    """The float32 master weights."""
+    moments: int
+    """The optimiser's moments, float32: two of each parameter (AdamW), one (Lion; Muon
+    in the blocks), or rows and columns (Adafactor)."""
+    gradients: int
+    """The gradients of all parameters at once, float32."""
+    packed: int
+    """S(W) of the sparse weights, as `Compressed` holds them: half the values in the
+    compute dtype, and one byte of position for each. `Packed`, on Hopper, takes three
+    quarters of that."""
+    gathered: int
+    """The largest set of weights that is held whole over fsdp at one time, in the
+    compute dtype: a layer's, or the head. With remat "none" attention's of all layers
+    are added, which the backward reads again. 0 where fsdp is 1."""
+    activations: int
+    """The activations that are saved between forward and backward."""
+    logits: int
+    """The logits, float32, and their gradient in the compute dtype."""
+
+    @property
+    def total(self) -> int:
+        state = self.parameters + self.moments + self.gradients + self.packed
+        return state + self.gathered + self.activations + self.logits
+
+
+def memory_bytes(
+    config: ModelConfig,
+    *,
+    tokens_per_device: int,
+    mesh: MeshConfig = ONE_DEVICE,
+    sparsity: FFNSparsity = DENSE,
+    optimizer: OptimizerName = "adamw",
+) -> MemoryBytes:
+    """Returns the memory of one device of a mesh.
+
+    Matrices, their gradients, moments and packed values are split over fsdp x tensor,
+    norm scales are on every device. Over tensor are split: query, key, value,
+    attention's result, the FFN's hidden values, the logits.
+
+    Activations, per token and layer, in elements of the compute dtype, with flash
+    attention (scores are never stored):
+      remat "none": x, two normed inputs, query, key, value, attention's result, the
+        residual between the branches, and the FFN's hidden values (relu2: relu(Y1), if
+        routed of a token's experts only, and without mask_reuse of all neurons besides
+        where the weight gradients are dense; gated: gate and up).
+      remat "full": x; and one layer's "none" while it is recomputed.
+      remat "dots": x and the outputs of the plain GEMMs: query, key, value, attention's
+        projection, and the FFN's hidden values of all neurons; and one layer's "none".
+        A GEMM that a kernel of ours runs is recomputed instead: for a sparse FFN this
+        is an upper bound.
+    The embedding's rows and what the head reads are one x each. Logits are float32,
+    their gradient is of the compute dtype.
+
+    Args:
+      tokens_per_device: of one micro-batch, on one of data x fsdp parts.
+      mesh: `data` is not read, for replicas hold the same.
+      optimizer: the name of the optimiser, whose moments are counted.
+    """
+    d, branches = config.d_model, 2 if config.gated else 1
+    element, tensor = element_bytes(config), mesh.tensor
+    parameters = parameter_count(config)
+    matrices = (parameters.total - parameters.norms) // (mesh.fsdp * tensor)
+    held = matrices + parameters.norms
+    qkv = (d + 2 * config.kv_heads * config.head_dim) // tensor
+    mixed = d // tensor
+    hidden = branches * config.d_hidden // tensor
+    kept_hidden = hidden * sparsity.expert_choices // (sparsity.experts or 1)
+    sums_over_rows = sparsity.weight_gradients == "expert_columns"
+    if sparsity.experts and not sparsity.mask_reuse and not sums_over_rows:
+        kept_hidden += hidden
+    everything = element * (4 * d + mixed + qkv + kept_hidden)
+    per_layer, recomputed = {
+        "none": (everything, 0),
+        "full": (element * d, everything),
+        "dots": (element * (2 * d + qkv + hidden), everything),
+    }[config.remat]
+    saved = config.layers * per_layer + recomputed + 2 * d * element
+    packed = bool(sparsity.weights) * branches + bool(sparsity.backward_weights)
+    packed *= parameters.ffn // (branches + 1) // 2 * (element + 1)
+    return MemoryBytes(
+        parameters=4 * held,
+        moments=_moments_bytes(config, mesh, optimizer),
+        gradients=4 * held,
+        packed=packed // (mesh.fsdp * tensor),
+        gathered=_largest_gathered(config, mesh, sparsity),
+        activations=tokens_per_device * saved,
+        logits=tokens_per_device * config.vocab_size // tensor * (4 + element),
+    )
+
+
+def _moments_bytes(
+    config: ModelConfig, mesh: MeshConfig, optimizer: OptimizerName
+) -> int:
+    """Returns the bytes of an optimiser's moments on one device."""
+    count, shards = parameter_count(config), mesh.fsdp * mesh.tensor
+    blocks = (count.attention + count.ffn) // shards
+    held = (count.total - count.norms) // shards + count.norms
+    if optimizer == "adafactor":
+        return 4 * _factored(config)
+    return {
+        "adamw": 8 * held,
+        "lion": 4 * held,
+        "muon": 8 * held - 4 * blocks,
+    }[optimizer]
+
+
+def _factored(config: ModelConfig) -> int:
+    """Returns the number of Adafactor's second moments: a row and a column of each
+    matrix, and all of one with a side below 128."""
+    d, kv_width = config.d_model, config.kv_heads * config.head_dim
+    in_layer = [(d, d)] * 2 + [(d, kv_width)] * 2
+    in_layer += [(d, config.d_hidden)] * (3 if config.gated else 2)
+    outside = [(d, config.vocab_size)] * (1 if config.tie_embeddings else 2)
+    of = lambda sides: sum(sides) if min(sides) >= 128 else prod(sides)
+    moments = config.layers * sum(map(of, in_layer)) + sum(map(of, outside))
+    return moments + parameter_count(config).norms
+
+
+def _largest_gathered(
+    config: ModelConfig, mesh: MeshConfig, sparsity: FFNSparsity
+) -> int:
+    if mesh.fsdp == 1:
+        return 0
+    whole = gathered_bytes(config, sparsity)
+    ffn = max(whole.ffn_forward, whole.ffn_backward)
+    if config.remat == "none":
+        kept = config.layers * whole.attention
+        return (kept + max(ffn, whole.head)) // mesh.tensor
+    return max(whole.attention + ffn, whole.head) // mesh.tensor
