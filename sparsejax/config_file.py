@@ -215,7 +215,11 @@ def _typed_pattern(hint: Any, value: Any, name: str) -> Pattern | BlockDiagonal 
     except ValueError as error:
         raise ValueError(f"setting {name}={value!r}: {error}") from error
     if not fits(pattern, hint):
-        examples = {NM: "'2:4'", VNM: "'128:2:32'", BlockDiagonal: "'diagonal:4'"}
+        examples = {
+            NM: "'2:4'",
+            VNM: "'128:2:32', '128:4:32'",
+            BlockDiagonal: "'diagonal:4'",
+        }
         allowed = ", ".join(examples[of] for of in kinds_of(hint) if of in examples)
         raise ValueError(
             f"setting {name}={value!r} must be a pattern, such as {allowed}, or null"
@@ -300,7 +304,7 @@ def check_resumable(before: TrainConfig, after: TrainConfig, folder: Path) -> No
 
 MAY_DIFFER_IN_BRANCH = (
     MAY_CHANGE
-    | {f"optimizer.{field.name}" for field in fields(OptimizerConfig)}
+    | {f"optimizer.{of.name}" for of in fields(OptimizerConfig) if of.name != "name"}
     | {f"phases.{field.name}" for field in fields(RecipeConfig)}
     | {f"phases.sparsity.{field.name}" for field in fields(FFNSparsity)}
     | {
@@ -330,8 +334,8 @@ def check_branchable(trunk: TrainConfig, branch: TrainConfig, folder: Path) -> N
                 f"{folder} holds a run whose {name} is {old!r}, and a branch of it "
                 f"cannot have {new!r}; leave it out, or begin a run that is no branch "
                 f"(a branch may have another number of steps, optimizer, recipe and "
-                f"phases, but has its trunk's model, tokens, order of the data and "
-                f"seed)"
+                f"phases, but has its trunk's optimizer.name, whose moments it "
+                f"takes over, model, tokens, order of the data and seed)"
             )
 
 

@@ -4,6 +4,7 @@ from sparsejax.config.data import DataConfig as DataConfig
 from sparsejax.config.mesh import MeshConfig as MeshConfig
 from sparsejax.config.model import ModelConfig as ModelConfig
 from sparsejax.config.optimizer import OptimizerConfig as OptimizerConfig
+from sparsejax.config.optimizer import OptimizerName as OptimizerName
 from sparsejax.config.optimizer import ScheduleName as ScheduleName
 from sparsejax.config.phases import RECIPES as RECIPES
 from sparsejax.config.phases import STATIC_WEIGHTS as STATIC_WEIGHTS

@@ -119,6 +119,14 @@ class PhaseConfig:
                 f"what one of them keeps; give both the same, or make two phases of it"
             )
 
+        observed = {s.observes for s in self.sparsities if s.experts}
+        if len(observed) > 1:
+            raise ValueError(
+                f"phase {self.name!r} has steps with experts that keep "
+                f"{' and '.join(map(str, observed))} from step to step, but its state "
+                f"has room for one of them; give both the same settings of the experts"
+            )
+
     @property
     def sparsities(self) -> tuple[FFNSparsity, ...]:
         """The sparsity of the phase's steps and, if it has any, that of the steps in
@@ -262,6 +270,10 @@ def _has_experts(sparsity: FFNSparsity) -> bool:
     return sparsity.experts is not None
 
 
+def _has_sparse_weights(sparsity: FFNSparsity) -> bool:
+    return sparsity.weights is not None
+
+
 def _has_sparse_activations(sparsity: FFNSparsity) -> bool:
     return sparsity.activations is not None
 
@@ -270,8 +282,12 @@ READ_WHERE = {
     "recluster_every": _has_experts,
     "sparsity.router": _has_experts,
     "sparsity.experts_per_token": _has_experts,
+    "sparsity.most_experts_per_token": _has_experts,
+    "sparsity.mean_compensation": _has_experts,
+    "sparsity.skipped_energy": _has_experts,
     "sparsity.token_sparsity": _has_sparse_activations,
     "sparsity.mask_reuse": _has_sparse_activations,
+    "sparsity.exact_gradients": _has_sparse_weights,
 }
 """For each setting of the phases that only some sparsities read, whether a sparsity
 does."""

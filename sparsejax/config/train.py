@@ -85,12 +85,12 @@ class TrainConfig:
     keep_slower: bool = False
     """Whether a sparse phase whose steps are timed slower than dense ones is trained
     sparse all the same, as an experiment about its loss needs. Otherwise it is trained
-    dense. Steps are timed by experiments/pretrain.py, on GPUs."""
+    dense. Steps are timed by `sparsejax train`, on GPUs."""
     new_process_minutes: NotNegative = 20.0
     """Minutes from which on a dense phase is trained in a new process if the phase
     before it ran on sparse tensor cores: its steps are about 4 % faster there
     (experiments/LOG.md, 2026-11-22), and starting takes about 40 seconds. Done by
-    experiments/pretrain.py; 0: always."""
+    `sparsejax train`; 0: always."""
     sample_length: CountOrZero = 200
     """Tokens of the greedy sample at the end; 0: none."""
     plot: bool = True
@@ -128,18 +128,12 @@ class TrainConfig:
             )
         for phase in schedule:
             for sparsity in phase.sparsities:
-                if activation == "swiglu" and sparsity.activations is not None:
+                if activation == "swiglu" and sparsity.in_expert is not None:
                     raise ValueError(
-                        f"phase {phase.name!r} makes activations sparse, which "
+                        f"phase {phase.name!r} makes activations 2:4, which "
                         f"model.activation='swiglu' cannot be (silu is nowhere zero); "
-                        f"leave activations out, or use --model.activation reglu2 or "
-                        f"relu2"
-                    )
-                if self.model.gated and sparsity.experts:
-                    raise ValueError(
-                        f"phase {phase.name!r} routes tokens to experts, which an FFN "
-                        f"with model.activation={activation!r} does not have; give it "
-                        f"activations 2:4, or use --model.activation relu2"
+                        f"leave activations out, let them be dense inside experts, as "
+                        f"in '128:4:32', or use --model.activation reglu2 or relu2"
                     )
         own = self.model.static_weights
         static = [phase.static_weights or own for phase in schedule]
@@ -187,17 +181,13 @@ class TrainConfig:
         """Raises ValueError where the settings do not fit the recipe, or its sparsity
         does not fit the model."""
         self.phases.check_fits(self.recipe)
-        if self.model.activation == "swiglu" and self.sparsity.activations is not None:
+        sparsity = self.sparsity
+        if self.model.activation == "swiglu" and sparsity.in_expert is not None:
+            inside = " --phases.activations 128:4:16," if sparsity.experts else ""
             raise ValueError(
-                f"recipe={self.recipe!r} makes activations sparse, which "
-                f"model.activation='swiglu' cannot be (silu is nowhere zero); use "
-                f"--recipe weights or --model.activation reglu2 or relu2"
-            )
-        if self.model.gated and self.sparsity.experts:
-            raise ValueError(
-                f"recipe={self.recipe!r} routes tokens to experts, which an FFN with "
-                f"model.activation={self.model.activation!r} does not have; use "
-                f"--recipe default or --model.activation relu2"
+                f"recipe={self.recipe!r} makes activations 2:4, which "
+                f"model.activation='swiglu' cannot be (silu is nowhere zero); use"
+                f"{inside} --recipe weights or --model.activation reglu2 or relu2"
             )
 
     @property

@@ -3,7 +3,8 @@
 A `SparseFFN` compresses its 2:4 weights at every call. Over the micro-batches of one
 optimiser step the weights are the same, so once is enough. The compressed weights are
 made here, read by the calls inside, and dropped: no caller ever holds any, and so none
-can meet weights that they were not made from.
+can meet weights that they were not made from. These calls, and no others, also move
+what training steps observe of experts (`feed_forward.experts.observed`).
 """
 
 from collections.abc import Callable
@@ -13,7 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
-from sparsejax.models.sparse_ffn import PackedWeights, sparse_ffns
+from sparsejax.models.ffn_state import PackedWeights
+from sparsejax.models.sparse_ffn import sparse_ffns
 
 
 def loss_and_gradient(
@@ -51,6 +53,7 @@ def loss_and_gradient(
     for ffn in sparse_ffns(reading):
         packed = ffn.packed_weights()
         ffn.packed = None if packed is None else PackedWeights(packed)
+        ffn.share_of_step = 1 / count
     graph, params, packed, rest = nnx.split(reading, nnx.Param, PackedWeights, ...)
 
     def loss_and_rest(params, rest, batch):

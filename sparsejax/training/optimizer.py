@@ -1,4 +1,4 @@
-"""AdamW, and the schedules of its learning rate."""
+"""The optimisers by name, and the schedules of their learning rate."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,31 +8,148 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from optax import contrib
 
 from sparsejax.config import (
+    MeshConfig,
     OptimizerConfig,
+    OptimizerName,
     ScheduleName,
+    TrainConfig,
 )
-from sparsejax.training.recipe import Phase
+from sparsejax.sparsity.patterns import NM, name_of
+from sparsejax.training.recipe import Phase, model_of
 
 
 def make_optimizer(
     config: OptimizerConfig, steps: int, phases: Sequence[Phase] = ()
 ) -> optax.GradientTransformation:
-    """Returns AdamW behind a clip of the global norm, with the learning rate of
-    `learning_rate`. Norm scales are not decayed."""
+    """Returns the optimiser that `config` names behind a clip of the global norm, with
+    the learning rate of `learning_rate`. Norm scales are not decayed."""
     schedule = learning_rate(config, steps, phases)
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            schedule,
-            b1=config.beta1,
-            b2=config.beta2,
-            eps=config.epsilon,
-            weight_decay=config.weight_decay,
-            mask=_is_matrix,
+        RULES[config.name](config, schedule),
+    )
+
+
+def _adamw(
+    config: OptimizerConfig, rate: optax.Schedule
+) -> optax.GradientTransformation:
+    return optax.adamw(
+        rate,
+        b1=config.beta1,
+        b2=config.beta2,
+        eps=config.epsilon,
+        weight_decay=config.weight_decay,
+        mask=_is_matrix,
+    )
+
+
+def _lion(
+    config: OptimizerConfig, rate: optax.Schedule
+) -> optax.GradientTransformation:
+    return optax.lion(
+        rate,
+        b1=config.beta1,
+        b2=config.beta2,
+        weight_decay=config.weight_decay,
+        mask=_is_matrix,
+    )
+
+
+MUON_RMS = 0.2
+"""The root mean square of Muon's updates before the learning rate, near that of AdamW's
+(arXiv 2502.16982), so that both take the same learning rates."""
+
+
+def _muon(
+    config: OptimizerConfig, rate: optax.Schedule
+) -> optax.GradientTransformation:
+    # Layers, and the blocks of a diagonal, are axes before those of a matrix.
+    matrices = lambda updates: jax.tree.map(
+        lambda _: contrib.MuonDimensionNumbers(-2, -1), updates
+    )
+    orthogonal = contrib.muon(
+        rate,
+        beta=config.momentum,
+        weight_decay=config.weight_decay,
+        muon_weight_dimension_numbers=matrices,
+        consistent_rms=MUON_RMS,
+    )
+    return optax.partition(
+        {"muon": orthogonal, "adamw": _adamw(config, rate)}, _muon_or_adamw
+    )
+
+
+def _adafactor(
+    config: OptimizerConfig, rate: optax.Schedule
+) -> optax.GradientTransformation:
+    # Its own decay would not be scaled by the learning rate.
+    return optax.chain(
+        optax.adafactor(rate),
+        optax.add_decayed_weights(
+            lambda count: -config.weight_decay * jnp.asarray(rate(count)), _is_matrix
         ),
     )
+
+
+RULES: dict[
+    OptimizerName,
+    Callable[[OptimizerConfig, optax.Schedule], optax.GradientTransformation],
+] = {"adamw": _adamw, "lion": _lion, "muon": _muon, "adafactor": _adafactor}
+"""The optimisers by name."""
+
+
+def check_optimizer(
+    config: TrainConfig, phases: Sequence[Phase], mesh: MeshConfig
+) -> None:
+    """Checks that the optimiser's state can follow the run: its switches, its growth,
+    its mesh.
+
+    Args:
+      config: the settings of the run.
+      phases: its phases.
+      mesh: its mesh, with the number of replicas.
+    Raises:
+      ValueError: says what the optimiser cannot do, and which one can.
+    """
+    name, model = config.optimizer.name, config.model
+    use = "use --optimizer.name adamw or lion"
+    models = [model_of(phase, model) for phase in phases]
+    static = [of.static_weights for of in models if of.static_weights is not None]
+    by_masks = [pattern for pattern in static if isinstance(pattern, NM)]
+    if name == "muon" and by_masks:
+        raise ValueError(
+            f"optimizer.name='muon' makes whole matrices of updates, and static "
+            f"weights {name_of(by_masks[0])} are to stay zero outside of their masks; "
+            f"{use}, or blocks such as diagonal:4"
+        )
+    if name != "adafactor":
+        return
+    if any(of != model for of in models):
+        raise ValueError(
+            f"optimizer.name='adafactor' keeps second moments as rows and columns of "
+            f"each weight, which cannot be grown with a model that a phase makes "
+            f"smaller; {use}"
+        )
+    if model.groups > 1:
+        raise ValueError(
+            f"optimizer.name='adafactor' keeps second moments as rows and columns of "
+            f"whole weights, and static_weights={name_of(static[0])} are blocks; {use}"
+        )
+    if any(of.experts for phase in phases for of in phase.sparsities):
+        raise ValueError(
+            f"optimizer.name='adafactor' keeps second moments as rows and columns of "
+            f"each weight, which do not say for sure where the neurons are that a "
+            f"phase with experts renumbers; {use}, or a recipe without experts"
+        )
+    if mesh.fsdp * mesh.tensor > 1:
+        raise ValueError(
+            f"optimizer.name='adafactor' keeps second moments as rows and columns, "
+            f"which mesh.fsdp={mesh.fsdp} x mesh.tensor={mesh.tensor} does not split; "
+            f"{use}, or mesh.data alone"
+        )
 
 
 def learning_rate(
@@ -115,3 +232,13 @@ def _is_matrix(params: nnx.State) -> nnx.State:
         return "scale" not in [getattr(entry, "key", None) for entry in path]
 
     return jax.tree_util.tree_map_with_path(matrix, params)
+
+
+def _muon_or_adamw(params: nnx.State) -> nnx.State:
+    """Returns which rule each parameter has: the matrices of blocks "muon"."""
+
+    def label(path: tuple, leaf: Any) -> str:
+        names = [getattr(entry, "key", None) for entry in path]
+        return "muon" if "blocks" in names and "scale" not in names else "adamw"
+
+    return jax.tree_util.tree_map_with_path(label, params)

@@ -24,10 +24,10 @@ from sparsejax.reports.records import (
 )
 from sparsejax.reports.step_times import StepTimes, phases_run_dense
 from sparsejax.training.branch import Branch, Trunk
-from sparsejax.training.growth import check_grows
 from sparsejax.training.progress import Progress
 from sparsejax.training.recipe import are_alike, phase_at, steps_left
 from sparsejax.training.step import Run, TrainState, with_model
+from sparsejax.training.switches.growth import check_grows
 
 
 def begin_or_resume(

@@ -18,10 +18,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from sparsejax.config import (
-    ModelConfig,
-    TrainConfig,
-)
+from sparsejax.config import ModelConfig, TrainConfig
 from sparsejax.config.ranges import largest_divisor
 from sparsejax.data.batches import train_batches, validation_batches
 from sparsejax.data.corpus import Corpus, load_corpus
@@ -39,12 +36,12 @@ from sparsejax.feed_forward.spec import DENSE, FFNSparsity
 from sparsejax.models.sparse_ffn import sparse_ffns
 from sparsejax.models.transformer import Transformer, cross_entropy
 from sparsejax.reports import metrics
-from sparsejax.training.growth import check_grows, grown, padded
 from sparsejax.training.micro_batches import loss_and_gradient
-from sparsejax.training.optimizer import make_optimizer
+from sparsejax.training.optimizer import check_optimizer, make_optimizer
 from sparsejax.training.recipe import Phase, model_of, phases
-from sparsejax.training.static_weights import initial_weights, within_masks
-from sparsejax.training.switching import relabel_neurons, set_sparsity, switch
+from sparsejax.training.switches.growth import check_grows, grown, padded
+from sparsejax.training.switches.static_weights import initial_weights, within_masks
+from sparsejax.training.switches.switching import relabel_neurons, set_sparsity, switch
 
 GROWTH = 2**32 - 1
 """The number that is folded into the random key where a model grows; no step has it."""
@@ -60,7 +57,8 @@ class TrainState:
     params: nnx.State
     """The float32 master weights."""
     buffers: nnx.State
-    """State that is not trained: the scales beta, and the arrays that routers keep."""
+    """State that is not trained: the scales beta, the arrays that routers keep, and
+    what steps observe of experts."""
     moments: optax.OptState
     key: Key[Array, ""]
     """The random key, which never changes: a step draws from `fold_in(key, step)`."""
@@ -91,7 +89,10 @@ def train_step(
     updates, moments = optimizer.update(gradient, state.moments, params)
     params = jax.tree.map(jnp.add, params, updates)
     report = {"loss": loss, "gradient_norm": optax.tree.norm(gradient)}
-    state = replace(state, step=state.step + 1, params=params, moments=moments)
+    # What the step has observed; all other buffers are as they were.
+    _, _, buffers = nnx.split(model, nnx.Param, ...)
+    step = state.step + 1
+    state = replace(state, step=step, params=params, buffers=buffers, moments=moments)
     return state, report
 
 
@@ -117,6 +118,7 @@ class Run:
         resolved = config.mesh.resolve(self.mesh.size)
         self.micro_batches = config.micro_batches_on(resolved)
         self.check_shardable(*(of for phase in self.phases for of in phase.sparsities))
+        check_optimizer(config, self.phases, resolved)
         if corpus is None:
             corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
         self.corpus = corpus

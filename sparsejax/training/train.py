@@ -30,6 +30,7 @@ from sparsejax.distributed.processes import (
 )
 from sparsejax.interchange.pretrained import Pretrained
 from sparsejax.models.transformer import Transformer
+from sparsejax.reports.profile import ProfiledSteps, Profiler
 from sparsejax.reports.records import (
     Record,
     check_writable,
@@ -73,6 +74,7 @@ def train(
     step_times: StepTimes | None = None,
     branch: Branch | None = None,
     init_from: Pretrained | None = None,
+    profile: ProfiledSteps | None = None,
 ) -> Outcome:
     """Trains `config` in `folder`, or continues the run that `folder` holds.
 
@@ -99,6 +101,8 @@ def train(
     With `init_from` a new run begins at step 0 with the weights of a Hugging Face
     folder and a fresh optimiser. It saves at once, and needs the folder no more.
 
+    With `profile` a trace of these steps is written to `folder`/profile.
+
     A run of several processes (`jax.distributed`) calls it in all of them, with one
     folder that all of them see; process 0 writes the records.
 
@@ -113,6 +117,8 @@ def train(
         anything else.
     """
     check_writable(folder)
+    if profile is not None:
+        profile.check_within(config.steps)
     if branch is not None and init_from is not None:
         raise ValueError(
             f"a run begins as a branch of {branch.folder} or with {init_from.folder}; "
@@ -131,7 +137,8 @@ def train(
         ) as checkpoints,
         until_sigterm(run.mesh) as terminated,
     ):
-        loop = _Loop(run, folder, checkpoints, observe, stop_after_sparse)
+        profiler = Profiler(folder, profile)
+        loop = _Loop(run, folder, checkpoints, observe, stop_after_sparse, profiler)
         begin_or_resume(loop, step_times, branch, init_from)
         loop.pace.start(loop.step)
         if jax.process_index() == 0:
@@ -150,9 +157,11 @@ class _Loop(Progress):
         checkpoints: Checkpoints,
         observe: Callable[[Record], None],
         stop_after_sparse: bool,
+        profiler: Profiler,
     ) -> None:
         super().__init__(run, folder, checkpoints, observe, stop_after_sparse)
         self.pace = Pace(run)
+        self.profiler = profiler
 
     def finish(self, terminated: Callable[[], bool]) -> Outcome:
         """Runs to the last step, or to the step in which SIGTERM arrives, and returns
@@ -170,6 +179,8 @@ class _Loop(Progress):
                 f"See what the others printed last, and start all of them anew with "
                 f"--resume {self.folder}"
             ) from error
+        finally:
+            self.profiler.close()
 
     def run_steps(self, terminated: Callable[[], bool]) -> Outcome:
         ends = self.run.phase_ends()
@@ -185,8 +196,12 @@ class _Loop(Progress):
                 with self.pace.clock.stopped():
                     masks = jax.block_until_ready(self.run.masks(self.model()))
             tokens = self.run.place(next(self.batches)["tokens"])
-            report = self.do_step(tokens)
+            with self.profiler.around(self.step + 1, self.state):
+                report = self.do_step(tokens)
             self.step += 1
+            traced = self.profiler.end(self.step, report)
+            if traced is not None:
+                self.observe_only("profile", folder=str(traced))
             # The step before is looked at while this one runs.
             if pending is not None:
                 self.check(*pending)
@@ -253,7 +268,7 @@ class _Loop(Progress):
             return False
         before = self.phases[self.phase_index - 1].sparsities
         decisions = [d for sparsity in before for d in self.pace.decisions(sparsity)]
-        return any(decision.on_kernels for decision in decisions)
+        return any(decision.on_sparse_cores for decision in decisions)
 
     def is_long(self) -> bool:
         """Returns whether the dense steps from here to the next sparse phase take

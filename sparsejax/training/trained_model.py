@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 
 from sparsejax.checkpoints.checkpoint import Checkpoints
-from sparsejax.config import TrainConfig
+from sparsejax.config import ModelConfig, TrainConfig
 from sparsejax.config_file import from_json
 from sparsejax.feed_forward.spec import DENSE, FFNSparsity
 from sparsejax.models.transformer import Transformer
@@ -22,7 +22,7 @@ from sparsejax.reports.step_times import with_dense
 from sparsejax.sparsity.patterns import name_of
 from sparsejax.training.recipe import Phase, model_of, phases
 from sparsejax.training.step import graph_on
-from sparsejax.training.switching import switch
+from sparsejax.training.switches.switching import switch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,38 @@ class _Weights(NamedTuple):
     buffers: nnx.State
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainedSettings:
+    """What a checkpoint of a run says of its model, without an array of it."""
+
+    config: TrainConfig
+    """The run's settings."""
+    step: int
+    """Optimiser steps done."""
+    phases: tuple[Phase, ...]
+    """The run's phases as they were trained, or will be."""
+    phase: Phase
+    """The one that the model belongs to."""
+    checkpoint: Path
+    """The folder of the checkpoint."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """The size of the model, in a phase of a model that grows a smaller one."""
+        return model_of(self.phase, self.config.model)
+
+
+def trained_settings(folder: Path, step: int | None = None) -> TrainedSettings:
+    """Returns what the checkpoint of `step` in a run folder says, by default the
+    latest.
+
+    Raises:
+      ValueError: the folder has no such checkpoint, or it is damaged.
+    """
+    with _checkpoints(folder) as checkpoints:
+        return _settings_of(checkpoints, step)
+
+
 def load_trained_model(folder: Path, step: int | None = None) -> TrainedModel:
     """Returns the model in a run folder after `step` steps, by default in its latest
     checkpoint, on the first device.
@@ -73,31 +105,44 @@ def load_trained_model(folder: Path, step: int | None = None) -> TrainedModel:
     Raises:
       ValueError: the folder has no such checkpoint, or it is damaged.
     """
+    with _checkpoints(folder) as checkpoints:
+        of = _settings_of(checkpoints, step)
+        build = partial(_build, replace(of.config, model=of.model), of.phase.held)
+        template: Any = jax.eval_shape(lambda: _weights_of(build()))
+        restored = checkpoints.restore(of.step, template=template, part=True)
+    graph = graph_on(build, of.phase.sparsity)
+    return TrainedModel(
+        model=nnx.merge(graph, restored.state.params, restored.state.buffers),
+        config=of.config,
+        folder=folder,
+        step=restored.step,
+        phases=of.phases,
+        phase=of.phase,
+    )
+
+
+def _checkpoints(folder: Path) -> Checkpoints:
     if not (folder / "checkpoints").is_dir():
         raise ValueError(
             f"{folder} has no folder checkpoints; give the run folder of a run that "
             f"has saved one"
         )
-    with Checkpoints(folder / "checkpoints", keep=None) as checkpoints:
-        step = checkpoints.latest_step() if step is None else step
-        metadata = checkpoints.metadata(step)
-        config = from_json(metadata["config"])
-        # Checkpoints of before there was any are of runs that left no phase out.
-        planned = with_dense(phases(config), metadata.get("run_dense", ()))
-        phase = planned[metadata["phase"]]
-        build = partial(
-            _build, replace(config, model=model_of(phase, config.model)), phase.held
-        )
-        template: Any = jax.eval_shape(lambda: _weights_of(build()))
-        restored = checkpoints.restore(step, template=template, part=True)
-    graph = graph_on(build, phase.sparsity)
-    return TrainedModel(
-        model=nnx.merge(graph, restored.state.params, restored.state.buffers),
+    return Checkpoints(folder / "checkpoints", keep=None)
+
+
+def _settings_of(checkpoints: Checkpoints, step: int | None) -> TrainedSettings:
+    step = checkpoints.latest_step() if step is None else step
+    metadata = checkpoints.metadata(step)
+    assert step is not None  # else there is no metadata
+    config = from_json(metadata["config"])
+    # Checkpoints of before there was any are of runs that left no phase out.
+    planned = with_dense(phases(config), metadata.get("run_dense", ()))
+    return TrainedSettings(
         config=config,
-        folder=folder,
-        step=restored.step,
+        step=step,
         phases=planned,
-        phase=phase,
+        phase=planned[metadata["phase"]],
+        checkpoint=checkpoints.path(step),
     )
 
 

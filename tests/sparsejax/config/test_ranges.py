@@ -42,6 +42,7 @@ OUT_OF_RANGE = {
         "beta1": (-0.1, 1.0, NAN, INFINITY),
         "beta2": (-0.1, 1.0, NAN, INFINITY),
         "epsilon": POSITIVE,
+        "momentum": (-0.1, 1.0, NAN, INFINITY),
         "weight_decay": (-0.1, NAN, INFINITY, 1e39),
         "clip_norm": POSITIVE,
     },
@@ -95,7 +96,7 @@ def test_a_number_out_of_range_is_refused_by_its_dotted_name(kind, name, value):
 CHOICES = {
     ModelConfig: {"activation": "gelu", "dtype": "float16", "remat": "all"},
     DataConfig: {"shard_dtype": "int32", "split_by": "folder"},
-    OptimizerConfig: {"schedule": "linear"},
+    OptimizerConfig: {"name": "sgd", "schedule": "linear"},
     TrainConfig: {"preset": "small", "recipe": "papr", "backend": "cuda"},
 }
 WRONG_TYPES = {

@@ -73,21 +73,17 @@ def paper(**changes):
         ),
         (
             lambda: TrainConfig(model=ModelConfig(activation="swiglu")),
-            "recipe='default' makes activations sparse, .* use --recipe weights or",
+            "recipe='default' makes activations 2:4, .* use --recipe weights or",
         ),
         (
             lambda: TrainConfig(recipe="paper", model=ModelConfig(activation="swiglu")),
-            "recipe='paper' makes activations sparse",
+            "recipe='paper' makes activations 2:4, .* --phases.activations 128:4:16",
         ),
         (
             lambda: TrainConfig(
                 recipe="activations", model=ModelConfig(activation="swiglu")
             ),
-            "recipe='activations' makes activations sparse",
-        ),
-        (
-            lambda: TrainConfig(recipe="paper", model=ModelConfig(activation="reglu2")),
-            "recipe='paper' routes tokens .* use --recipe default or",
+            "recipe='activations' makes activations 2:4",
         ),
         *(
             (

@@ -2,10 +2,12 @@
 
 import os
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from sparsejax.config import PhaseConfig
 from sparsejax.interchange.export import export_run
 from sparsejax.interchange.pretrained import Pretrained
 from sparsejax.sparsity.masks import soft_threshold_scale
@@ -13,7 +15,7 @@ from sparsejax.training.branch import Branch
 from sparsejax.training.resume import state_with
 from sparsejax.training.train import train
 from sparsejax.training.trained_model import load_trained_model
-from tests.support.micro_run import assert_same_bits, read_records
+from tests.support.micro_run import assert_same_bits, micro_config, read_records
 from tests.support.whole_runs import Killed, kill_at, shared_run
 
 
@@ -39,7 +41,7 @@ def test_a_run_goes_on_from_the_exported_loss_and_needs_the_folder_no_more(
     start = read_records(run)[0]
     assert start["validation_loss"] == loss  # to the bit
     assert start["init_from"]["folder"] == os.path.join("..", "model")
-    other = Pretrained(tmp_path / "other", pretrained.model)
+    other = replace(pretrained, folder=tmp_path / "other")
     with pytest.raises(ValueError, match=r"began with \.\./model, not with"):
         train(config, run, init_from=other)
     (folder / "model.safetensors").unlink()
@@ -71,3 +73,48 @@ def test_two_beginnings_are_refused(exported, tmp_path):
             init_from=Pretrained.read(folder),
             branch=Branch(tmp_path / "trunk"),
         )
+
+
+def test_a_run_begins_with_another_one_as_with_its_export(
+    exported, uninterrupted, tmp_path
+):
+    config, loss, folder = exported
+    _, source, _ = uninterrupted("default")
+    of_run = Pretrained.read(source)
+    assert (of_run.model, of_run.tokenizer) == (config.model, None)
+    begun = train(config, tmp_path / "run", init_from=of_run)
+    start = read_records(tmp_path / "run")[0]
+    assert start["validation_loss"] == loss  # to the bit
+    assert start["init_from"]["folder"].endswith("@12")
+    other = train(config, tmp_path / "other", init_from=Pretrained.read(folder))
+    assert_same_bits(begun.state, other.state)
+    with pytest.raises(ValueError, match=r"@12, not with .*; go on"):
+        train(config, tmp_path / "run", init_from=Pretrained.read(folder))
+
+
+def test_a_run_that_is_sparse_begins_another_dense_and_folded(
+    uninterrupted, quick_loop
+):
+    _, source, _ = uninterrupted("paper")
+    found = Pretrained.read(source.with_name(f"{source.name}@3")).parameters()
+    trained = load_trained_model(source, 3).model
+    assert trained.sparsity.weights is not None
+    folded = found["blocks", "ffn", "w_up"]
+    masters = np.asarray(trained.blocks.ffn.w_up[...])
+    # Two of four along d_model, and none of the masters as it was.
+    kept = (folded != 0).reshape(2, 4, 4, -1).sum(axis=2)
+    assert (kept <= 2).all() and folded.any()
+    assert not np.array_equal(folded, masters)
+    down = found["blocks", "ffn", "w_down"]
+    np.testing.assert_array_equal(down, np.asarray(trained.blocks.ffn.w_down[...]))
+
+
+def test_a_run_with_a_smaller_model_is_refused(text, tmp_path):
+    small = PhaseConfig(name="small", share=0.5, d_hidden=32)
+    schedule = (small, PhaseConfig(name="whole"))
+    config = micro_config(text, eval_every=0, keep_checkpoints=9)
+    config = config.with_schedule(schedule)
+    train(config, tmp_path)
+    with pytest.raises(ValueError, match="step 2 in phase 'small'.*take a later"):
+        Pretrained.read(tmp_path.with_name(f"{tmp_path.name}@2"))
+    assert Pretrained.read(tmp_path).model == config.model

@@ -15,7 +15,7 @@ from sparsejax.models import sparse_ffn
 from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.sparsity.patterns import NM, VNM
 from sparsejax.training.micro_batches import loss_and_gradient
-from sparsejax.training.switching import switch
+from sparsejax.training.switches.switching import switch
 
 WEIGHTS = FFNSparsity(weights=NM(2, 4))
 TWO_FOUR = FFNSparsity(weights=NM(2, 4), activations=NM(2, 4))

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from experiments import pretrain
-from experiments.running import console, printed_plan
 from sparsejax.checkpoints.checkpoint import Checkpoints
+from sparsejax.command.train import read_options
 from sparsejax.config_file import from_json, to_json
 from sparsejax.reports.metrics import ffn_decisions, router_seconds
 from sparsejax.routing import routers
 from sparsejax.routing.routers import Router, State
 from sparsejax.sparsity.patterns import VNM
+from sparsejax.terminal import console, printed_plan
 from sparsejax.training.step import Run
 from sparsejax.training.train import train
 from tests.support.micro_run import (
@@ -65,7 +65,7 @@ def test_settings_name_it_in_files_flags_and_the_plan(config, monkeypatch):
     assert config.sparsity.router is OWN
     assert to_json(config)["phases"]["sparsity"]["router"] == "linear_log_mass"
     assert from_json(to_json(config)) == config
-    assert pretrain.parse(arguments_of(config)).config == config
+    assert read_options(arguments_of(config)).config == config
     printed = io.StringIO()
     monkeypatch.setattr(console, "STDOUT", Console(file=printed, width=200))
     printed_plan.announce(config, predicted=True)

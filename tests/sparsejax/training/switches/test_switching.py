@@ -14,7 +14,7 @@ from sparsejax.feed_forward.spec import DENSE, FFNSparsity
 from sparsejax.models.sparse_ffn import SparseFFN, sparse_ffns
 from sparsejax.models.transformer import Transformer
 from sparsejax.sparsity.patterns import NM, VNM
-from sparsejax.training.switching import (
+from sparsejax.training.switches.switching import (
     relabel_neurons,
     set_sparsity,
     switch,
@@ -125,6 +125,19 @@ def test_switch_between_expert_counts_clusters_anew():
     centre /= np.linalg.norm(centre)
     first = ffn.router_state["centres"][0]
     np.testing.assert_allclose(first, centre, rtol=1e-5, atol=1e-6)
+
+
+def test_the_inside_of_the_experts_changes_without_clustering_anew():
+    model, tokens = make_model(VENOM), make_tokens()
+    before = nnx.state(model, nnx.Param)
+    before = jax.tree.map(np.asarray, before)
+    inside = replace(VENOM, activations=VNM(8, 4, 16))
+    switch(model, (), inside)
+    assert {ffn.sparsity for ffn in sparse_ffns(model)} == {inside}
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model, nnx.Param))
+    dense_inside = model(tokens)
+    switch(model, (), VENOM)
+    assert np.abs(model(tokens) - dense_inside).max() > 1e-3
 
 
 class Encoder(nnx.Module):

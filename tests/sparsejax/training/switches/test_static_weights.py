@@ -14,8 +14,12 @@ from sparsejax.feed_forward.spec import FFNSparsity
 from sparsejax.sparsity.patterns import NM, BlockDiagonal
 from sparsejax.training.branch import Branch
 from sparsejax.training.recipe import model_of, phases
-from sparsejax.training.static_weights import LINEAR_LAYERS, balanced_mask, layer_of
 from sparsejax.training.step import Run, TrainState
+from sparsejax.training.switches.static_weights import (
+    LINEAR_LAYERS,
+    balanced_mask,
+    layer_of,
+)
 from sparsejax.training.train import train
 from tests.support.micro_run import (
     arrays_of,

@@ -27,9 +27,6 @@ from sparsejax.sparsity.masks import soft_threshold
 type Path = tuple[str, ...]
 """The place of a parameter in a model, name by name."""
 
-NEURON_AXES = {"w_up": -1, "w_gate": -1, "w_down": -2}
-"""The axis of an FFN's weight that counts its neurons."""
-
 
 def switch[O](
     model: nnx.Module, optimizer: O, sparsity: FFNSparsity, *, fold: bool = True
@@ -169,6 +166,8 @@ class _Neurons(NamedTuple):
     ffn: Path
     axis: int
     """The axis of the leaf that counts the neurons, from the end."""
+    copies: int
+    """How often all neurons lie one after the other along it."""
 
 
 class _Moments[O](NamedTuple):
@@ -203,10 +202,10 @@ class _Moments[O](NamedTuple):
             for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param))
         }
         weights = {
-            (*path, name): _Neurons(path, axis)
-            for path in ffns
-            for name, axis in NEURON_AXES.items()
-            if (*path, name) in shapes
+            (*path, *map(str, name)): _Neurons(path, *axis)
+            for path, ffn in ffns.items()
+            for name, axis in ffn.neuron_axes.items()
+            if (*path, *map(str, name)) in shapes
         }
         smallest = min(math.prod(shapes[path]) for path in weights)
         neurons = {}
@@ -215,11 +214,11 @@ class _Moments[O](NamedTuple):
             names, shape = _names(keys), jnp.shape(leaf)
             param = _longest_ending(names, shapes)
             if param in weights:
-                path, axis = weights[param]
+                path, axis, copies = weights[param]
                 layers = len(shapes[param]) - 2
                 own_axis = _axis_in(shape, shapes[param], axis, layers, names)
                 if own_axis is not None:
-                    neurons[number] = _Neurons(path, own_axis)
+                    neurons[number] = _Neurons(path, own_axis, copies)
             elif param is None and math.prod(shape) >= smallest:
                 raise ValueError(
                     f"{_name_of(names)}, a leaf of shape {shape} of the optimiser's "
@@ -235,8 +234,9 @@ class _Moments[O](NamedTuple):
         if not self.neurons:
             return self.optimizer
         leaves, structure = jax.tree.flatten(self.state)
-        for number, (path, axis) in self.neurons.items():
-            leaves[number] = take_neurons(leaves[number], orders[path], axis)
+        for number, (path, axis, copies) in self.neurons.items():
+            order = repeated(orders[path], copies)
+            leaves[number] = take_neurons(leaves[number], order, axis)
         state = jax.tree.unflatten(structure, leaves)
         if not isinstance(self.optimizer, nnx.Optimizer):
             return state
@@ -290,6 +290,14 @@ def _axis_in(
         f"to an FFN weight of shape {of_param}, whose neurons are about to be "
         f"renumbered, and its shape does not say where they are; {WITHOUT_MOMENTS}"
     )
+
+
+def repeated(
+    order: Int[Array, "*layers d_hidden"], copies: int
+) -> Int[Array, "*layers copies_of_d_hidden"]:
+    """Returns the order of neurons that lie so many times one after the other."""
+    neurons = order.shape[-1]
+    return jnp.concatenate([order + copy * neurons for copy in range(copies)], axis=-1)
 
 
 def take_neurons(

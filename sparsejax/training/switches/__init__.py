@@ -1,0 +1,1 @@
+"""What a switch between two phases does to a model and its optimiser."""
