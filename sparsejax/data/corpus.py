@@ -198,7 +198,7 @@ class _Text(NamedTuple):
 def _read_text(config: DataConfig, tokenizer: Tokenizer) -> _Text:
     """Returns the files of `config.text`. Raises ValueError where all are empty."""
     found = text_files(config.text)
-    tokens = _tokenise(found.paths, tokenizer)
+    tokens = tokenise(found.paths, tokenizer)
     named = zip(found.names, found.paths, tokens, strict=True)
     files = [File(*entry) for entry in named if entry[2].size]
     if not files:
@@ -280,7 +280,7 @@ def _most_rows(tokens: int) -> int:
     return max(2 * tokens, tokens + _MOST_PADDING)
 
 
-def _tokenise(paths: Sequence[Path], tokenizer: Tokenizer) -> list[Tokens]:
+def tokenise(paths: Sequence[Path], tokenizer: Tokenizer) -> list[Tokens]:
     """Returns the tokens of each file; a bounded number of texts is in memory at a
     time."""
     tokens: list[Tokens] = []

@@ -25,6 +25,11 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def end_of_text(self) -> int | None:
+        """The id of the token that ends a text; None where there is none."""
+        ...
+
     def encode(self, text: bytes) -> Tokens: ...
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[Tokens]: ...
@@ -42,6 +47,7 @@ class ByteTokenizer:
 
     name = "bytes"
     vocab_size = 256
+    end_of_text = None
 
     def encode(self, text: bytes) -> Tokens:
         return np.frombuffer(text, np.uint8).astype(np.uint16)
@@ -99,6 +105,11 @@ def _signs_of_bytes() -> list[str]:
     return [chr(byte if byte in prints else next(others)) for byte in range(256)]
 
 
+ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+"""The tokens that end a text: of GPT-2 and NeoX, Llama 3, Llama 2 and Mistral, Gemma. A
+tokenizer.json does not say which of its tokens does."""
+
+
 class HuggingFaceTokenizer:
     """A tokenizer.json, read by the `tokenizers` package (extra `hf`).
 
@@ -138,6 +149,13 @@ class HuggingFaceTokenizer:
         self.vocab_size = 1 + max(
             self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1
         )
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The id of the first of `ENDS_OF_TEXT` that the tokenizer has; None where it
+        has none of them."""
+        ids = map(self._tokenizer.token_to_id, ENDS_OF_TEXT)
+        return next((id for id in ids if id is not None), None)
 
     def encode(self, text: bytes) -> Tokens:
         return self.encode_batch([text])[0]

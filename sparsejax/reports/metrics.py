@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.device import Device, dense_peak_tflops
 from sparsejax.config import MeshConfig, ModelConfig
 from sparsejax.cost_model import flops_per_token
+from sparsejax.feed_forward.activation import ACTIVATIONS, ActivationName
 from sparsejax.feed_forward.gated_ffn import GatedFFNSpec
 from sparsejax.feed_forward.plan import row_tile
 from sparsejax.feed_forward.spec import FFNCall, FFNSparsity, FFNSpec
@@ -188,22 +189,28 @@ def router_seconds(
     return min(times)
 
 
+OF_ROUTER = ("router_mass", "oracle_mass", "random_mass", "tokens_per_expert")
+"""The names of those of `ffn_statistics` that an FFN with a router has."""
+
+
 def ffn_statistics(
     x: Float[Array, "tokens d_model"],
     w_read: Float[Array, "d_model d_hidden"],
     sparsity: FFNSparsity,
     expert_index: Int[Array, "tokens experts_per_token"] | None,
     *,
+    threshold: Float[Array, ""] | None = None,
     w_gate: Float[Array, "d_model d_hidden"] | None = None,
+    activation: ActivationName = "relu2",
 ) -> dict[str, Array]:
-    """Returns the health of one FFN with a squared ReLU on the tokens x, float32.
+    """Returns the health of one FFN on the tokens x, float32.
 
-    Mass is A^2, with A = relu(Y1)^2, or relu(G)^2 U of a gated FFN. All shares are
-    means over tokens that have any mass.
+    Mass is A^2, with A the result of the activation. All shares are means over tokens
+    that have any mass.
       natural_density: non-zeros of A before any mask, a share of tokens x neurons.
       density: the same after router and 2:4.
       two_four_mass: mass inside the router's experts (all neurons without a router)
-        that top-2-of-4 keeps. Without sparse activations: what it would keep.
+        that top-2-of-4 keeps. Where they are dense there: what it would keep.
       dead_neurons: share of neurons that no token activates.
       With a router: router_mass, the mass share inside the chosen experts; oracle_mass,
         inside the best g experts; random_mass, g / E; tokens_per_expert (E,).
@@ -214,14 +221,16 @@ def ffn_statistics(
       sparsity: the sparsity of the FFN.
       expert_index: the experts of each token; None without a router, or with one that
         reads Y1.
+      threshold: the share of a token's energy above which it uses an expert; None
+        where every token uses as many.
       w_gate: Wg as GEMM 1 reads it; None of a plain FFN.
+      activation: the FFN's activation.
     """
     multiply = partial(jnp.matmul, x, preferred_element_type=jnp.float32)
-    y_up = multiply(w_read.astype(x.dtype))
-    if w_gate is None:
-        a = jax.nn.relu(y_up) ** 2
-    else:
-        a = jax.nn.relu(multiply(w_gate.astype(x.dtype))) ** 2 * y_up
+    weights = (w_read,) if w_gate is None else (w_gate, w_read)
+    products = tuple(multiply(weight.astype(x.dtype)) for weight in weights)
+    kind = ACTIVATIONS[activation]
+    a, y_up = kind.apply(kind.keep(products)), kind.read_by_routers(products)
     active = a != 0
     mass = a**2
     total = mass.sum(axis=1)
@@ -232,17 +241,24 @@ def ffn_statistics(
         choice = {"experts": experts, "experts_per_token": chosen}
         oracle = ActivationEnergy().choose(y_up, **choice)
         if expert_index is None:
-            expert_index = sparsity.router.choose(y_up, **choice)
+            expert_index = sparsity.router.choose(
+                y_up,
+                experts=experts,
+                experts_per_token=sparsity.expert_choices,
+                threshold=threshold,
+            )
+        # -1 is no expert.
+        named = jnp.where(expert_index < 0, experts, expert_index).reshape(-1)
         inside = _columns_of(expert_index, y_up.shape[1], experts)
         best = _columns_of(oracle, y_up.shape[1], experts)
         report = {
             "router_mass": _mean_share(jnp.where(inside, mass, 0).sum(1), total),
             "oracle_mass": _mean_share(jnp.where(best, mass, 0).sum(1), total),
             "random_mass": jnp.float32(chosen / experts),
-            "tokens_per_expert": jnp.bincount(expert_index.reshape(-1), length=experts),
+            "tokens_per_expert": jnp.bincount(named, length=experts),
         }
     kept = inside & magnitude_mask(a, NM(2, 4))
-    used = active if sparsity.activations is None else active & kept
+    used = active & (inside if sparsity.in_expert is None else kept)
     mass_inside = jnp.where(inside, mass, 0).sum(1)
     return report | {
         "natural_density": active.mean(),
@@ -269,11 +285,12 @@ def model_statistics(
     """Returns the `ffn_statistics` of every layer, each value (layers, ...), and the
     betas.
 
-    A SwiGLU FFN has no squared ReLU: only beta (gate, up, down) is reported.
+    A SwiGLU FFN has no zeros: of it only beta (gate, up, down), and what is about its
+    router, are reported.
     """
     ffn = model.blocks.ffn
     report: dict[str, Array] = {"beta": ffn.scales[...]}
-    if ffn.activation == "swiglu":
+    if ffn.activation == "swiglu" and ffn.sparsity.experts is None:
         return report
     key = jax.random.key(0)
     _, inputs = model(tokens, key=key, capture_ffn_inputs=True)
@@ -294,10 +311,15 @@ def model_statistics(
             w_up,
             ffn.sparsity,
             ffn.route(x, tokens),
+            threshold=ffn.energy_threshold,
             w_gate=gate[0] if gate else None,
+            activation=ffn.activation,
         )
 
-    return report | jax.lax.map(of_layer, (stacked, inputs))
+    found = jax.lax.map(of_layer, (stacked, inputs))
+    if ffn.activation == "swiglu":
+        found = {name: found[name] for name in OF_ROUTER}
+    return report | found
 
 
 def weight_masks(model: nnx.Module) -> list[Bool[Array, "..."]]:

@@ -22,6 +22,12 @@ def append_record(path: Path, record: Record) -> None:
         file.write(json.dumps(record) + "\n")
 
 
+def read_metrics(run_folder: Path) -> list[Record]:
+    """Returns the records of metrics.jsonl."""
+    lines = (run_folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
 def records_until(path: Path, step: int, kinds: Sequence[str]) -> str:
     """Returns the lines that are whole records of no later than `step`; all other lines
     are damaged, or come from a process that was killed.

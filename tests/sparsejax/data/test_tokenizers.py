@@ -40,6 +40,19 @@ def test_hugging_face_tokens_have_no_additions_and_no_cuts(tokenizer_path):
     )
 
 
+def test_the_token_that_ends_a_text_is_known_by_its_name(tokenizer_path):
+    assert ByteTokenizer().end_of_text is None
+    assert load_tokenizer(str(tokenizer_path)).end_of_text is None
+    content = json.loads(tokenizer_path.read_text())
+    (begin,) = content["added_tokens"]
+    ends = [begin | {"id": 290, "content": "</s>"}]
+    content["added_tokens"] += ends
+    tokenizer_path.write_text(json.dumps(content))
+    tokenizer = load_tokenizer(str(tokenizer_path))
+    end = tokenizer.end_of_text
+    assert end is not None and tokenizer.decode([end]) == "</s>"
+
+
 def test_large_vocabularies_take_wide_tokens(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 

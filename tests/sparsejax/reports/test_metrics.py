@@ -73,7 +73,8 @@ def expected_statistics(x, w, sparsity, expert_index):
                 inside = f // size in mine
                 if inside and f in two:
                     kept_mass += mass[f]
-                if sparsity.activations is None or (inside and f in two):
+                dense = sparsity.activations is None or sparsity.activations.n == 4
+                if inside and (dense or f in two):
                     used += 1
         inside_mass = sum(of_expert[e] for e in mine)
         if sum(mass) > 0:
@@ -157,7 +158,15 @@ def soft_thresholded(w):
     return out
 
 
-@pytest.mark.parametrize("sparsity", [DENSE, VENOM, replace(VENOM, router=TokenHash())])
+@pytest.mark.parametrize(
+    "sparsity",
+    [
+        DENSE,
+        VENOM,
+        replace(VENOM, router=TokenHash()),
+        replace(VENOM, activations=VNM(4, 4, 16)),
+    ],
+)
 def test_the_statistics_of_a_model_are_those_of_each_layer(sparsity):
     model = Transformer(MODEL, sparsity=sparsity, rngs=nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(1), (3, 7), 0, 64)
@@ -194,7 +203,7 @@ def test_statistics_of_a_gated_ffn_are_those_of_its_activations(sparsity):
         "two_four_mass": np.mean(((a * kept) ** 2).sum(1) / (a**2).sum(1)),
         "dead_neurons": np.mean((a == 0).all(axis=0)),
     }
-    report = ffn_statistics(x, w_up, sparsity, None, w_gate=w_gate)
+    report = ffn_statistics(x, w_up, sparsity, None, w_gate=w_gate, activation="reglu2")
     assert_equal_reports(report, expected)
 
 
@@ -214,6 +223,29 @@ def test_a_swiglu_model_reports_beta_alone():
     report = model_statistics(model, jnp.zeros((1, 3), jnp.int32))
     assert list(report) == ["beta"]
     assert report["beta"].shape == (2, 3)
+
+
+def test_a_swiglu_model_with_experts_reports_its_router_too():
+    config = replace(MODEL, activation="swiglu")
+    sparsity = FFNSparsity(
+        activations=VNM(4, 4, 16), router=ActivationEnergy(), experts_per_token=2
+    )
+    model = Transformer(config, sparsity=sparsity, rngs=nnx.Rngs(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 5), 0, 64)
+    report = model_statistics(model, tokens)
+    # The router is the oracle; the mass is that of silu(G) U, by hand for each layer.
+    np.testing.assert_array_equal(report["router_mass"], report["oracle_mass"])
+    _, inputs = model(tokens, capture_ffn_inputs=True)
+    ffn = model.blocks.ffn
+    for layer in range(2):
+        x = np.asarray(inputs[layer], np.float64).reshape(10, 16)
+        gate = x @ np.asarray(ffn.w_gate[...][layer], np.float64)
+        a = gate / (1 + np.exp(-gate)) * (x @ np.asarray(ffn.w_up[...][layer]))
+        mass = np.sort((a**2).reshape(10, 4, -1).sum(2), axis=1)
+        expected = (mass[:, -2:].sum(1) / mass.sum(1)).mean()
+        np.testing.assert_allclose(report["router_mass"][layer], expected, rtol=1e-5)
+    assert report["tokens_per_expert"].sum() == 2 * 2 * 10
+    assert "density" not in report
 
 
 # Masks.
