@@ -1,4 +1,5 @@
-"""A Hugging Face folder as the start of a run: its model, weights and tokenizer."""
+"""A Hugging Face folder, or another run, as the start of a run: its model, weights and
+tokenizer."""
 
 import hashlib
 import json
@@ -12,11 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from sparsejax.checkpoints.checkpoint_folder import named_checkpoint
 from sparsejax.config import ModelConfig, TrainConfig
 from sparsejax.data.tokenizers import ByteTokenizer
 from sparsejax.interchange.architectures import model_config_of
 from sparsejax.interchange.tensors import Names, read_parameters, weight_files
 from sparsejax.models.transformer import Transformer
+from sparsejax.training.trained_model import (
+    TrainedSettings,
+    as_dense,
+    load_trained_model,
+    trained_settings,
+)
 
 HOW_COMPUTED = ("dtype", "remat", "scan_layers")
 """Settings of a model that say how it is computed, and not what it is."""
@@ -30,14 +38,20 @@ class Pretrained:
     model: ModelConfig
     """The sizes and the activation of the model. The settings of `HOW_COMPUTED` have
     their defaults."""
+    sequence_length: int
+    """Tokens that the model can see at once (max_position_embeddings)."""
 
     @classmethod
-    def read(cls, folder: Path) -> Self:
-        """Reads config.json, and no weights.
+    def read(cls, folder: Path) -> "Pretrained":
+        """Reads config.json, or what a checkpoint says where `folder` is a run folder
+        or RUN@STEP, and no weights.
 
         Raises:
-          ValueError: there is none, or our transformer cannot hold the model.
+          ValueError: there is neither, or our transformer cannot hold the model.
         """
+        run, step = named_checkpoint(str(folder))
+        if (run / "checkpoints").is_dir():
+            return PretrainedRun.of_run(run, step)
         path = folder / "config.json"
         try:
             settings = json.loads(path.read_text(encoding="utf-8"))
@@ -46,12 +60,12 @@ class Pretrained:
                 f"{folder} is no Hugging Face folder: {path} cannot be read ({error})"
             ) from error
         if not isinstance(settings, dict) or "model_type" not in settings:
-            what = "is a run folder" if (folder / "checkpoints").is_dir() else "is none"
             raise ValueError(
-                f"{path} is no config.json of transformers, and {folder} {what}; give "
-                f"a Hugging Face folder, which `sparsejax export` makes of a run"
+                f"{path} is no config.json of transformers, and {folder} has no "
+                f"checkpoints; give a Hugging Face folder, or a run folder"
             )
-        return cls(folder, model_config_of(settings, str(folder)))
+        model = model_config_of(settings, str(folder))
+        return cls(folder, model, int(settings.get("max_position_embeddings", 2048)))
 
     @property
     def tokenizer(self) -> str | None:
@@ -63,6 +77,17 @@ class Pretrained:
         of_bytes = json.loads(ByteTokenizer().to_json())
         is_bytes = json.loads(path.read_text(encoding="utf-8")) == of_bytes
         return None if is_bytes else str(path)
+
+    def end_tokens(self) -> tuple[int, ...]:
+        """Returns the ids that end a text, as generation_config.json says, or without
+        one config.json; none where neither names any."""
+        for name in ("generation_config.json", "config.json"):
+            path = self.folder / name
+            if path.is_file():
+                found = json.loads(path.read_text(encoding="utf-8"))
+                ids = found.get("eos_token_id")
+                return () if ids is None else tuple(np.atleast_1d(ids).tolist())
+        return ()
 
     def settings(self, start: TrainConfig) -> TrainConfig:
         """Returns the settings `start` with the folder's model and tokenizer.
@@ -119,17 +144,81 @@ class Pretrained:
         for path in weight_files(self.folder):
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
-        return {"folder": self._from(run), "sha256": digest.hexdigest()}
+        return {"folder": self.path_from(run), "sha256": digest.hexdigest()}
 
     def check_begun(self, origin: dict[str, Any] | None, run: Path) -> None:
         """Raises ValueError where the run in the folder `run`, whose checkpoints say
         `origin`, did not begin with this folder. No weights are read."""
-        if origin is None or origin["folder"] != self._from(run):
+        if origin is None or origin["folder"] != self.path_from(run):
             began = "anew" if origin is None else f"with {origin['folder']}"
             raise ValueError(
                 f"{run} holds a run that began {began}, not with {self.folder}; go on "
                 f"with it by --resume, or choose another run folder"
             )
 
-    def _from(self, run: Path) -> str:
+    def path_from(self, run: Path) -> str:
+        """Returns the way to this folder from that of a run."""
         return os.path.relpath(self.folder.resolve(), run.resolve())
+
+
+@dataclass(frozen=True)
+class PretrainedRun(Pretrained):
+    """The model of a run, which another run begins with: dense, as after a switch that
+    leaves the run's phase. 2:4 weights are folded, and no activation is left out."""
+
+    trained: TrainedSettings
+
+    @classmethod
+    def of_run(cls, folder: Path, step: int | None) -> Self:
+        """Reads what the checkpoint of `step` says, by default the latest.
+
+        Raises:
+          ValueError: there is none, or its model is smaller than the run's, or its
+            weights are static.
+        """
+        trained = trained_settings(folder, step)
+        whole = trained.config.model
+        if trained.model != whole or whole.static_weights is not None:
+            raise ValueError(
+                f"{folder} is at step {trained.step} in phase {trained.phase.kind!r}, "
+                f"whose model is smaller than the run's or has static weights; take a "
+                f"later checkpoint, or go on with it by --branch"
+            )
+        return cls(folder, whole, trained.config.data.sequence_length, trained)
+
+    @property
+    def tokenizer(self) -> str | None:
+        """The path of the run's tokenizer.json; None for bytes, and where it was
+        trained on shards without one."""
+        return self.trained.config.data.tokenizer
+
+    def end_tokens(self) -> tuple[int, ...]:
+        """Returns no ids: a run names none."""
+        return ()
+
+    def parameters(self) -> dict[Names, np.ndarray]:
+        """Returns the weights by their path in the model, float32.
+
+        Raises:
+          ValueError: the checkpoint is damaged.
+        """
+        dense = as_dense(self._model(), drop_activation_masks=True)
+        state = nnx.to_pure_dict(nnx.state(dense, nnx.Param))
+        return {
+            tuple(entry.key for entry in path): np.asarray(leaf)
+            for path, leaf in jax.tree.leaves_with_path(state)
+        }
+
+    def origin(self, run: Path) -> dict[str, Any]:
+        """Returns what checkpoints say of where their run began: the way from there to
+        this run's folder with the step, and the SHA-256 of the checkpoint's
+        manifest."""
+        manifest = (self.trained.checkpoint / "manifest.json").read_bytes()
+        digest = hashlib.sha256(manifest).hexdigest()
+        return {"folder": self.path_from(run), "sha256": digest}
+
+    def path_from(self, run: Path) -> str:
+        return f"{super().path_from(run)}@{self.trained.step}"
+
+    def _model(self) -> Transformer:
+        return load_trained_model(self.folder, self.trained.step).model

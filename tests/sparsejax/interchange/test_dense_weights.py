@@ -8,9 +8,9 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from experiments.export import dense_weights, export
 from sparsejax.config import ModelConfig
 from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.interchange.dense_weights import dense_weights, export
 from sparsejax.models.transformer import Transformer
 from sparsejax.sparsity.patterns import NM, BlockDiagonal
 

@@ -1,0 +1,1 @@
+"""Scripts that train models of other libraries with their FFNs sparse."""

@@ -1,0 +1,399 @@
+"""Feed-forward modules of models that know nothing of `SparseFFN`."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from sparsejax import (
+    NM,
+    VNM,
+    ActivationEnergy,
+    FFNSparsity,
+    SparseFFN,
+    loss_and_gradient,
+    switch,
+)
+from sparsejax.interchange.sparsify import densify, explain, sparsify
+
+D, F = 16, 64
+TWO_FOUR = FFNSparsity(weights=NM(2, 4))
+BY_EXPERT = FFNSparsity(activations=VNM(8, 2, 16), router=ActivationEnergy())
+
+
+def relu2(h):
+    return jnp.square(nnx.relu(h))
+
+
+class Plain(nnx.Module):
+    """Two linear layers; a call of two more arguments."""
+
+    def __init__(self, rngs, activation=relu2, **settings):
+        linear = lambda i, o: nnx.Linear(i, o, rngs=rngs, use_bias=False, **settings)
+        self.wi, self.wo = linear(D, F), linear(F, D)
+        self.activation = activation
+
+    def __call__(self, x, deterministic=True, *, axes=None):
+        return self.wo(self.activation(self.wi(x)))
+
+
+class Transposed(nnx.Module):
+    """Kernels as (d_out, d_in), under the names of a `SparseFFN`'s, one of which is of
+    the wrong matrix."""
+
+    def __init__(self, rngs):
+        self.w_down = nnx.Param(jax.random.normal(rngs.params(), (F, D)) / 4)
+        self.w_up = nnx.Param(jax.random.normal(rngs.params(), (D, F)) / 8)
+
+    def __call__(self, x):
+        return relu2(x @ self.w_down[...].T) @ self.w_up[...].T
+
+
+class Gated(nnx.Module):
+    """Three kernels, in a dictionary."""
+
+    def __init__(self, rngs, act=nnx.silu, rate=0.0, **settings):
+        linear = lambda i, o: nnx.Linear(i, o, rngs=rngs, use_bias=False, **settings)
+        self.parts = nnx.Dict(a=linear(D, F), b=linear(D, F), c=linear(F, D))
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+        self.act = act
+
+    def __call__(self, x):
+        parts = self.parts
+        return parts["c"](self.dropout(self.act(parts["a"](x)) * parts["b"](x)))
+
+
+class Fused(nnx.Module):
+    """A gate and an up projection in one kernel, which `split` takes apart."""
+
+    def __init__(self, rngs, shape, split):
+        self.gate_up = nnx.Param(jax.random.normal(rngs.params(), shape) / 4)
+        self.down = nnx.Linear(F, D, use_bias=False, rngs=rngs)
+        self.split = split
+
+    def __call__(self, x):
+        gate, up = self.split(self.gate_up[...])
+        return self.down(nnx.silu(x @ gate) * (x @ up))
+
+
+def halves(kernel):
+    return kernel[:, :F], kernel[:, F:]
+
+
+MODULES = {
+    "two": lambda rngs: Plain(rngs),
+    "two in bfloat16": lambda rngs: Plain(rngs, dtype=jnp.bfloat16),
+    "two from zeros": lambda rngs: Plain(rngs, kernel_init=nnx.initializers.zeros),
+    "transposed": Transposed,
+    "swiglu": lambda rngs: Gated(rngs),
+    "reglu2": lambda rngs: Gated(rngs, act=relu2),
+    "fused": lambda rngs: Fused(rngs, (D, 2 * F), halves),
+    "up first": lambda rngs: Fused(rngs, (D, 2 * F), lambda k: halves(k)[::-1]),
+    "rows": lambda rngs: Fused(rngs, (2 * F, D), lambda k: (k[:F].T, k[F:].T)),
+    "einsum": lambda rngs: Fused(rngs, (2, D, F), lambda k: (k[0], k[1])),
+    "in the middle": lambda rngs: Fused(rngs, (D, 2, F), lambda k: (k[:, 0], k[:, 1])),
+}
+
+
+class Model(nnx.Module):
+    """Two layers of a kind of FFN, and a kernel that is none of theirs."""
+
+    def __init__(self, make):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([make(rngs) for _ in range(2)])
+        self.head = nnx.Linear(D, 5, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+ALL = [r"layers/\d"]
+X = jax.random.normal(jax.random.key(3), (2, 8, D))
+
+
+def parameters_of(model):
+    """Returns copies of the parameters, which later changes do not reach."""
+    return jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
+
+
+def loss_of(model, x):
+    return (model(x) ** 2).mean()
+
+
+def distance(got, expected) -> float:
+    """Returns the norm of the difference over the larger norm, 0 where both are."""
+    norm = max(jnp.linalg.norm(got), jnp.linalg.norm(expected))
+    return float(jnp.linalg.norm(got - expected) / max(norm, 1e-30))
+
+
+@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+def test_function_gradient_and_parameters_stay(make):
+    model = Model(make)
+    y, gradient = model(X), nnx.grad(loss_of)(model, X)
+    params = parameters_of(model)
+    explained = sparsify(model, ALL)
+    assert [of.path for of in explained] == ["layers/0", "layers/1"]
+    assert all(isinstance(layer, SparseFFN) for layer in model.layers)
+    # The same sums, rounded in another order: 16 and 64 products.
+    tolerance = 3e-2 if model.layers[0].dtype == jnp.bfloat16 else 1e-5
+    assert distance(model(X), y) < tolerance
+    own = nnx.grad(loss_of)(model, X)
+    assert jax.tree.structure(own) == jax.tree.structure(gradient)
+    for got, expected in zip(*map(jax.tree.leaves, (own, gradient)), strict=True):
+        assert got.shape == expected.shape and got.dtype == expected.dtype
+        assert distance(got, expected) < tolerance
+    jax.tree.map(np.testing.assert_array_equal, parameters_of(model), params)
+
+
+def test_what_is_sparse_reads_the_modules_own_kernels():
+    """A gated FFN of fused kernels with 2:4 weights against one with the same ones."""
+    model = Model(MODULES["fused"])
+    sparsify(model, ALL)
+    layer = model.layers[0]
+    like = SparseFFN(D, F, activation="swiglu", rngs=nnx.Rngs(1))
+    gate, up = halves(layer.gate_up[...])
+    like.w_gate[...], like.w_up[...] = gate, up
+    like.w_down[...] = layer.down.kernel[...]
+    for ffn in (layer, like):
+        switch(ffn, None, TWO_FOUR)
+    np.testing.assert_array_equal(layer.scales[...], like.scales[...])
+    np.testing.assert_array_equal(layer(X), like(X))
+    for ffn in (layer, like):  # folds the gate and the up projection
+        switch(ffn, None, FFNSparsity())
+    np.testing.assert_array_equal(layer.gate_up[...][:, :F], like.w_gate[...])
+    np.testing.assert_array_equal(layer.gate_up[...][:, F:], like.w_up[...])
+
+
+@pytest.mark.parametrize("kind", ["two", "transposed"])
+def test_neurons_are_renumbered_where_they_lie_and_moments_with_them(kind):
+    model = Model(MODULES[kind])
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    sparsify(model, ALL)
+    y = model(X)
+    # Moments that are the parameters stay so.
+    params = parameters_of(model)
+    adam = optimizer.opt_state[0]
+    for moments in (adam.mu, adam.nu):
+        nnx.update(moments, params)
+    switch(model, optimizer, BY_EXPERT)
+    switch(model, optimizer, FFNSparsity())
+    renumbered = parameters_of(model)
+    changed = jax.tree.map(lambda a, b: bool((a != b).any()), params, renumbered)
+    assert sum(jax.tree.leaves(changed)) == 4  # two kernels of two layers
+    for moments in (adam.mu, adam.nu):
+        pairs = zip(*map(jax.tree.leaves, (moments, renumbered)), strict=True)
+        for moment, param in pairs:
+            np.testing.assert_array_equal(moment, param)
+    # The same sums in another order.
+    np.testing.assert_allclose(model(X), y, atol=1e-5)
+
+
+FUSED = [name for name in MODULES if isinstance(Model(MODULES[name]).layers[0], Fused)]
+
+
+@pytest.mark.parametrize("name", [*FUSED, "swiglu", "reglu2"])
+def test_gate_and_up_are_renumbered_alike_where_they_are_one_kernel(name):
+    """A token with all experts, dense inside, uses all neurons: entering such a phase
+    keeps the function, if gate, up and down have their neurons in one order."""
+    model = Model(MODULES[name])
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    sparsify(model, ALL)
+    y, params = model(X), parameters_of(model)
+    adam = optimizer.opt_state[0]
+    for moments in (adam.mu, adam.nu):
+        nnx.update(moments, params)
+    every_expert = FFNSparsity(
+        activations=VNM(8, 4, 16),
+        experts_per_token=4,
+        skip_blocks=True,
+        weight_gradients="expert_columns",
+    )
+    switch(model, optimizer, every_expert)
+    # The same sums in another order, in float32.
+    assert distance(model(X), y) < 1e-5
+    renumbered = parameters_of(model)
+    changed = jax.tree.map(lambda a, b: bool((a != b).any()), params, renumbered)
+    kernels = 2 if name in FUSED else 3
+    assert sum(jax.tree.leaves(changed)) == 2 * kernels
+    for moments in (adam.mu, adam.nu):
+        pairs = zip(*map(jax.tree.leaves, (moments, renumbered)), strict=True)
+        for moment, param in pairs:
+            np.testing.assert_array_equal(moment, param)
+
+
+def test_training_through_a_sparse_phase_and_back():
+    model = Model(lambda rngs: Plain(rngs))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    attributes = [set(vars(layer)) for layer in model.layers]
+    sparsify(model, ALL)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        of = lambda model, x: ((model(x) - jnp.sin(3 * x[..., :5])) ** 2).mean()
+        loss, gradient = loss_and_gradient(of, model, x)
+        optimizer.update(model, gradient)
+        return loss
+
+    losses = []
+    for sparsity in (
+        FFNSparsity(),
+        FFNSparsity(weights=NM(2, 4), activations=NM(2, 4)),
+    ):
+        switch(model, optimizer, sparsity)
+        losses += [float(step(model, optimizer, X[None])) for _ in range(30)]
+    assert losses[59] < losses[30] < losses[0]
+    y = model(X)
+    switch(model, optimizer, TWO_FOUR)
+    with_weights = model(X)
+    densify(model)
+    assert [type(layer) for layer in model.layers] == [Plain, Plain]
+    assert [set(vars(layer)) for layer in model.layers] == attributes
+    # Folded, the dense model computes what the one with 2:4 weights did; the masks of
+    # activations were no part of the weights.
+    np.testing.assert_allclose(model(X), with_weights, atol=1e-5)
+    assert (model(X) != y).any() and model.layers[0].activation is relu2
+    with pytest.raises(ValueError, match="no module of the Model was changed by"):
+        densify(model)
+
+
+def test_layers_that_are_stacked_are_found_and_called_one_at_a_time():
+    class Stacked(nnx.Module):
+        def __init__(self):
+            make = nnx.split_rngs(splits=3)(nnx.vmap(lambda rngs: Gated(rngs)))
+            self.layers = make(nnx.Rngs(0))
+
+        def __call__(self, x):
+            scan = nnx.scan(
+                lambda x, layer: x + layer(x),
+                in_axes=(nnx.Carry, 0),
+                out_axes=nnx.Carry,
+            )
+            return scan(x, self.layers)
+
+    model = Stacked()
+    y = model(X)
+    (explained,) = sparsify(model, ["layers"])
+    assert explained.reason.startswith("swiglu of parts.a.kernel, parts.b.kernel, ")
+    assert model.layers.scales[...].shape == (3, 3)
+    np.testing.assert_allclose(model(X), y, atol=1e-5)
+    switch(model, None, TWO_FOUR)
+    assert (model(X) != y).any()
+
+
+class Normed(Plain):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.norm = nnx.RMSNorm(D, rngs=rngs)
+
+
+class Counting(Plain):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.seen = nnx.BatchStat(jnp.zeros(()))
+
+
+REFUSED = {
+    "bias": (
+        lambda rngs: nnx.Sequential(
+            nnx.Linear(D, F, rngs=rngs), nnx.Linear(F, D, rngs=rngs)
+        ),
+        r"layers/0, a Sequential, .*layers\.0\.bias \(64,\), .* neither biases nor",
+    ),
+    "norm": (Normed, r"norm\.scale \(16,\) is no kernel"),
+    "gelu": (
+        lambda rngs: Plain(rngs, activation=nnx.gelu),
+        r"its output is not that of relu2 on its kernels \(the nearest, relu2, is off",
+    ),
+    "geglu": (
+        lambda rngs: Gated(rngs, act=nnx.gelu),
+        r"its output is not that of swiglu or reglu2",
+    ),
+    "dropout": (lambda rngs: Gated(rngs, rate=0.1), r"it has dropout at rate 0\.1"),
+    "state": (Counting, r"it keeps state that is no parameter \(BatchStat\)"),
+    "attention": (
+        lambda rngs: nnx.MultiHeadAttention(2, D, use_bias=False, rngs=rngs),
+        r"it has 4 kernels, and an FFN has two, three",
+    ),
+    "widths": (
+        lambda rngs: nnx.Sequential(
+            *(nnx.Linear(D, o, use_bias=False, rngs=rngs) for o in (F, 3 * F))
+        ),
+        r"kernels layers\.0\.kernel \(16, 64\), .* lead to no hidden layer and back",
+    ),
+    "call": (
+        lambda rngs: NeedsMore(rngs),
+        r"cannot be called with x \(1, 8, d_model\) alone \(d_model 16: TypeError",
+    ),
+}
+
+
+class NeedsMore(Plain):
+    def __call__(self, x, mode):
+        return super().__call__(x)
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_such_ffn_is_refused_and_nothing_is_changed(make, message):
+    model = Model(MODULES["two"])
+    model.layers[0] = make(nnx.Rngs(0))
+    types = [type(layer) for layer in model.layers]
+    with pytest.raises(ValueError, match=message):
+        sparsify(model, [r"layers/1", r"layers/0"])
+    assert [type(layer) for layer in model.layers] == types
+
+
+def test_a_module_is_called_as_the_caller_says():
+    model = Model(NeedsMore)
+    how = lambda module, x: module(x, "train")
+    y = how(model.layers[0], X)
+    sparsify(model, ALL, call=how)
+    np.testing.assert_allclose(how(model.layers[0], X), y, atol=1e-5)
+
+
+def test_rules_that_choose_nothing_or_the_wrong_thing_are_refused():
+    model = Model(MODULES["two"])
+    with pytest.raises(
+        ValueError, match=r"rule 'layer' is the path of no module .*/wi"
+    ):
+        sparsify(model, ["layer"])
+    sparsify(model, ["layers/0"])
+    with pytest.raises(ValueError, match="layers/0 is a SparseFFN already"):
+        sparsify(model, ALL)
+    assert type(model.layers[1]) is Plain
+    shapes = nnx.eval_shape(lambda: Model(MODULES["two"]))
+    with pytest.raises(ValueError, match="layers/0 has shapes and no weights"):
+        sparsify(shapes, ALL)
+
+
+def test_explanations_say_what_was_changed_and_why_the_rest_was_not():
+    model = Model(MODULES["reglu2"])
+    model.attention = nnx.MultiHeadAttention(2, D, use_bias=False, rngs=nnx.Rngs(0))
+    model.built = SparseFFN(D, F, rngs=nnx.Rngs(0))
+    sparsify(model, ["layers/0"])
+    switch(model.layers[0], None, TWO_FOUR)
+    found = {of.path: of for of in explain(model)}
+    assert set(found) == {"layers/0", "layers/1", "attention", "built"}
+    assert found["layers/0"].sparsity == TWO_FOUR and found["layers/0"].is_sparse_ffn
+    assert found["layers/0"].reason == (
+        "reglu2 of parts.a.kernel, parts.b.kernel, parts.c.kernel; d_model 16, "
+        "d_hidden 64, float32"
+    )
+    assert found["layers/1"].reason.startswith("no rule has chosen it, though it could")
+    assert not found["attention"].is_sparse_ffn
+    assert found["attention"].reason.startswith("it has 4 kernels")
+    assert found["built"].reason == "built as a SparseFFN"
+
+
+def test_what_training_steps_would_observe_is_refused():
+    """The model around may call its layers in a loop that drops it."""
+    model = Plain(nnx.Rngs(0))
+    sparsify(model, [""])
+    observing = replace(BY_EXPERT, mean_compensation=True)
+    with pytest.raises(ValueError, match="another model cannot keep skipped_means"):
+        switch(model, None, observing)
