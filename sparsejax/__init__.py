@@ -11,6 +11,9 @@ from sparsejax.feed_forward.operands.weights import PackedFFN as PackedFFN
 from sparsejax.feed_forward.operands.weights import pack_ffn as pack_ffn
 from sparsejax.feed_forward.spec import FFNSparsity as FFNSparsity
 from sparsejax.feed_forward.spec import FFNSpec as FFNSpec
+from sparsejax.interchange.sparsify import densify as densify
+from sparsejax.interchange.sparsify import explain as explain
+from sparsejax.interchange.sparsify import sparsify as sparsify
 from sparsejax.models.attention import Attention as Attention
 from sparsejax.models.generation import generate as generate
 from sparsejax.models.norm import RMSNorm as RMSNorm
@@ -22,6 +25,7 @@ from sparsejax.ops.backend import Decision as Decision
 from sparsejax.ops.grouped_matmul import grouped_matmul as grouped_matmul
 from sparsejax.ops.sparse_matmul import sparse_matmul as sparse_matmul
 from sparsejax.routing.routers import ActivationEnergy as ActivationEnergy
+from sparsejax.routing.routers import LearnedEnergy as LearnedEnergy
 from sparsejax.routing.routers import NearestCentre as NearestCentre
 from sparsejax.routing.routers import Router as Router
 from sparsejax.routing.routers import SameExperts as SameExperts
@@ -40,7 +44,7 @@ from sparsejax.sparsity.patterns import VNM as VNM
 from sparsejax.sparsity.patterns import BlockDiagonal as BlockDiagonal
 from sparsejax.training.micro_batches import loss_and_gradient as loss_and_gradient
 from sparsejax.training.recipe import Phase as Phase
-from sparsejax.training.switching import set_sparsity as set_sparsity
-from sparsejax.training.switching import switch as switch
+from sparsejax.training.switches.switching import set_sparsity as set_sparsity
+from sparsejax.training.switches.switching import switch as switch
 
 __version__ = "0.1.0"

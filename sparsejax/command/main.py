@@ -5,11 +5,23 @@ cannot be done; it is registered in `COMMANDS`, and imported when it is called.
 """
 
 import importlib
-import logging
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
+
+import jax
+
+from sparsejax.distributed.processes import ProcessLost
+from sparsejax.terminal import console
+from sparsejax.training.progress import NonFiniteLoss
 
 COMMANDS = {
+    "train": "a run: text to dense weights, with a sparse phase in its middle",
+    "plan": "what a run would be and cost, without running it",
+    "tune": "the GEMMs of a run timed on the GPU here, for this run and later ones",
+    "explain": "what runs the six GEMMs of an FFN on a GPU, and why",
+    "eval": "loss, perplexity and bits per byte of a model on held-out text",
     "export": "the model of a run as a Hugging Face folder",
     "sample": "text from the model of a run or of a Hugging Face folder",
 }
@@ -42,16 +54,56 @@ def run(arguments: Sequence[str]) -> int:
     if name not in COMMANDS:
         print(f"sparsejax has no command {name!r}\n\n{usage()}", file=sys.stderr)
         return 2
-    # Where reading a checkpoint fails orbax logs screens of what our one line says.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    console.quiet_orbax()
     try:
         importlib.import_module(f"sparsejax.command.{name}").run(rest)
-    except (ValueError, ImportError, NotImplementedError, OSError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+    except Exception as error:
+        reason = reason_of(error)
+        if reason is None:
+            raise
+        return console.fail(error, reason)
     return 0
 
 
-def main() -> None:
+EXPECTED = (
+    ValueError,
+    NotImplementedError,
+    ImportError,
+    OSError,
+    NonFiniteLoss,
+    ProcessLost,
+)
+"""The errors whose words are for the user; all others are mistakes of ours."""
+
+
+def reason_of(error: Exception) -> str | None:
+    """Returns the line that tells the user why a command failed; None where the error
+    is none that the user could do anything about."""
+    if isinstance(error, EXPECTED):
+        return str(error)
+    if not isinstance(error, MemoryError | jax.errors.JaxRuntimeError):
+        return None
+    reason = next(iter(str(error).splitlines()), "").rstrip(".")
+    if not isinstance(error, MemoryError) and "out of memory" not in reason.lower():
+        return None
+    return (
+        f"{reason}; `sparsejax plan` says what a run needs, and fewer "
+        f"--sequences-per-device (or more --micro-batches), --model.remat full or a "
+        f"mesh of more devices need less"
+    )
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process with an exit status. After an error it ends at once, without
+    the wait for all to end together: the others must notice, and one of them may be
+    waiting for this one."""
+    if status != 0 and jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def main() -> NoReturn:
     """The entry point of the console script."""
-    sys.exit(run(sys.argv[1:]))
+    leave(run(sys.argv[1:]))

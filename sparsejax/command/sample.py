@@ -10,13 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import tyro
 
-from sparsejax.checkpoints.checkpoint_folder import named_checkpoint
-from sparsejax.data.tokenizers import Tokenizer, load_tokenizer
-from sparsejax.interchange.export import run_tokenizer
-from sparsejax.interchange.pretrained import Pretrained
+from sparsejax.interchange.named_model import load_named_model
 from sparsejax.models.generation import generate
-from sparsejax.models.transformer import Transformer
-from sparsejax.training.trained_model import load_trained_model
 
 
 @dataclass(frozen=True)
@@ -35,6 +30,9 @@ class Options:
     """Only the most likely tokens of so much probability together are drawn."""
     seed: int = 0
     """The seed of the draws."""
+    end: bool = True
+    """Whether a text ends where the model draws the end-of-text token, of which nothing
+    is printed. With --no-end all --tokens are drawn."""
     tokenizer: str | None = None
     """Path of the model's tokenizer.json where it is not where the model says."""
 
@@ -49,7 +47,14 @@ def run(arguments: Sequence[str]) -> None:
     options = tyro.cli(
         Options, args=arguments, description=__doc__, prog="sparsejax sample"
     )
-    model, tokenizer = _load(options.model, options.tokenizer)
+    named = load_named_model(options.model, options.tokenizer)
+    model, tokenizer = named.model, named.tokenizer
+    if tokenizer is None:
+        raise ValueError(
+            f"{options.model} has no tokenizer, and a prompt is text; give its "
+            f"tokenizer.json with --tokenizer"
+        )
+    ends = named.end_tokens if options.end else ()
     prompts = [tokenizer.encode(text.encode()) for text in options.prompt]
     added = generate(
         model,
@@ -59,29 +64,9 @@ def run(arguments: Sequence[str]) -> None:
         top_p=options.top_p,
         vocab_size=min(tokenizer.vocab_size, model.config.vocab_size),
         seed=options.seed,
+        end_tokens=ends,
     )
     for prompt, tokens in zip(prompts, added, strict=True):
+        if (at := np.flatnonzero(np.isin(tokens, ends))).size:
+            tokens = tokens[: at[0]]
         print(tokenizer.decode(np.concatenate([prompt, tokens])))
-
-
-def _load(name: str, tokenizer: str | None) -> tuple[Transformer, Tokenizer]:
-    """Returns the model of a run or of a Hugging Face folder, and its tokenizer.
-
-    Raises:
-      ValueError: it is neither, or has no tokenizer.
-    """
-    folder, step = named_checkpoint(name)
-    if (folder / "checkpoints").is_dir():
-        run = load_trained_model(folder, step)
-        found = run_tokenizer(run, tokenizer)
-        if found is not None:
-            return run.model, found
-    else:
-        pretrained = Pretrained.read(folder)
-        if tokenizer is not None or (folder / "tokenizer.json").is_file():
-            path = pretrained.tokenizer if tokenizer is None else tokenizer
-            return pretrained.load(), load_tokenizer(path)
-    raise ValueError(
-        f"{folder} has no tokenizer, and a prompt is text; give its tokenizer.json "
-        f"with --tokenizer"
-    )

@@ -10,7 +10,7 @@ from tests.support.whole_runs import quick_runs, shared_run, undisturbed
 
 @pytest.fixture(scope="module")
 def quick_loop():
-    """Runs in processes of their own are in test_pretrain."""
+    """Runs in processes of their own are in test_train."""
     with quick_runs() as patch:
         patch.setattr(train, "Run", shared_run)
         yield

@@ -62,6 +62,28 @@ def test_a_run_and_its_export_say_the_same(uninterrupted, tmp_path, capsys):
     assert "--tokenizer" in capsys.readouterr().err
 
 
+def test_a_sample_ends_where_the_folder_says(uninterrupted, tmp_path, capsys):
+    _, folder, _ = uninterrupted("default")
+    out = tmp_path / "out"
+    assert main.run(["export", str(folder), str(out)]) == 0
+    sample = ["sample", str(out), "--prompt", "the ", "--tokens", "8"]
+    sample += ["--temperature", "0"]
+    capsys.readouterr()
+
+    def said(*more: str) -> str:
+        assert main.run([*sample, *more]) == 0
+        return capsys.readouterr().out.removesuffix("\n")
+
+    whole = said()
+    assert len(whole) == len("the ") + 8
+    end = whole[4 + 2]
+    path = out / "generation_config.json"
+    told = json.loads(path.read_text()) | {"eos_token_id": [ord(end), 7]}
+    path.write_text(json.dumps(told))
+    assert said() == whole[: whole.index(end, 4)]
+    assert said("--no-end") == whole
+
+
 def test_the_console_script_is_installed():
     (script,) = entry_points(group="console_scripts", name="sparsejax")
     assert script.load() is main.main

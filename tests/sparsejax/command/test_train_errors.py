@@ -6,8 +6,11 @@ from dataclasses import replace
 import jax
 import pytest
 
-from experiments import compare_recipes, pretrain
+from experiments import compare_recipes
 from sparsejax.checkpoints.checkpoint import Checkpoints
+from sparsejax.command import train
+from sparsejax.launch import job
+from tests.support.commands import run_train
 from tests.support.micro_run import (
     arguments_of,
     micro_config,
@@ -23,7 +26,7 @@ ONE_HEAD = ["--model.heads", "1", "--model.kv-heads", "1"]
 
 def test_a_flag_that_does_not_exist_ends_with_a_message(capsys):
     with pytest.raises(SystemExit) as caught:
-        pretrain.run(["--colour", "red"])
+        run_train(["--colour", "red"])
     assert caught.value.code != 0
     assert "--colour" in capsys.readouterr().err
 
@@ -41,7 +44,7 @@ def test_a_flag_that_does_not_exist_ends_with_a_message(capsys):
 )
 def test_a_damaged_config_is_one_line(content, message, tmp_path, capsys):
     (tmp_path / "config.json").write_text(content)
-    assert pretrain.run(["--resume", str(tmp_path)]) == 1
+    assert run_train(["--resume", str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert re.search(message, error)
     assert error.count("\n") == 1
@@ -63,7 +66,7 @@ def test_a_resume_with_other_settings_is_refused(
     extra, message, text, tmp_path, capsys
 ):
     resume = stopped_run(tmp_path / "run", micro_config(text))
-    assert pretrain.run([*resume, *extra]) == 1
+    assert run_train([*resume, *extra]) == 1
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.err.count("\n") == 1 and captured.out == ""
@@ -110,7 +113,7 @@ def test_an_error_is_one_line_and_status_one(
 ):
     monkeypatch.chdir(tmp_path)
     arguments = [text if argument == "TEXT" else argument for argument in arguments]
-    assert pretrain.run(arguments) == 1
+    assert run_train(arguments) == 1
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1 and "Traceback" not in error
@@ -142,11 +145,11 @@ def test_a_dry_run_ends_with_what_is_wrong_with_the_data(
     write_shard(tmp_path / "train", [0, 300] * 200, "npy uint16")
     write_shard(tmp_path / "val", [0] * 200, "npy uint16")
     arguments = [text if argument == "TEXT" else argument for argument in arguments]
-    assert pretrain.run([*arguments, "--dry-run"]) == 1
+    assert run_train([*arguments, "--dry-run"]) == 1
     captured = capsys.readouterr()
     assert message in captured.err and captured.out == ""
     assert not (tmp_path / "runs").exists()
-    assert pretrain.run(arguments) == 1
+    assert run_train(arguments) == 1
     assert capsys.readouterr().err == captured.err
 
 
@@ -172,7 +175,7 @@ def test_a_value_that_cannot_be_ends_with_its_name_and_status_two(
     flag, value, message, capsys
 ):
     with pytest.raises(SystemExit) as caught:
-        pretrain.run([flag, value])
+        run_train([flag, value])
     assert caught.value.code == 2
     error = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert message in error and "Traceback" not in error
@@ -189,15 +192,15 @@ def test_a_value_that_cannot_be_ends_with_its_name_and_status_two(
             jax.errors.JaxRuntimeError(
                 "RESOURCE_EXHAUSTED: Out of memory.\nmore lines"
             ),
-            "JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory; --dry-run says",
+            "JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory; `sparsejax plan` says",
         ),
     ],
 )
 def test_too_little_memory_is_one_line_with_the_way_out(
     error, message, capsys, monkeypatch
 ):
-    monkeypatch.setattr(pretrain, "main", raising(error))
-    assert pretrain.run([]) == 1
+    monkeypatch.setattr(job, "main", raising(error))
+    assert run_train([]) == 1
     shown = capsys.readouterr().err
     assert message in shown and "--model.remat full" in shown
     assert shown.count("\n") == 1
@@ -205,9 +208,9 @@ def test_too_little_memory_is_one_line_with_the_way_out(
 
 def test_an_error_of_ours_keeps_its_traceback(monkeypatch):
     error = jax.errors.JaxRuntimeError("INTERNAL: something else")
-    monkeypatch.setattr(pretrain, "main", raising(error))
+    monkeypatch.setattr(job, "main", raising(error))
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
-        pretrain.run([])
+        run_train([])
 
 
 def raising(error: Exception):
@@ -223,7 +226,7 @@ def test_a_loss_that_is_not_finite_is_one_line_with_the_last_checkpoint(
     config = micro_config(text, checkpoint_every=1, eval_every=0)
     optimizer = replace(config.optimizer, peak_learning_rate=1e30)
     arguments = arguments_of(replace(config, optimizer=optimizer))
-    assert pretrain.run([*arguments, "--run-folder", str(tmp_path / "run")]) == 1
+    assert run_train([*arguments, "--run-folder", str(tmp_path / "run")]) == 1
     error = capsys.readouterr().err
     good = Checkpoints(tmp_path / "run" / "checkpoints").path()
     assert error.startswith("NonFiniteLoss: ") and error.count("\n") == 1
@@ -236,9 +239,9 @@ def test_no_step_is_timed_for_a_run_that_could_not_be_written(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").write_text("")
-    monkeypatch.setattr(pretrain.before_training, "why_untimed", lambda *_: None)
-    monkeypatch.setattr(pretrain, "load_corpus", lambda *_, **__: pytest.fail("reads"))
-    assert pretrain.run(given) == 1
+    monkeypatch.setattr(train.before_training, "why_untimed", lambda *_: None)
+    monkeypatch.setattr(train, "load_corpus", lambda *_, **__: pytest.fail("reads"))
+    assert run_train(given) == 1
     assert "runs: Not a directory" in capsys.readouterr().err
 
 
@@ -246,7 +249,7 @@ def test_no_step_is_timed_for_a_run_that_could_not_be_written(
 def test_a_folder_that_cannot_be_made_ends_it_before_anything_else(
     command, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(pretrain, "train", lambda *_: pytest.fail("trains"))
+    monkeypatch.setattr(job, "train", lambda *_: pytest.fail("trains"))
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "run"
     if command == "comparison":
@@ -255,7 +258,7 @@ def test_a_folder_that_cannot_be_made_ends_it_before_anything_else(
             [f"{tmp_path / 'some.toml'}", "--folder", f"{folder}"]
         )
     else:
-        status = pretrain.run([*command.split(), "--run-folder", str(folder)])
+        status = run_train([*command.split(), "--run-folder", str(folder)])
     assert status == 1
     captured = capsys.readouterr()
     assert captured.out == ""

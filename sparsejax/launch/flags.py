@@ -18,6 +18,7 @@ from tyro.constructors import (
 
 from sparsejax.config import PhaseConfig, RecipeConfig, RecipeName, TrainConfig
 from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.reports.profile import ProfiledSteps
 from sparsejax.routing import routers
 from sparsejax.routing.routers import Router
 from sparsejax.sparsity.patterns import (
@@ -36,7 +37,7 @@ REGISTRY = ConstructorRegistry()
 
 PATTERNS = {
     NM | None: "2:4|None",
-    NM | VNM | None: "2:4|V:2:M|None",
+    NM | VNM | None: "2:4|V:2:M|V:4:M|None",
     StaticPattern | None: "diagonal:G|N:4|None",
 }
 """The types of settings that are a pattern or None, and how they are written."""
@@ -73,6 +74,26 @@ def _router(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Router] | None:
         instance_from_str=lambda words: routers.named_router(words[0]),
         is_instance=lambda value: isinstance(value, Router),
         str_from_instance=lambda router: [router.name],
+    )
+
+
+@REGISTRY.primitive_rule
+def _profiled_steps(
+    info: PrimitiveTypeInfo,
+) -> PrimitiveConstructorSpec[ProfiledSteps | None] | None:
+    """Returns how the steps of a trace are read from "20:22" or "None"."""
+    if info.type != ProfiledSteps | None:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="FIRST:LAST|None",
+        instance_from_str=lambda words: (
+            None if words[0] == "None" else ProfiledSteps.named(words[0])
+        ),
+        is_instance=lambda value: isinstance(value, ProfiledSteps | None),
+        str_from_instance=lambda steps: [
+            "None" if steps is None else f"{steps.first}:{steps.last}"
+        ],
     )
 
 

@@ -9,19 +9,21 @@ import jax
 import pytest
 from rich.console import Console
 
-from experiments import pretrain
-from experiments.running import console, printed_plan
 from pallas_kernels import tuning
-from pallas_kernels.device import CPU, Device
+from pallas_kernels.device import Device
 from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax import cost_model
 from sparsejax.config import MeshConfig, PhaseConfig, RecipeName, TrainConfig
+from sparsejax.cost_model import parameter_count
 from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.launch import job
 from sparsejax.presets import PRESETS
 from sparsejax.reports import metrics
 from sparsejax.sparsity.patterns import NM
+from sparsejax.terminal import console, printed_plan
 from sparsejax.training.recipe import phases
 from tests.support import hopper
+from tests.support.commands import run_train
 from tests.support.micro_run import micro_config
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -37,12 +39,12 @@ def test_a_dry_run_prints_the_plan_and_allocates_nothing(
 ):
     monkeypatch.chdir(tmp_path)
     before = {id(array) for array in jax.live_arrays()}
-    assert pretrain.run(["--preset", preset, "--recipe", recipe, "--dry-run"]) == 0
+    assert run_train(["--preset", preset, "--recipe", recipe, "--dry-run"]) == 0
     assert {id(array) for array in jax.live_arrays()} <= before
     assert list(tmp_path.iterdir()) == []
     shown = capsys.readouterr().out
     model = PRESETS[preset]().model
-    assert f"parameters: {cost_model.parameter_count(model).total:,} " in shown
+    assert f"parameters: {parameter_count(model).total:,} " in shown
     length = PRESETS[preset]().data.sequence_length
     flops = cost_model.flops_per_token(model, length)
     assert f"{flops.total() / 1e6:,.2f}" in shown
@@ -69,7 +71,7 @@ def test_a_dry_run_prints_the_plan_and_allocates_nothing(
 )
 def test_the_plan_tells_ablations_apart(flags, said, capsys):
     ablation = "--recipe activations --phases.token-sparsity magnitude --dry-run"
-    assert pretrain.run([*ablation.split(), *flags.split()]) == 0
+    assert run_train([*ablation.split(), *flags.split()]) == 0
     assert said in capsys.readouterr().out
 
 
@@ -78,7 +80,7 @@ ON_64 = "--mesh.data 4 --mesh.fsdp 8 --mesh.tensor 2 --batch-size 512".split()
 
 def test_a_dry_run_plans_for_devices_that_are_not_here(capsys):
     arguments = "--preset llama-1b --micro-batches 8 --dry-run".split()
-    assert pretrain.run([*arguments, *ON_64]) == 0
+    assert run_train([*arguments, *ON_64]) == 0
     shown = capsys.readouterr().out
     assert "mesh: data 4 x fsdp 8 x tensor 2 = 64 devices, planned as if" in shown
     assert "micro-batches: 8 of 64 sequences, 2 on a device (as named)" in shown
@@ -119,7 +121,7 @@ def test_the_paths_of_a_mesh_are_those_of_one_device_s_gemms(capsys, monkeypatch
         return decisions
 
     monkeypatch.setattr(printed_plan, "ffn_decisions", record)
-    assert pretrain.run("--dry-run --mesh.data 4 --mesh.tensor 2".split()) == 0
+    assert run_train("--dry-run --mesh.data 4 --mesh.tensor 2".split()) == 0
     assert sizes == [(32 * 128 // 4, 128, 512 // 2)] * 2
     assert "mesh: data 4 x fsdp 1 x tensor 2 = 8 devices" in capsys.readouterr().out
 
@@ -134,7 +136,7 @@ def test_a_sparse_phase_that_is_no_faster_than_dense_is_told(capsys, monkeypatch
         monkeypatch.setattr(tuning, "entries", lambda kind: {gemm: packed})
         batch = f"--batch-size {micro_batches} --micro-batches {micro_batches}"
         one_device = "--preset llama-1b --recipe weights --mesh.data 1 --dry-run"
-        assert pretrain.run(f"{batch} {one_device}".split()) == 0
+        assert run_train(f"{batch} {one_device}".split()) == 0
         return capsys.readouterr().out
 
     gemm = TunedGemm(tokens=4096, d_in=2048, d_out=8192)
@@ -172,7 +174,7 @@ def test_the_times_behind_a_choice_are_said(sparse_us, path, capsys, monkeypatch
     # Twice the tokens that were timed, in one micro-batch.
     one_sequence = "--batch-size 1 --micro-batches 1 --mesh.data 1 --dry-run"
     llama = "--preset llama-1b --recipe weights"
-    assert pretrain.run(f"{llama} {one_sequence}".split()) == 0
+    assert run_train(f"{llama} {one_sequence}".split()) == 0
     shown = capsys.readouterr().out
     paths = [line for line in shown.splitlines() if "1  Y1 = X W1" in line]
     assert paths == [
@@ -198,9 +200,7 @@ def test_an_estimate_is_said_with_what_it_comes_from(capsys, monkeypatch):
     monkeypatch.setattr(tuning, "entries", lambda kind: {gemm: known})
     hopper.pretend(monkeypatch)
     one_sequence = "--batch-size 1 --micro-batches 1 --mesh.data 1 --dry-run"
-    assert (
-        pretrain.run(f"--preset llama-1b --recipe weights {one_sequence}".split()) == 0
-    )
+    assert run_train(f"--preset llama-1b --recipe weights {one_sequence}".split()) == 0
     shown = capsys.readouterr().out
     times = (
         "estimated 80 us, dense 120 us, packing 20 us from 2048 tokens x 2048 x 4096"
@@ -211,7 +211,7 @@ def test_an_estimate_is_said_with_what_it_comes_from(capsys, monkeypatch):
 
 
 def planned(capsys, *arguments: str) -> str:
-    assert pretrain.run([*arguments, "--dry-run"]) == 0
+    assert run_train([*arguments, "--dry-run"]) == 0
     return capsys.readouterr().out
 
 
@@ -261,7 +261,7 @@ def test_a_plan_that_cannot_be_is_refused(arguments, message, capsys):
     name = "H100" if "'H100'" in message else "NVIDIA H100 80GB HBM3"
     values = {"--device": ["--device", name], "--devices": ["--devices", count]}
     words = [word for given in arguments.split() for word in values.get(given, [given])]
-    assert pretrain.run(words) == 1
+    assert run_train(words) == 1
     error = capsys.readouterr().err
     assert error.startswith("ValueError: ") and message in error
 
@@ -270,40 +270,13 @@ def test_times_of_another_gpu_are_said_to_be_no_more_than_that(capsys, monkeypat
     untuned, tuned = "NVIDIA H100 NVL", "NVIDIA H100 80GB HBM3"
     hopper.see_device(monkeypatch, Device.named(untuned))
     one_device = "--preset llama-1b --recipe weights --mesh.data 1 --dry-run"
-    assert pretrain.run(one_device.split()) == 0
+    assert run_train(one_device.split()) == 0
     shown = capsys.readouterr().out
     assert f"cut up as on {tuned} (50%); estimated " in shown
     guess = f"measured on {tuned}, not on {untuned}: a guess until it is"
     assert shown.count(guess) == 1
     assert "a GEMM that is nowhere larger" not in shown
     assert "measured: each GEMM alone" not in shown
-
-
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_a_gpu_without_a_kernel_for_experts_is_told(platform, capsys, monkeypatch):
-    device = hopper.A100 if platform == "gpu" else CPU
-    hopper.see_device(monkeypatch, device)
-    slower = (
-        "a GEMM by expert on xla is a loop of dense ones: steps with it were slower"
-    )
-    for recipe, said in (("paper", platform == "gpu"), ("default", False)):
-        assert pretrain.run(["--recipe", recipe, "--dry-run"]) == 0
-        assert (slower in capsys.readouterr().out) == said
-    hopper.pretend(monkeypatch)
-    paper = "--preset llama-1b --recipe paper --mesh.data 1 --dry-run"
-    assert pretrain.run(paper.split()) == 0
-    shown = capsys.readouterr().out
-    assert "2:4 activation of 4 experts on the sparse tensor cores" in shown
-    dense = "6  dW2 = A^T dY    mosaic_sm90: dense GEMM of each of 4 experts on the"
-    assert dense in shown
-    untimed = "kernels of experts that nobody timed at this size on this GPU"
-    assert slower not in shown and untimed not in shown
-    # They run where nobody timed them, too.
-    monkeypatch.setattr(tuning, "entries", lambda kind: {})
-    assert pretrain.run(paper.split()) == 0
-    shown = capsys.readouterr().out
-    assert "2:4 activation of 4 experts on the sparse tensor cores" in shown
-    assert slower not in shown and untimed in shown
 
 
 def share_of_ffn(preset: str) -> float:
@@ -313,7 +286,7 @@ def share_of_ffn(preset: str) -> float:
 
 
 def test_a_mesh_left_open_is_planned_on_at_least_one_replica(capsys):
-    assert pretrain.run("--dry-run --mesh.fsdp 32 --batch-size 64".split()) == 0
+    assert run_train("--dry-run --mesh.fsdp 32 --batch-size 64".split()) == 0
     shown = capsys.readouterr().out
     assert "mesh: data 1 x fsdp 32 x tensor 1 = 32 dev" in shown
     assert "micro-batches: 1 of 64 sequences, 2 on a device (chosen for this" in shown
@@ -333,8 +306,8 @@ def test_the_devices_that_train_are_said_with_their_processes(capsys):
 @pytest.mark.parametrize("recipe", ["default", "paper"])
 def test_nothing_is_printed_of_a_plan_that_cannot_be(recipe, capsys):
     wrong = ["--recipe", recipe, "--model.d-hidden", "6"]
-    assert pretrain.run([*wrong, "--dry-run"]) == 1
-    assert pretrain.run(["--backend", "mosaic_sm90", "--dry-run"]) == 1
+    assert run_train([*wrong, "--dry-run"]) == 1
+    assert run_train(["--backend", "mosaic_sm90", "--dry-run"]) == 1
     assert capsys.readouterr().out == ""
 
 
@@ -343,12 +316,12 @@ def test_nothing_is_printed_of_a_plan_that_cannot_be(recipe, capsys):
 
 def test_a_resume_says_from_where_and_what_was_damaged(text, tmp_path, capsys):
     folder = tmp_path / "run"
-    pretrain.main(micro_config(text), folder)
+    job.main(micro_config(text), folder)
     newest = folder / "checkpoints" / "step_00000012"
     size = (newest / "record.json").stat().st_size
     (newest / "record.json").write_text("{}")
     capsys.readouterr()
-    assert pretrain.run(["--resume", str(folder)]) == 0
+    assert run_train(["--resume", str(folder)]) == 0
     shown = capsys.readouterr().out.splitlines()
     used = folder / "checkpoints" / "step_00000010"
     assert f"step 10: continues from {used}" in shown

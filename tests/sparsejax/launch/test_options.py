@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from experiments import pretrain
+from sparsejax.command.train import read_options
 from sparsejax.config import RECIPES, MeshConfig, TrainConfig
 from sparsejax.config_file import read_schedule
 from sparsejax.interchange.export import export_huggingface
+from sparsejax.launch import job
 from sparsejax.presets import PRESETS
 from sparsejax.sparsity.patterns import VNM
+from tests.support.commands import run_train
 from tests.support.exported_models import MODELS, some_model
 from tests.support.micro_run import (
     arguments_of,
@@ -24,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 
 def test_flags_override_the_preset():
-    options = pretrain.parse(
+    options = read_options(
         "--preset gpt-124m --recipe paper --steps 3 --model.d-model 32 "
         "--model.heads 2 --model.kv-heads 1 --phases.activations 128:2:32 "
         "--phases.no-fold --phases.token-sparsity mvue --data.text a*.txt "
@@ -52,15 +54,18 @@ def test_flags_override_the_preset():
 
 def test_every_setting_is_a_flag(text):
     config = with_phases(micro_config(text, plot=True), fold=False)
-    assert pretrain.parse(arguments_of(config)).config == config
+    assert read_options(arguments_of(config)).config == config
 
 
-def test_weights_of_a_folder_bring_their_model(tmp_path):
+def test_weights_of_a_folder_bring_their_model(text, tmp_path, capsys):
     export_huggingface(some_model(MODELS["swiglu"]), tmp_path, sequence_length=16)
     begin = ["--init-from", str(tmp_path)]
-    options = pretrain.parse([*begin, "--recipe", "weights", "--model.dtype=bfloat16"])
+    options = read_options([*begin, "--recipe", "weights", "--model.dtype=bfloat16"])
     assert options.config.model == replace(MODELS["swiglu"], dtype="bfloat16")
     assert options.config.recipe == "weights" and options.init_from == tmp_path
+    planned = [*begin, "--recipe", "weights", "--data.text", text, "--dry-run"]
+    assert run_train([*planned, "--data.sequence-length=16", "--batch-size=4"]) == 0
+    assert f"begins with the weights of {tmp_path}, and" in capsys.readouterr().out
     for more, reason in [
         (["--recipe", "dense", "--model.layers", "3"], "model.layers=3 is not that of"),
         (["--resume", "runs/a"], "goes on with a run, and --init-from"),
@@ -68,16 +73,16 @@ def test_weights_of_a_folder_bring_their_model(tmp_path):
         ([], "--recipe weights"),  # silu has no zeros for the default recipe
     ]:
         with pytest.raises(ValueError, match=reason):
-            pretrain.parse([*begin, *more])
+            read_options([*begin, *more])
 
 
 def test_no_flags_are_the_tiny_preset():
-    assert pretrain.parse([]).config == TrainConfig()
+    assert read_options([]).config == TrainConfig()
 
 
 def test_help_explains_the_flags_with_their_units(capsys):
     with pytest.raises(SystemExit) as caught:
-        pretrain.parse(["--help"])
+        read_options(["--help"])
     assert caught.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     for part in (
@@ -100,21 +105,21 @@ def test_a_branch_has_the_settings_of_its_trunk_and_those_that_are_given(
 ):
     config = micro_config(text, recipe="paper", steps=4, eval_every=0)
     trunk = tmp_path / "trunk"
-    pretrain.main(config, trunk)
+    job.main(config, trunk)
     branch = ["--branch", f"{trunk}@3"]
-    assert pretrain.parse(branch).config == config
+    assert read_options(branch).config == config
     steps = [*branch, "--steps", "6", "--optimizer.schedule", "wsd"]
-    longer = pretrain.parse(steps).config
+    longer = read_options(steps).config
     wsd = replace(config.optimizer, schedule="wsd")
     assert longer == replace(config, steps=6, optimizer=wsd)
-    assert pretrain.parse([*branch, "--recipe", "weights"]).config == replace(
+    assert read_options([*branch, "--recipe", "weights"]).config == replace(
         config, recipe="weights", phases=replace(config.phases, sparsity=None)
     )
     capsys.readouterr()
-    assert pretrain.run([*steps, "--dry-run"]) == 0
+    assert run_train([*steps, "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert f"a branch: begins with step 3 of {trunk}" in shown
-    assert pretrain.run([*steps, "--run-folder", str(tmp_path / "branch")]) == 0
+    assert run_train([*steps, "--run-folder", str(tmp_path / "branch")]) == 0
     shown = capsys.readouterr().out
     assert "a branch of ../trunk, from step 3: learning rate there " in shown
     records = read_records(tmp_path / "branch")
@@ -125,7 +130,7 @@ def test_a_branch_has_the_settings_of_its_trunk_and_those_that_are_given(
         ([f"{trunk}@3", "--seed", "1"], "whose seed is 0, and a branch of it cannot"),
         ([f"{trunk}@3", "--resume", str(trunk)], "begins one; leave one of them out"),
     ):
-        assert pretrain.run(["--branch", *given]) == 1
+        assert run_train(["--branch", *given]) == 1
         assert message in capsys.readouterr().err
 
 
@@ -136,7 +141,7 @@ def test_the_phases_of_a_run_are_read_from_a_file(text, tmp_path, capsys):
         'every.steps = 2\n[[phase]]\nname = "second"\n'
     )
     schedule = read_schedule(path)
-    options = pretrain.parse(["--preset", "wide-200m", "--schedule", str(path)])
+    options = read_options(["--preset", "wide-200m", "--schedule", str(path)])
     assert options.config == PRESETS["wide-200m"]().with_schedule(schedule)
     config = micro_config(text, steps=4, eval_every=0)
     arguments = [*arguments_of(config), "--schedule", str(path)]
@@ -147,7 +152,7 @@ def test_the_phases_of_a_run_are_read_from_a_file(text, tmp_path, capsys):
     ]
     for index in sorted(of_recipe, reverse=True):
         del arguments[index : index + 2]
-    assert pretrain.run([*arguments, "--dry-run"]) == 0
+    assert run_train([*arguments, "--dry-run"]) == 0
     shown = capsys.readouterr().out
     for part in (
         "schedule: 4 steps x",
@@ -157,13 +162,13 @@ def test_the_phases_of_a_run_are_read_from_a_file(text, tmp_path, capsys):
     ):
         assert part in shown, part
     folder = tmp_path / "run"
-    assert pretrain.run([*arguments, "--run-folder", str(folder)]) == 0
+    assert run_train([*arguments, "--run-folder", str(folder)]) == 0
     kinds = [r["kind"] for r in read_records(folder) if r["event"] == "step"]
     assert kinds == ["first", "first", "second", "second"]
-    assert pretrain.parse(["--resume", str(folder)]).config == config.with_schedule(
+    assert read_options(["--resume", str(folder)]).config == config.with_schedule(
         schedule
     )
-    assert pretrain.run(["--resume", str(folder)]) == 0
+    assert run_train(["--resume", str(folder)]) == 0
     capsys.readouterr()
     for given, message in (
         (["--schedule", "none.toml"], "none.toml does not hold a schedule: "),
@@ -171,7 +176,7 @@ def test_the_phases_of_a_run_are_read_from_a_file(text, tmp_path, capsys):
         (["--schedule", str(path), "--resume", str(folder)], "leave --schedule"),
     ):
         try:
-            status = pretrain.run(given)
+            status = run_train(given)
         except SystemExit as ended:
             status = ended.code
         assert status in (1, 2)
@@ -182,10 +187,10 @@ def test_the_phases_of_a_run_are_read_from_a_file(text, tmp_path, capsys):
 def test_a_resume_has_the_settings_of_its_run(text, tmp_path):
     config = micro_config(text)
     resume = stopped_run(tmp_path / "run", config)
-    options = pretrain.parse(resume)
+    options = read_options(resume)
     assert (options.config, options.resume) == (config, tmp_path / "run")
     changed = "--log-every 7 --plot --steps 24 --mesh.fsdp 2".split()
-    allowed = pretrain.parse([*resume, *changed])
+    allowed = read_options([*resume, *changed])
     assert allowed.config == replace(
         config, log_every=7, plot=True, steps=24, mesh=MeshConfig(fsdp=2)
     )
@@ -193,12 +198,12 @@ def test_a_resume_has_the_settings_of_its_run(text, tmp_path):
 
 def test_a_dry_run_says_what_it_read(text, capsys):
     of_text = ["--data.text", text, "--batch-size", "8"]
-    assert pretrain.run(["--dry-run", *of_text]) == 0
+    assert run_train(["--dry-run", *of_text]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^data: 8 files, \d+ tokens \(bytes\) from ", shown, re.M)
     assert f" from {text}; held out: " in shown
     # Without data a model is planned whose vocabulary no text of ours has.
-    assert pretrain.run(["--dry-run", "--preset", "llama-1b"]) == 0
+    assert run_train(["--dry-run", "--preset", "llama-1b"]) == 0
     shown = capsys.readouterr().out
     assert "data: none is named, and without it a run ends here: the tok" in shown
     assert "set --model.vocab-size 256" in shown

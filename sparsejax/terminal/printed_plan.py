@@ -7,20 +7,23 @@ from dataclasses import dataclass, fields, replace
 import jax
 from rich.table import Table
 
-from experiments.running import console
-from experiments.running.console import DETERMINISTIC, say
-from experiments.running.printed_gemms import say_gemms
 from pallas_kernels.device import Device
 from sparsejax import cost_model
 from sparsejax.config import MeshConfig, ModelConfig, TrainConfig
+from sparsejax.cost_model import parameter_count
 from sparsejax.distributed.mesh import check_shardable
 from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.interchange.pretrained import Pretrained
 from sparsejax.models.attention import attention_implementation
 from sparsejax.ops.backend import Decision, current_device
 from sparsejax.reports.metrics import ffn_decisions
 from sparsejax.reports.step_times import StepTimes, phases_run_dense
 from sparsejax.sparsity.patterns import Pattern, name_of
+from sparsejax.terminal import console
+from sparsejax.terminal.console import DETERMINISTIC, say
+from sparsejax.terminal.printed_gemms import say_gemms
 from sparsejax.training.branch import Branch
+from sparsejax.training.optimizer import check_optimizer
 from sparsejax.training.recipe import Phase, model_of, phases, steps_left
 
 JAX_SHARE = 0.75
@@ -34,11 +37,12 @@ def announce(
     absent: "Absent | None" = None,
     step_times: StepTimes | None = None,
     branch: Branch | None = None,
+    init_from: Pretrained | None = None,
 ) -> None:
     """Prints devices, mesh, size, FLOPs, phases and the path of each GEMM; with
     `predicted` also memory, communication and the expected speed-up, for a mesh whose
     devices need not exist; with `step_times` how fast the steps were, and what follows
-    from it; with `branch` where the run begins.
+    from it; with `branch` or `init_from` where the run begins.
 
     Args:
       absent: with `predicted`, the GPUs that are planned for; None: those here.
@@ -61,6 +65,7 @@ def announce(
     for phase in planned:
         of_phase = model_of(phase, model)
         check_shardable(of_phase, phase.sparsities, mesh, micro_batch=micro_batch)
+    check_optimizer(config, planned, mesh)
     tokens = micro_batch * config.data.sequence_length
     tokens_per_device = tokens // mesh.token_shards
     decisions = {
@@ -79,7 +84,7 @@ def announce(
         f"micro-batches: {micro_batches} of {micro_batch} sequences, "
         f"{micro_batch // mesh.token_shards} on a device ({how})"
     )
-    count = cost_model.parameter_count(model)
+    count = parameter_count(model)
     say(
         f"parameters: {count.total:,} (embedding {count.embedding:,}, attention "
         f"{count.attention:,}, FFN {count.ffn:,}, norms {count.norms:,}, head "
@@ -89,6 +94,8 @@ def announce(
     console.STDOUT.print(_phase_table(config, planned))
     if branch is not None:
         say(f"a branch: begins with step {begin:,} of {branch.folder}")
+    if init_from is not None:
+        say(f"begins with the weights of {init_from.folder}, and a fresh optimiser")
     for phase in planned:
         _say_static_weights(phase.kind, model_of(phase, model))
     for sparsity, name in sparsities.items():
@@ -294,14 +301,20 @@ def _describe_activations(sparsity: FFNSparsity) -> str:
     if not sparsity.experts:
         return _name(sparsity.activations) + anew
     skip = ", skip_blocks" if sparsity.skip_blocks else ""
-    chosen = f"{sparsity.experts_per_token} of {sparsity.experts} experts"
-    how = f"{chosen} by {sparsity.router.name}{skip}{anew}"
+    most = sparsity.most_experts_per_token
+    mean = "" if most is None else f" on average, at most {most},"
+    chosen = f"{sparsity.experts_per_token}{mean} of {sparsity.experts} experts"
+    means = ", means of the others added" if sparsity.mean_compensation else ""
+    target = sparsity.skipped_energy
+    penalty = "" if target is None else f", {target:.0%} of the energy outside asked"
+    how = f"{chosen} by {sparsity.router.name}{skip}{anew}{means}{penalty}"
     return f"{_name(sparsity.activations)}: {how}"
 
 
 def _describe_gradients(sparsity: FFNSparsity) -> str:
     if sparsity.token_sparsity is None:
-        return sparsity.weight_gradients
+        exact = ", exact" if sparsity.exact_gradients else ""
+        return sparsity.weight_gradients + exact
     order = "permuted" if sparsity.permute_tokens else "in order"
     return (
         f"{sparsity.weight_gradients}, 2:4 along tokens ({sparsity.token_sparsity}, "
@@ -327,6 +340,7 @@ def _memory_table(
                 tokens_per_device=tokens_per_device,
                 mesh=mesh,
                 sparsity=sparsity,
+                optimizer=config.optimizer.name,
             )
         )
     uses = [field.name for field in fields(cost_model.MemoryBytes)]

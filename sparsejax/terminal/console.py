@@ -136,6 +136,8 @@ def _line_of(record: dict[str, Any]) -> str | None:
         return f"{step}: checkpoint, for good"
     if record["event"] == "saved":
         return f"last good checkpoint: {record['checkpoint']}"
+    if record["event"] == "profile":
+        return f"{step}: trace in {record['folder']}, for XProf"
     if record["event"] == "resume":
         line = f"{step}: continues from {record['checkpoint']}"
         if record.get("run_dense"):

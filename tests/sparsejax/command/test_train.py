@@ -12,12 +12,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments import pretrain
 from sparsejax.checkpoints.checkpoint import Checkpoints
+from sparsejax.command import train
 from sparsejax.config_file import from_json
+from sparsejax.launch import job
+from sparsejax.reports.records import read_metrics
 from sparsejax.routing.routers import ActivationEnergy, TokenHash
 from sparsejax.sparsity.patterns import VNM
 from sparsejax.training.step import Run
+from tests.support.commands import run_train
 from tests.support.micro_run import (
     arguments_of,
     assert_same_bits,
@@ -29,12 +32,13 @@ from tests.support.micro_run import (
 
 pytestmark = pytest.mark.usefixtures("quick")
 
-SCRIPT = Path(pretrain.__file__)
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "experiments" / "pretrain.py"
 
 
 def test_the_main_job_writes_its_files_and_says_what_it_did(text, tmp_path, capsys):
     config = micro_config(text, plot=True, sample_length=5)
-    outcome = pretrain.main(config, tmp_path / "run")
+    outcome = job.main(config, tmp_path / "run")
     assert outcome.completed
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert names >= {"checkpoints", "config.json", "metrics.jsonl", "loss.png"}
@@ -42,7 +46,7 @@ def test_the_main_job_writes_its_files_and_says_what_it_did(text, tmp_path, caps
     assert (tmp_path / "run" / "loss.png").stat().st_size > 10_000
     saved = from_json(json.loads((tmp_path / "run" / "config.json").read_text()))
     assert saved == config
-    records = pretrain.read_metrics(tmp_path / "run")
+    records = read_metrics(tmp_path / "run")
     shown = capsys.readouterr().out
     unigram = records[0]["unigram_loss"]
     assert f"unigram model: {unigram:.3f} nats per token" in shown
@@ -102,7 +106,7 @@ def test_the_main_job_writes_its_files_and_says_what_it_did(text, tmp_path, caps
 )
 def test_every_variant_trains(change, text, tmp_path):
     config = replace(change(micro_config(text)), checkpoint_every=0, eval_every=6)
-    pretrain.main(config, tmp_path / "run")
+    job.main(config, tmp_path / "run")
     records = read_records(tmp_path / "run")
     losses = [r["loss"] for r in records if r["event"] == "step"]
     assert len(losses) == 12
@@ -118,23 +122,23 @@ def test_every_variant_trains(change, text, tmp_path):
 
 def test_a_finished_run_that_is_resumed_reports_it_again(text, tmp_path, capsys):
     folder = tmp_path / "run"
-    pretrain.main(micro_config(text), folder)
+    job.main(micro_config(text), folder)
     records = read_records(folder)
     capsys.readouterr()
-    assert pretrain.run(["--resume", str(folder), "--sample-length", "3"]) == 0
+    assert run_train(["--resume", str(folder), "--sample-length", "3"]) == 0
     assert "greedy sample" in capsys.readouterr().out
     assert read_records(folder) == records
 
 
 def test_a_process_joins_the_others_before_it_trains(monkeypatch):
     happened = []
-    monkeypatch.setattr(pretrain, "join", lambda **said: happened.append(said))
+    monkeypatch.setattr(train, "join", lambda **said: happened.append(said))
     ended = SimpleNamespace(resume_in_new_process=False)
     main = lambda *_, **__: happened.append("main") or ended
-    monkeypatch.setattr(pretrain, "main", main)
-    assert pretrain.run(["--distributed", "--heartbeat-seconds", "7"]) == 0
+    monkeypatch.setattr(job, "main", main)
+    assert run_train(["--distributed", "--heartbeat-seconds", "7"]) == 0
     assert happened == [{"heartbeat_seconds": 7}, "main"]
-    assert pretrain.run(["--heartbeat-seconds", "7"]) == 0
+    assert run_train(["--heartbeat-seconds", "7"]) == 0
     assert happened[2:] == ["main"]
 
 
@@ -145,7 +149,7 @@ def command(*arguments: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), *arguments],
         env=environment | {"JAX_PLATFORMS": "cpu"},
-        cwd=SCRIPT.parent.parent,
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -193,8 +197,8 @@ def test_processes_that_are_ended_resume_to_the_same_bits(text, tmp_path):
     assert latest == steps[-1] < 200
     assert f"last good checkpoint: {Checkpoints(checkpoints).path()}" in output
 
-    assert pretrain.run(["--resume", str(ended)]) == 0
-    expected = pretrain.main(config, whole)
+    assert run_train(["--resume", str(ended)]) == 0
+    expected = job.main(config, whole)
     run = Run(config)
     template = run.template(run.phases[-1].sparsity)
     with Checkpoints(checkpoints) as saved:

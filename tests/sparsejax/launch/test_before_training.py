@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from experiments import pretrain
-from experiments.running import before_training
-from experiments.running.own_process import Terminated
+from sparsejax.command.train import read_options
 from sparsejax.config import RecipeConfig
+from sparsejax.distributed.own_process import Terminated
+from sparsejax.launch import before_training
 from sparsejax.presets import PRESETS
 from sparsejax.reports.step_times import PhaseTime, StepTimes
+from tests.support.commands import run_train
 from tests.support.micro_run import arguments_of, micro_config, read_records
 
-ROOT = Path(pretrain.__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -50,11 +51,11 @@ def times_of(step_ms: float) -> StepTimes:
 
 def test_a_gpu_trains_a_model_on_which_its_tensor_cores_pay(on_a_gpu, monkeypatch):
     wide = PRESETS["wide-200m"]()
-    assert pretrain.parse([]).config == wide
+    assert read_options([]).config == wide
     assert (wide.model.dtype, wide.recipe) == ("bfloat16", "paper")
-    assert pretrain.parse(["--preset", "tiny"]).config == PRESETS["tiny"]()
+    assert read_options(["--preset", "tiny"]).config == PRESETS["tiny"]()
     monkeypatch.setattr(before_training, "gpu_here", lambda: None)
-    assert pretrain.parse([]).config == PRESETS["tiny"]()
+    assert read_options([]).config == PRESETS["tiny"]()
 
 
 def test_another_recipe_than_the_presets_drops_what_only_that_one_reads(on_a_gpu):
@@ -63,9 +64,9 @@ def test_another_recipe_than_the_presets_drops_what_only_that_one_reads(on_a_gpu
         warmup_share=wide.phases.warmup_share, sparse_share=wide.phases.sparse_share
     )
     for recipe in ("dense", "default"):
-        config = pretrain.parse(["--recipe", recipe]).config
+        config = read_options(["--recipe", recipe]).config
         assert config == replace(wide, recipe=recipe, phases=lengths)
-    assert pretrain.parse(["--recipe", "paper"]).config == wide
+    assert read_options(["--recipe", "paper"]).config == wide
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ def test_a_run_is_planned_and_trained_by_its_times(
     config = micro_config(text, steps=16)
     folder = tmp_path / "run"
     arguments = [*arguments_of(config), "--run-folder", str(folder)]
-    assert pretrain.run(arguments) == 0
+    assert run_train(arguments) == 0
     shown = " ".join(capsys.readouterr().out.split())
     (told,) = [r for r in read_records(folder) if r["event"] == "step_times"]
     assert f"dense {told['dense_ms']:.1f} ms" in shown
@@ -136,7 +137,7 @@ def test_the_plan_says_what_is_trained_and_the_end_how_fast_it_was(
     arguments = arguments_of(micro_config(text))
     arguments = [flag for flag in arguments if "keep-slower" not in flag]
     arguments += ["--run-folder", str(folder), *flags]
-    assert pretrain.run(arguments) == 0
+    assert run_train(arguments) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert said in shown
     # A run's own speed stands at its end, where it had sparse steps.
@@ -169,7 +170,7 @@ def test_kernels_are_tuned_where_steps_are_timed(
     )
     arguments = arguments_of(micro_config(text, recipe="weights"))
     arguments += ["--run-folder", str(tmp_path / "run"), flag]
-    assert pretrain.run(arguments) == 0
+    assert run_train(arguments) == 0
     timed = ["a process", "timed"]
     tuned = ["a process", (6, True)] if flag == "--tune" else []
     assert happened == [*tuned, *timed]
@@ -183,7 +184,7 @@ def test_sigterm_while_steps_are_timed_ends_well(
 
     monkeypatch.setattr(before_training, "in_own_process", terminated)
     arguments = [*arguments_of(micro_config(text)), "--run-folder", str(tmp_path / "r")]
-    assert pretrain.run(arguments) == 0
+    assert run_train(arguments) == 0
     assert "stopped by SIGTERM before the first step" in capsys.readouterr().out
 
 
@@ -197,13 +198,13 @@ def test_nothing_before_the_timing_asks_this_process_for_devices(text, tmp_path)
     times the steps would have none left. Here to ask is an error."""
     program = """
 import sys
-from experiments import pretrain
-from experiments.running import before_training
+from sparsejax.command.train import read_options
+from sparsejax.launch import before_training
 from sparsejax.data.corpus import load_corpus
 before_training.gpu_here = lambda: "a GPU"
 asked = []
 before_training.in_own_process = lambda *arguments: asked.append(arguments)
-options = pretrain.parse(sys.argv[1:])
+options = read_options(sys.argv[1:])
 config = options.config
 assert before_training.why_untimed(config, None) is None
 corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import jax
 
-from experiments.running import console
-from experiments.running.own_process import in_own_process
 from pallas_kernels import tuning_cache
 from sparsejax.checkpoints.checkpoint_folder import latest_step
 from sparsejax.config import PresetName, TrainConfig
 from sparsejax.data.corpus import Corpus
+from sparsejax.distributed.own_process import in_own_process
 from sparsejax.distributed.processes import Exchange, join
 from sparsejax.reports.step_times import StepTimes, from_json, time_steps, to_json
+from sparsejax.terminal import console
 from sparsejax.training.recipe import phases
 
 CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")

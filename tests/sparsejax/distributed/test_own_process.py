@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.running.own_process import SideBySide, Terminated, in_own_process
+from sparsejax.distributed.own_process import SideBySide, Terminated, in_own_process
 
 
 def where(text: str, *, times: int) -> tuple[int, str]:
@@ -47,8 +47,8 @@ def test_a_process_that_dies_is_told_apart():
 
 PARENT = """
 from pathlib import Path
-from experiments.running.own_process import in_own_process
-from tests.experiments.running.test_own_process import wait_for_sigterm
+from sparsejax.distributed.own_process import in_own_process
+from tests.sparsejax.distributed.test_own_process import wait_for_sigterm
 if __name__ == "__main__":
     in_own_process(wait_for_sigterm, Path({ready!r}), handled={handled})
 """

@@ -2,12 +2,12 @@
 
 import statistics
 
-from experiments.running.console import say
 from sparsejax import cost_model
 from sparsejax.config import TrainConfig
 from sparsejax.feed_forward.spec import FFNSparsity
 from sparsejax.ops.backend import Decision
 from sparsejax.ops.kernels import registry
+from sparsejax.terminal.console import say
 
 
 def say_gemms(
@@ -29,6 +29,29 @@ def say_gemms(
     """
     executed = statistics.fmean(decision.executed_share for decision in decisions)
     say(f"FFN, {name} phase: {executed:.0%} of the dense FLOPs executed")
+    _say_paths(decisions)
+    if any(decision.times is not None for decision in decisions):
+        flops = cost_model.flops_per_token(config.model, config.data.sequence_length)
+        _say_expected(decisions, micro_batches, flops.ffn_share())
+    _say_reasons(decisions)
+    if not sparsity.is_dense and executed == 1.0:
+        say(
+            "  this device has no sparse path for these patterns: quality is that of "
+            "the sparse phase, speed a little below dense"
+        )
+
+
+def say_decisions(decisions: tuple[Decision, ...]) -> None:
+    """Prints what runs each GEMM of a single call of an FFN, how long it takes, and
+    why."""
+    executed = statistics.fmean(decision.executed_share for decision in decisions)
+    say(f"{executed:.0%} of the dense FLOPs executed")
+    _say_paths(decisions)
+    _say_reasons(decisions)
+
+
+def _say_paths(decisions: tuple[Decision, ...]) -> None:
+    """Prints a line for each GEMM, and where its times come from."""
     for decision in decisions:
         say(
             f"  {decision.spec.name:<18} {decision.backend}: {decision.path} "
@@ -45,9 +68,10 @@ def say_gemms(
             f"  estimated: in proportion to what was measured on {elsewhere}, not on "
             f"{here}: a guess until it is timed there"
         )
-    if known:
-        flops = cost_model.flops_per_token(config.model, config.data.sequence_length)
-        _say_expected(decisions, micro_batches, flops.ffn_share())
+
+
+def _say_reasons(decisions: tuple[Decision, ...]) -> None:
+    """Prints what may make the GEMMs slow, and why each of them runs as it does."""
     if any(map(_untimed_by_expert, decisions)):
         say(
             "  kernels of experts that nobody timed at this size on this GPU: "
@@ -60,26 +84,23 @@ def say_gemms(
         )
     for reason in dict.fromkeys(f"{d.backend}: {d.reason}" for d in decisions):
         say(f"  why: {reason}")
-    if not sparsity.is_dense and executed == 1.0:
-        say(
-            "  this device has no sparse path for these patterns: quality is that of "
-            "the sparse phase, speed a little below dense"
-        )
 
 
 def _untimed_by_expert(decision: Decision) -> bool:
-    """Returns whether the GEMM runs on a 2:4 kernel of experts that nobody has compared
-    with a dense GEMM."""
-    by_expert = bool(decision.spec.experts and decision.spec.pattern)
-    untimed = decision.times is None
-    return by_expert and untimed and decision.on_kernels
+    """Returns whether the GEMM runs on a kernel of experts that nobody has compared
+    with a dense GEMM at its size. Dense weight gradients, of which no times are kept,
+    are not meant."""
+    spec = decision.spec
+    not_meant = spec.is_weight_gradient and spec.pattern is None
+    untimed = decision.times is None and not not_meant
+    return bool(spec.experts) and untimed and decision.on_kernels
 
 
 def _loops_over_chunks(decision: Decision) -> bool:
     """Returns whether the GEMM is 2 or 4 and multiplies expert by expert on a GPU
     without its kernel."""
     spec = decision.spec
-    by_expert = bool(spec.experts) and spec.reads_activations
+    by_expert = bool(spec.experts) and spec.role in ("down", "d_input", "d_input_gate")
     return by_expert and spec.device.platform == "gpu" and decision.backend == "xla"
 
 

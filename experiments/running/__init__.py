@@ -1,1 +1,0 @@
-"""The parts of the main job: its flags, its plan, what it prints, its processes."""

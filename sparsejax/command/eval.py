@@ -1,0 +1,99 @@
+"""The loss of a model on held-out text, as perplexity and bits per byte too.
+
+Of a run without --text: on the tokens that the run has held out, all of them. A run's
+model computes as its phase does, sparse phases included:
+
+    sparsejax eval runs/tiny-default-20260101-120000
+    sparsejax eval my-model --text 'corpus/**/*.txt'
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+
+import tyro
+
+from sparsejax.config.ranges import Count, CountOrNone, check_intervals
+from sparsejax.data.corpus import load_corpus
+from sparsejax.data.held_out import every_window, tokens_of_text
+from sparsejax.data.tokenizers import Tokens
+from sparsejax.interchange.named_model import NamedModel, load_named_model
+from sparsejax.reports.evaluation import evaluate
+from sparsejax.terminal import console
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `sparsejax eval`: a model, and which text it predicts."""
+
+    model: tyro.conf.Positional[str]
+    """A run folder, RUN@STEP, or a Hugging Face folder."""
+    text: str | None = None
+    """Glob of text files, all of which are read. Default: what the run holds out."""
+    sequence_length: CountOrNone = None
+    """Tokens that the model sees at most. Default: as in training, or of a folder its
+    max_position_embeddings."""
+    batch_size: Count = 16
+    """Sequences that are computed at once."""
+    windows: CountOrNone = None
+    """Only this many sequences, the first ones. Default: all."""
+    tokenizer: str | None = None
+    """Path of the model's tokenizer.json where it is not where the model says."""
+    json: bool = False
+    """Print one JSON object and nothing else."""
+
+    def __post_init__(self) -> None:
+        check_intervals(self)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Prints how well the model predicts the held-out text.
+
+    Raises:
+      ValueError, ImportError, OSError: the model, its tokenizer or the text is not what
+        it has to be.
+    """
+    options = tyro.cli(
+        Options, args=arguments, description=__doc__, prog="sparsejax eval"
+    )
+    named = load_named_model(options.model, options.tokenizer)
+    described, parts = _held_out(options, named)
+    length = options.sequence_length or named.sequence_length
+    found = evaluate(
+        named.model,
+        islice(every_window(parts, length), options.windows),
+        length=length,
+        batch_size=options.batch_size,
+        tokenizer=named.tokenizer,
+    )
+    derived = {"perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
+    if options.json:
+        print(json.dumps(asdict(found) | derived))
+        return
+    console.say(f"data: {described}")
+    console.say(
+        f"loss {found.loss:.4f} +- {found.loss_error:.4f} nats per token, perplexity "
+        f"{found.perplexity:.2f}, on {found.tokens:,} tokens in windows of {length:,}"
+    )
+    if found.bits_per_byte is not None:
+        console.say(f"{found.bits_per_byte:.4f} bits per byte")
+    console.say(f"next token right: {found.right:.1%}")
+
+
+def _held_out(options: Options, named: NamedModel) -> tuple[str, Sequence[Tokens]]:
+    """Returns what is read, in words, and the tokens of each array."""
+    if options.text is not None:
+        if named.tokenizer is None:
+            raise ValueError(
+                f"{options.model} has no tokenizer, and --text is text; give its "
+                f"tokenizer.json with --tokenizer"
+            )
+        parts = tokens_of_text(options.text, named.tokenizer)
+        return f"{len(parts)} files of {options.text}", parts
+    if named.data is None:
+        raise ValueError(
+            f"{options.model} is no run, and holds no text out; give --text GLOB"
+        )
+    corpus = load_corpus(named.data, vocab_size=named.model.config.vocab_size)
+    return corpus.description, corpus.validation

@@ -1,0 +1,186 @@
+"""The options of the commands that begin with the settings of a run.
+
+A preset, a stopped run, the trunk of a branch or a folder of weights gives the settings
+to start from; every other flag overrides one of them.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, get_args
+
+import tyro
+
+from sparsejax.config import RecipeName, TrainConfig
+from sparsejax.config_file import (
+    check_branchable,
+    check_resumable,
+    read_config,
+    read_schedule,
+)
+from sparsejax.interchange.pretrained import Pretrained
+from sparsejax.launch import before_training
+from sparsejax.launch.flags import REGISTRY, check_flags, with_flags, without_flags
+from sparsejax.presets import PRESETS
+from sparsejax.reports.profile import ProfiledSteps
+from sparsejax.reports.sinks import SinkName
+from sparsejax.training.branch import Branch
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The settings of a run, and how it begins."""
+
+    config: Annotated[TrainConfig, tyro.conf.arg(name="")]
+    resume: Path | None = None
+    """Run folder of a stopped run: continue it, with its own settings."""
+    branch: str | None = None
+    """RUN@STEP: begin with the checkpoint of that step in the run folder RUN (without
+    @STEP: the latest), and go on in another folder, with that run's settings where no
+    others are given; model, tokens and seeds stay."""
+    init_from: Path | None = None
+    """A Hugging Face folder (Llama, Arcee, Mistral, or what `sparsejax export` wrote),
+    a run folder, or RUN@STEP: begin with its weights and a fresh optimiser, with its
+    model and tokenizer where no others are given. Needs --recipe or --model of what its
+    activation allows."""
+    schedule: Path | None = None
+    """A file, TOML or JSON, with the phases of the run instead of the recipe's: tables
+    [[phase]] with name, share of the steps, sparsity, every, learning_rate_scale."""
+
+    def trunk(self) -> Branch | None:
+        """Returns the checkpoint that the run branches from; None where it does not."""
+        return None if self.branch is None else Branch.named(self.branch)
+
+    def weights(self) -> Pretrained | None:
+        """Returns the weights that the run begins with; None where it draws its own."""
+        return None if self.init_from is None else Pretrained.read(self.init_from)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(RunOptions):
+    """A run to be planned, and what it is planned for."""
+
+    device: str | None = None
+    """Name of the GPU to plan for, as "NVIDIA H100 80GB HBM3", from tables; none needs
+    to be here. In `sparsejax train` with --dry-run only."""
+    devices: int | None = None
+    """With --device: number of these GPUs. Default: as many as the mesh says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(PlanOptions):
+    """A run to be trained, and where."""
+
+    run_folder: Path | None = None
+    """Folder in which the run is written. Default: runs/PRESET-RECIPE-DATE-TIME."""
+    dry_run: bool = False
+    """Print the plan and stop: the data is read and checked, nothing is allocated or
+    written. The same as `sparsejax plan`."""
+    log_to: tuple[SinkName, ...] = ()
+    """Where the numbers of metrics.jsonl go as well: tensorboard (event files in the
+    run folder), wandb (Weights & Biases), trackio; each is an extra of its name."""
+    profile: ProfiledSteps | None = None
+    """FIRST:LAST, as 20:22: a trace of these steps is written to the folder profile of
+    the run folder, for XProf. Take steps after those that compile."""
+    tune: bool = True
+    """Whether, on a Hopper GPU, the 2:4 GEMMs of the run that nobody has timed on it
+    are timed first, some seconds each, and kept in $SPARSEJAX_CACHE or
+    ~/.cache/sparsejax. With --no-tune unknown times are estimated."""
+    distributed: bool = False
+    """Whether this is one of several processes, on one host or on many: found through
+    SLURM, Open MPI or Kubernetes, or through JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES
+    and JAX_PROCESS_ID. All need the same command and the same run folder."""
+    heartbeat_seconds: int = 100
+    """With --distributed: a process that is silent for this long counts as dead."""
+
+
+def parse[T: RunOptions](
+    kind: type[T], arguments: Sequence[str], *, command: str, description: str | None
+) -> T:
+    """Returns the options of a command line: a preset, a stopped run or the trunk of a
+    branch, then whatever overrides it.
+
+    Args:
+      kind: the class of the options that the command has.
+      arguments: the words after the command.
+      command: the name of the command, as its help says it.
+      description: what the command does, as its help says it.
+    Raises:
+      ValueError: --resume with --schedule or with --branch, a damaged config.json, a
+        setting that may not change, or no checkpoint to branch from.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", choices=list(PRESETS))
+    first.add_argument("--recipe")
+    first.add_argument("--resume", type=Path)
+    first.add_argument("--branch")
+    first.add_argument("--init-from", type=Path)
+    first.add_argument("--schedule", type=Path)
+    start, _ = first.parse_known_args(arguments)
+    check_flags(arguments)
+    branch = None if start.branch is None else Branch.named(start.branch)
+    pretrained = None if start.init_from is None else Pretrained.read(start.init_from)
+    check_one_beginning(start)
+    if start.resume is not None:
+        default = settings_in(start.resume, "--resume", "a stopped run")
+    else:
+        if branch is not None:
+            default = settings_in(branch.folder, "--branch", "the run to branch from")
+        else:
+            default = PRESETS[start.preset or before_training.default_preset()]()
+        present = None if default.phases.schedule else default.recipe
+        if start.recipe in get_args(RecipeName) and start.recipe != present:
+            default = default.with_recipe(start.recipe)
+        if start.schedule is not None:
+            default = default.with_schedule(read_schedule(start.schedule))
+        if pretrained is not None:
+            default = pretrained.settings(default)
+    options = tyro.cli(
+        kind,
+        args=arguments,
+        default=kind(config=with_flags(default)),
+        description=description,
+        prog=f"sparsejax {command}",
+        registry=REGISTRY,
+    )
+    options = replace(options, config=without_flags(options.config))
+    if start.resume is not None:
+        if start.schedule is not None:
+            raise ValueError(
+                f"--resume {start.resume} goes on with the phases that its run has; "
+                f"leave --schedule {start.schedule} out"
+            )
+        check_resumable(default, options.config, start.resume)
+    elif branch is not None:
+        trunk = read_config(branch.folder / "config.json")
+        check_branchable(trunk, options.config, branch.folder)
+        branch.first_step()
+    elif pretrained is not None:
+        pretrained.check_fits(options.config.model)
+    return options
+
+
+def check_one_beginning(start: argparse.Namespace) -> None:
+    """Raises ValueError where a run is to begin in two ways, or to go on and begin."""
+    ways = {"--resume": "goes on with a run", "--branch": "begins one"}
+    ways["--init-from"] = "begins one"
+    values = (start.resume, start.branch, start.init_from)
+    given = [
+        f"{flag} {value} {does}"
+        for (flag, does), value in zip(ways.items(), values, strict=True)
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise ValueError(f"{', and '.join(given)}; leave one of them out")
+
+
+def settings_in(folder: Path, flag: str, what: str) -> TrainConfig:
+    """Returns the settings of the run in `folder`. Raises ValueError where there is
+    none, and says which folder the flag that named it wants."""
+    saved = folder / "config.json"
+    if not saved.is_file():
+        raise ValueError(
+            f"{flag} {folder}: there is no {saved}; give the run folder of {what}"
+        )
+    return read_config(saved)

@@ -1,0 +1,39 @@
+"""`sparsejax eval` of a run and of what it is exported as."""
+
+import json
+
+import pytest
+
+from sparsejax.command import main
+
+
+def evaluated(capsys, *arguments: str) -> dict:
+    assert main.run(["eval", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_run_and_its_export_have_one_loss(uninterrupted, text, tmp_path, capsys):
+    _, folder, outcome = uninterrupted("default")
+    out = tmp_path / "out"
+    assert main.run(["export", str(folder), str(out)]) == 0
+    capsys.readouterr()
+    own = evaluated(capsys, str(folder))
+    assert own["tokens"] == sum(len(of) - 1 for of in outcome.corpus.validation)
+    assert own["bytes"] == own["tokens"]
+    of_run = evaluated(capsys, str(folder), "--text", text)
+    of_export = evaluated(capsys, str(out), "--text", text)
+    # The same weights and windows, through a file of float32.
+    assert of_export == pytest.approx(of_run, rel=1e-5)
+    assert of_run["tokens"] > own["tokens"]
+    earlier = evaluated(capsys, f"{folder}@3", "--windows", "8")
+    last = evaluated(capsys, str(folder), "--windows", "8")
+    assert last["loss"] < earlier["loss"]
+    assert main.run(["eval", str(folder), "--windows", "8"]) == 0
+    shown = capsys.readouterr().out
+    assert f"loss {last['loss']:.4f} +- {last['loss_error']:.4f} nats" in shown
+    assert f"{last['bits_per_byte']:.4f} bits per byte" in shown
+    assert main.run(["eval", str(out)]) == 1
+    assert "is no run, and holds no text out; give --text" in capsys.readouterr().err
+    (out / "tokenizer.json").unlink()
+    assert main.run(["eval", str(out), "--text", text]) == 1
+    assert "has no tokenizer, and --text is text" in capsys.readouterr().err

@@ -1,0 +1,29 @@
+"""`sparsejax tune`: what is timed, and where nothing is."""
+
+from sparsejax.command import main
+from sparsejax.ops.backend import GemmSpec
+from sparsejax.presets import PRESETS
+from sparsejax.tuning import tune
+from tests.support import hopper
+
+PRESET = "--preset wide-200m --mesh.data 1".split()
+
+
+def test_elsewhere_than_on_hopper_it_is_refused(capsys):
+    assert main.run(["tune", *PRESET]) == 1
+    assert "needs a Hopper GPU, not cpu; run this on the" in capsys.readouterr().err
+
+
+def test_the_gemms_of_the_run_are_timed(capsys, monkeypatch):
+    hopper.see_device(monkeypatch, hopper.H100)
+    monkeypatch.setattr("sparsejax.command.tune.current_device", lambda: hopper.H100)
+    given: list[GemmSpec] = []
+    monkeypatch.setattr(tune, "tune_missing", lambda gemms, report: given.extend(gemms))
+    assert main.run(["tune", *PRESET]) == 0
+    assert given == tune.gemms_of_run(PRESETS["wide-200m"]())
+    assert any(gemm.experts == 8 for gemm in given)
+    assert "is timed on this GPU already" in capsys.readouterr().out
+    given.clear()
+    assert main.run(["tune", *PRESET, "--recipe", "dense"]) == 0
+    assert not given
+    assert "no GEMM that the 2:4 kernels" in capsys.readouterr().out
