@@ -38,12 +38,12 @@ from experiments.comparing.model_tasks import (
     repeated_identifiers,
     score_file,
 )
-from experiments.running import console
 from sparsejax.checkpoints.checkpoint_folder import named_checkpoint
 from sparsejax.data.corpus import File, held_out_files
 from sparsejax.data.files import text_files
 from sparsejax.data.tokenizers import Tokenizer, load_tokenizer
 from sparsejax.reports.provenance import commit
+from sparsejax.terminal import console
 from sparsejax.training.trained_model import TrainedModel, load_trained_model
 
 

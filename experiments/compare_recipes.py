@@ -7,7 +7,7 @@ each of about four minutes on two CPU cores):
 
 The same command again skips the runs that have ended, resumes the one that was stopped,
 and goes on; `--only NAME` and `--seeds 0` train some of them. Every run is one of
-`experiments/pretrain.py`, in FOLDER/NAME/seed-SEED and in a process of its own: what
+`sparsejax train`, in FOLDER/NAME/seed-SEED and in a process of its own: what
 sparse kernels do to a GPU's clock (experiments/LOG.md, 2026-11-22) would make a dense
 run after them slower. `--at-once N` trains N of them at a time on one device, for
 models that leave it idle: what they say of speed then means nothing, and their rows
@@ -31,7 +31,6 @@ from typing import Annotated
 import jax
 import tyro
 
-from experiments import pretrain
 from experiments.bench.rows import append_rows
 from experiments.comparing.comparison_file import Comparison, Trial, read_comparison
 from experiments.comparing.comparison_tables import losses_table, means_table
@@ -42,11 +41,11 @@ from experiments.comparing.finished_runs import (
 )
 from experiments.comparing.side_by_side import RunsFailed, share_memory, train_all
 from experiments.plot import plot_comparison
-from experiments.running import console, printed_plan
-from experiments.running.own_process import Terminated, in_own_process
 from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.config import TrainConfig
 from sparsejax.config_file import changed_settings, read_config
+from sparsejax.distributed.own_process import Terminated, in_own_process
+from sparsejax.launch import job
 from sparsejax.presets import PRESETS
 from sparsejax.reports.provenance import commit
 from sparsejax.reports.records import (
@@ -55,6 +54,7 @@ from sparsejax.reports.records import (
     training_seconds,
     write_whole,
 )
+from sparsejax.terminal import console, printed_plan
 from sparsejax.training.branch import Branch
 from sparsejax.training.progress import NonFiniteLoss
 from sparsejax.training.recipe import phases
@@ -246,7 +246,7 @@ def train_here(
     folder.mkdir(parents=True, exist_ok=True)
     _note_provenance(folder, at_once)
     try:
-        outcome = pretrain.main(config, folder, branch=branch)
+        outcome = job.main(config, folder, branch=branch)
     except NonFiniteLoss as error:
         console.say(f"NonFiniteLoss: {error}", style="yellow")
         return True

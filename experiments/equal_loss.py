@@ -45,8 +45,8 @@ from experiments.bench.rows import append_rows
 from experiments.comparing.equal_loss_rows import Row, Speed, grouped, rows_of
 from experiments.comparing.finished_runs import baseline_arm, read_finished
 from experiments.plot import plot_equal_loss
-from experiments.running import console
 from sparsejax.reports.provenance import commit
+from sparsejax.terminal import console
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ def table_of(rows: Sequence[Row], reference: str) -> Table:
     table = Table(
         title=f"to the loss of each arm: tokens and seconds, over those of {reference}"
     )
-    table.add_column("arm")
+    table.add_column("arm", overflow="fold", min_width=12)
     names = ("tokens/param", "loss", "D_eq/param", "R_tokens", "R", "seconds")
     for name in (*names, "R_wall", "breaks even at", "seeds"):
         table.add_column(name, justify="right")

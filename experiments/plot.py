@@ -8,7 +8,6 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,62 +15,19 @@ import numpy as np
 
 from experiments.comparing.finished_runs import side_by_side
 from sparsejax.config_file import read_config
-from sparsejax.reports.records import first_step, training_seconds
+from sparsejax.reports.loss_figure import (
+    missing_matplotlib,
+    of_event,
+    phase_spans,
+    plot_run,
+    pyplot,
+    shades_of,
+)
+from sparsejax.reports.records import read_metrics, training_seconds
 
-SHADES = {"warm-up": "#dddddd", "sparse": "#cfe8cf", "dense": "#eeeeee"}
-"""The colour of each phase that a recipe has."""
-OTHER_SHADES = ("#d6e4f5", "#f7e3c8", "#e6d9f0", "#d3ede9", "#f6d9dc", "#eceabf")
-"""The colours of phases with other names, in the order in which the phases come."""
 LINES = ("-", "--", ":", "-.")
 MOST_LINES = 6
 """The most lines in the figure of R: more cannot be told apart."""
-
-
-def plot_run(folder: Path) -> str:
-    """Draws loss.png in the run folder; returns a line that says what happened.
-
-    It has the training loss as a line, the validation loss as points, the phases
-    shaded, and the unigram model's loss dashed.
-    """
-    plt = _pyplot()
-    if plt is None:
-        return _missing("loss.png")
-    records = _read(folder)
-    steps = _of_event(records, "step")
-    validations = _of_event(records, "validation")
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    spans = _spans(records)
-    shades = shades_of(kind for kind, _, _ in spans)
-    for kind, first, last in spans:
-        axes.axvspan(first, last, color=shades[kind], alpha=0.6, linewidth=0)
-        top = axes.get_xaxis_transform()
-        middle = (first + last) / 2
-        axes.text(middle, 0.97, kind, transform=top, ha="center", va="top")
-    axes.plot(
-        [r["step"] for r in steps],
-        [r["loss"] for r in steps],
-        color="tab:blue",
-        linewidth=1,
-        label="training",
-    )
-    axes.plot(
-        [r["step"] for r in validations],
-        [r["loss"] for r in validations],
-        "o",
-        color="tab:red",
-        markersize=4,
-        label="validation, as the phase computes",
-    )
-    unigram = [r["unigram_loss"] for r in records if r["event"] == "start"]
-    if unigram:
-        axes.axhline(unigram[0], color="gray", linestyle="--", label="unigram model")
-    axes.set_xlabel("optimiser step")
-    axes.set_ylabel("loss, nats per token")
-    axes.set_title(folder.name)
-    axes.legend()
-    figure.savefig(folder / "loss.png", dpi=120)
-    plt.close(figure)
-    return f"figure: {folder / 'loss.png'}"
 
 
 def plot_comparison(folder: Path) -> str:
@@ -82,9 +38,9 @@ def plot_comparison(folder: Path) -> str:
     tokens and against seconds of training; a colour for each run, a line for each seed.
     Below are the phases of each run's first seed.
     """
-    plt = _pyplot()
+    plt = pyplot()
     if plt is None:
-        return _missing("comparison.png")
+        return missing_matplotlib("comparison.png")
     runs = json.loads((folder / "comparison.json").read_text())["runs"]
     strip = 0.25 * len(runs)
     figure, grid = plt.subplots(
@@ -96,8 +52,8 @@ def plot_comparison(folder: Path) -> str:
         layout="constrained",
     )
     colours = plt.get_cmap("tab10" if len(runs) <= 10 else "tab20")
-    read = {place: _read(folder / place) for of in runs.values() for place in of}
-    shades = shades_of(kind for of in read.values() for kind, _, _ in _spans(of))
+    read = {place: read_metrics(folder / place) for of in runs.values() for place in of}
+    shades = shades_of(kind for of in read.values() for kind, _, _ in phase_spans(of))
     for row, (name, places) in enumerate(runs.items()):
         for index, place in enumerate(places):
             records = read[place]
@@ -115,7 +71,7 @@ def plot_comparison(folder: Path) -> str:
                     linewidth=1,
                     label=name if index == 0 else None,
                 )
-                for kind, first, last in _spans(records) if index == 0 else ():
+                for kind, first, last in phase_spans(records) if index == 0 else ():
                     start, width = at(first), at(last) - at(first)
                     strips.barh(row, width, left=start, color=shades[kind], label=kind)
     (by_tokens, by_seconds), (phases, phases_by_seconds) = grid
@@ -153,9 +109,9 @@ def plot_equal_loss(folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
       folder: the folder of the comparison.
       rows: the rows of experiments/equal_loss.py, without those of the dense model.
     """
-    plt = _pyplot()
+    plt = pyplot()
     if plt is None:
-        return _missing("equal_loss.png")
+        return missing_matplotlib("equal_loss.png")
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         if row["R"] is not None and math.isfinite(row["R"]):
@@ -193,17 +149,11 @@ def plot_equal_loss(folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     return f"figure: {folder / 'equal_loss.png'}{of}"
 
 
-def shades_of(kinds: Iterable[str]) -> dict[str, str]:
-    """Returns a colour for each phase, by its name."""
-    others = cycle(OTHER_SHADES)
-    return {kind: SHADES.get(kind) or next(others) for kind in dict.fromkeys(kinds)}
-
-
 def _validation_curve(records: list[dict]) -> list[tuple[int, float]]:
     """Returns the steps and losses of the validations; at a switch the step comes
     twice, with the loss before it and after."""
-    points = [(r["step"], r["loss"]) for r in _of_event(records, "validation")]
-    points += [(r["step"], r["after"]) for r in _of_event(records, "switch")]
+    points = [(r["step"], r["loss"]) for r in of_event(records, "validation")]
+    points += [(r["step"], r["after"]) for r in of_event(records, "switch")]
     return sorted(points, key=lambda point: point[0])
 
 
@@ -218,44 +168,6 @@ def _scales(
         lambda step: step * tokens_per_step,
         lambda step: float(np.interp(step, known, values)),
     )
-
-
-def _spans(records: list[dict]) -> list[tuple[str, int, int]]:
-    """Returns the kind, first and last step of each phase."""
-    steps = _of_event(records, "step")
-    spans, first = [], first_step(records)
-    for phase in sorted({r["phase"] for r in steps}):
-        of_phase = [r for r in steps if r["phase"] == phase]
-        last = of_phase[-1]["step"]
-        spans.append((of_phase[0]["kind"], first, last))
-        first = last
-    return spans
-
-
-def _read(folder: Path) -> list[dict]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def _of_event(records: list[dict], event: str) -> list[dict]:
-    return [record for record in records if record["event"] == event]
-
-
-def _pyplot() -> Any:
-    """Returns matplotlib.pyplot with a backend that needs no screen, or None where it
-    is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        return None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def _missing(figure: str) -> str:
-    return f"no {figure}: matplotlib is missing; run `uv sync --extra plots`"
 
 
 if __name__ == "__main__":

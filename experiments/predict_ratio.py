@@ -38,7 +38,7 @@ from rich.table import Table
 from experiments.bench.rows import append_rows
 from experiments.comparing.delta_fit import DeltaFit, Excess
 from experiments.comparing.equal_loss_rows import INTERVAL, Replicates, Speed
-from experiments.running import console
+from sparsejax.terminal import console
 
 
 @dataclass(frozen=True, kw_only=True)

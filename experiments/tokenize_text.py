@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from experiments.running import console
 from sparsejax.data.files import hold_out, text_files
 from sparsejax.data.tokenizers import Tokens, load_tokenizer
+from sparsejax.terminal import console
 
 TEXTS_AT_A_TIME = 256
 BYTES = 256

@@ -25,10 +25,10 @@ from queue import Empty
 
 import tyro
 
-from experiments.running.own_process import in_own_process
 from pallas_kernels import tuning
 from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.config import PresetName, RecipeName
+from sparsejax.distributed.own_process import in_own_process
 from sparsejax.ops.backend import GemmSpec, current_device
 from sparsejax.presets import PRESETS
 from sparsejax.reports.provenance import commit

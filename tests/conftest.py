@@ -10,6 +10,8 @@ import pytest
 
 from tests.support import gpu_record
 from tests.support.micro_run import write_text
+from tests.support.whole_runs import quick_runs
+from tests.support.wide_console import widen
 from tests.support.xla_flags import EIGHT_DEVICES, QUICK_COMPILATION
 
 # XLA reads its flags when JAX is first asked for its devices.
@@ -64,6 +66,14 @@ def compiled_programs_are_freed():
 
 
 @pytest.fixture(scope="module")
+def quick():
+    """Runs that print as on a wide terminal."""
+    with quick_runs() as patch:
+        widen(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
 def text(tmp_path_factory) -> str:
     """A glob of the files that the runs of a module read."""
     return write_text(tmp_path_factory.mktemp("text"))
@@ -77,7 +87,7 @@ LONGEST_FIRST = (
     "test_new_process.py",
     "test_processes.py",
     "test_commands.py",
-    "test_pretrain.py",
+    "test_train.py",
     "test_before_training.py",
     "bench/test_ffn.py",
     "test_tuned_tables.py",

@@ -39,11 +39,18 @@ DOCUMENTS = [
     ROOT / "experiments" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-SCRIPTS = sorted((ROOT / "experiments").rglob("*.py"))
+SCRIPTS = sorted(
+    [
+        *(ROOT / "experiments").rglob("*.py"),
+        *(ROOT / "sparsejax" / "command").glob("*.py"),
+    ]
+)
 Command = tuple[str, ...]
 """The words of one, without comments."""
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 BEGINS = re.compile(r"([A-Z_]+=\S+ )*(uv run|pip install|srun) ")
+OF_HELP = re.compile(r"sparsejax \w+( |$)")
+"""How a command of the package begins in what its help says."""
 
 
 # What the documents say.
@@ -56,7 +63,8 @@ def commands_of(path: Path) -> list[Command]:
     if path.suffix == ".py":
         docstring = ast.get_docstring(ast.parse(text)) or ""
         lines = [line.strip() for line in _joined(docstring)]
-        return list(_split(line for line in lines if BEGINS.match(line)))
+        begins = lambda line: BEGINS.match(line) or OF_HELP.match(line)
+        return list(_split(filter(begins, lines)))
     fenced = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
     blocks = [of for kind, of in fenced.findall(text) if kind in ("", "sh", "bash")]
     prose = fenced.sub("", text)
@@ -131,25 +139,32 @@ RUN = "runs/tiny-default-20260101-120000"
 """The run that the documents plot and resume."""
 
 
-def planned_or_small(words: Command, launcher: Command) -> None:
+def train_planned_or_small(words: Command, launcher: Command) -> None:
     """A run, planned for the processes that are launched, on data that is there; the
     one without any setting to its end."""
-    if len(words) == 1:
-        script((*words, *SMALL.split(), "--run-folder", RUN))
+    program, *given = words if words[0] != "sparsejax" else words[1:]
+    call = script if program.endswith(".py") else installed
+    if not given:
+        call((program, *SMALL.split(), "--run-folder", RUN))
         names = {path.name for path in Path(RUN).iterdir()}
         assert names >= {"config.json", "loss.png", "model.safetensors"}
         return
     # The small run has saved its last step, and not those of the documents.
-    words = tuple(re.sub(r"^(runs/.*)@\d+$", r"\1", word) for word in words)
+    given = [re.sub(r"^(runs/.*)@\d+$", r"\1", word) for word in given]
     # The folder that all hosts see is here.
-    words = tuple(word.replace("/shared/", "shared/") for word in words)
-    extra = [] if "--dry-run" in words else ["--dry-run"]
+    given = [word.replace("/shared/", "shared/") for word in given]
+    extra = [] if "--dry-run" in given else ["--dry-run"]
     if launcher:
         count = lambda flag: int(launcher[launcher.index(flag) + 1])
         processes = count("--nodes") * count("--ntasks-per-node")
-        fsdp = int(words[words.index("--mesh.fsdp") + 1])
+        fsdp = int(given[given.index("--mesh.fsdp") + 1])
         extra += ["--mesh.data", str(processes // fsdp)]
-    script((*words, *extra))
+    call((program, *given, *extra))
+
+
+def installed(words: Command) -> None:
+    """A subcommand of the package, in this process."""
+    assert main.run(list(words)) == 0
 
 
 def planned(words: Command, launcher: Command) -> None:
@@ -161,12 +176,19 @@ def as_it_stands(words: Command, launcher: Command) -> None:
 
 
 def as_installed(words: Command, launcher: Command) -> None:
-    """The command of the package, in this process; an export into a new folder."""
+    """The command of the package: a run small or planned, what only a GPU could do as
+    far as its refusal, an export into a new folder."""
+    if words[1] == "train":
+        train_planned_or_small(words, launcher)
+        return
     # The small run has saved its last step, and not those of the documents.
     arguments = [re.sub(r"^(runs/.*)@\d+$", r"\1", word) for word in words[1:]]
+    if words[1] == "tune":
+        assert main.run(arguments) == 1
+        return
     if words[1] == "export" and Path(words[3]).exists():
         arguments[2] += "-again"
-    assert main.run(arguments) == 0
+    installed(tuple(arguments))
 
 
 def into_a_new_folder(words: Command, launcher: Command) -> None:
@@ -203,7 +225,7 @@ HOW: dict[str, Callable[[Command, Command], Any]] = {
     ".ci/run": whole_ci,
     "python": one_case,
     "experiments/tokenize_text.py": into_a_new_folder,
-    "experiments/pretrain.py": planned_or_small,
+    "experiments/pretrain.py": train_planned_or_small,
     "sparsejax": as_installed,
     "experiments/plot.py": as_it_stands,
     "experiments/compare_recipes.py": planned,
@@ -214,6 +236,7 @@ HOW: dict[str, Callable[[Command, Command], Any]] = {
     "experiments/equal_loss.py": as_it_stands,
     "experiments/predict_ratio.py": as_it_stands,
     "experiments/compare_models.py": settings,
+    "experiments/integrations/tunix_llama.py": settings_only,
     "experiments/tune_table.py": settings_only,
 }
 """By program, in the order in which they have to be run."""

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sparsejax.feed_forward.operands.token_sparsity import fixed_token_order
-from sparsejax.feed_forward.spec import FFNSparsity, dense_feature_count
+from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.tiles import dense_feature_count
 from sparsejax.routing.routers import ActivationEnergy, TokenHash
 
 
@@ -48,7 +49,7 @@ def masked_dense(
     )
     y_up = x @ s_up
     hidden = jnp.maximum(y_up, 0)
-    if sparsity.activations:
+    if sparsity.activations and sparsity.activations.n == 2:
         hidden = jnp.where(_two_largest_of_four(y_up), hidden, 0)
     member = jnp.ones((len(x), 1), bool)
     if sparsity.experts:

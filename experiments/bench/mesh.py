@@ -28,12 +28,6 @@ import jax
 import tyro
 
 from experiments.bench.rows import append_rows
-from experiments.running.command_line import (
-    REGISTRY,
-    check_flags,
-    flags_of,
-    settings_of,
-)
 from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.config import (
     RECIPES,
@@ -46,6 +40,12 @@ from sparsejax.config import (
 from sparsejax.config_file import to_json
 from sparsejax.data.corpus import load_corpus
 from sparsejax.data.tokenizers import ByteTokenizer
+from sparsejax.launch.flags import (
+    REGISTRY,
+    check_flags,
+    flags_of,
+    settings_of,
+)
 from sparsejax.ops.backend import Backend
 from sparsejax.presets import PRESETS
 from sparsejax.training.step import Run, TrainState

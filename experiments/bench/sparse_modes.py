@@ -10,7 +10,8 @@ from sparsejax.sparsity.patterns import TWO_FOUR, VNM
 
 def sparse_modes(*, experts: int, v: int) -> dict[str, FFNSparsity]:
     """Returns all sparse FFNs by name. "all six": every GEMM has a 2:4 operand, also
-    the weight gradients.
+    the weight gradients. "dense inside": none has, and nothing is dropped inside an
+    expert.
 
     Args:
       experts: E of the V:N:M modes: a token uses 1 of E, or 2 of 2 E.
@@ -26,6 +27,7 @@ def sparse_modes(*, experts: int, v: int) -> dict[str, FFNSparsity]:
         by_energy, activations=VNM(v, 2, 8 * experts), experts_per_token=2
     )
     skip = replace(masked, skip_blocks=True)
+    inside = VNM(v, 4, 4 * experts)
 
     def all_six(sparsity: FFNSparsity) -> FFNSparsity:
         return replace(sparsity, weights=TWO_FOUR, token_sparsity="magnitude")
@@ -47,6 +49,11 @@ def sparse_modes(*, experts: int, v: int) -> dict[str, FFNSparsity]:
         "V:N:M, token hash, all six": all_six(replace(masked, router=TokenHash())),
         "V:N:M, true mass, all six": all_six(by_energy),
         "V:N:M, true mass, 2 of 2E, all six": all_six(two_of_twice),
+        "skip_blocks, dense inside": replace(skip, activations=inside),
+        "V:N:M, true mass, dense inside": replace(by_energy, activations=inside),
+        "V:N:M, true mass, 2 of 2E, dense inside": replace(
+            two_of_twice, activations=VNM(v, 4, 8 * experts)
+        ),
         "skip_blocks, all six": all_six(skip),
         "skip_blocks, token hash, all six": all_six(replace(skip, router=TokenHash())),
     }

@@ -66,11 +66,11 @@ from sparsejax.presets import PRESETS
 from sparsejax.reports import metrics
 from sparsejax.reports.provenance import commit
 from sparsejax.sparsity.patterns import name_of
-from sparsejax.training.growth import grown
 from sparsejax.training.micro_batches import loss_and_gradient
 from sparsejax.training.recipe import Phase, model_of, phases
-from sparsejax.training.static_weights import layer_of
 from sparsejax.training.step import Run, TrainState, train_step
+from sparsejax.training.switches.growth import grown
+from sparsejax.training.switches.static_weights import layer_of
 from sparsejax.tuning.timing import Timing, over_alone, time_interleaved
 
 DENSE_STEP = "dense"

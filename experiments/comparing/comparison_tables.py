@@ -14,7 +14,7 @@ def losses_table(rows: Sequence[dict]) -> Table:
     )
     # In the order of the phases, as far as the runs have the same.
     left = dict.fromkeys(switch["from"] for row in rows for switch in row["switches"])
-    table.add_column("run")
+    table.add_column("run", overflow="fold")
     for name in ("seed", *left, "final", f"to {rows[0]['baseline']}"):
         table.add_column(name, justify="right")
     for row in rows:
@@ -35,7 +35,7 @@ def means_table(rows: Sequence[dict]) -> Table:
     """Returns a table with a row per name: means over the seeds, and the largest minus
     the smallest value."""
     table = Table(title="mean over the seeds (spread: largest - smallest)")
-    table.add_column("run")
+    table.add_column("run", overflow="fold")
     baseline = rows[0]["baseline"]
     for name in ("final", "spread", f"to {baseline}", "spread", "tokens", "seconds"):
         table.add_column(name, justify="right")

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from experiments import compare_recipes, pretrain
+from experiments import compare_recipes
 from experiments.compare_recipes import main
 from experiments.comparing.comparison_file import Comparison, Trial, read_comparison
-from experiments.running import console
-from experiments.running.own_process import in_own_process
+from sparsejax.distributed.own_process import in_own_process
+from sparsejax.launch import job
+from sparsejax.terminal import console
 from sparsejax.training import train as loop
 from tests.support.micro_run import micro_config, read_records, with_phases
 from tests.support.whole_runs import Killed, shared_run
@@ -186,9 +187,9 @@ def interrupted(patch: pytest.MonkeyPatch, run: int, step: int, act) -> Iterator
 
         return undisturbed(config, folder, observe=watch, **options)
 
-    undisturbed = pretrain.train
+    undisturbed = job.train
     with patch.context() as patched:
-        patched.setattr(pretrain, "train", train)
+        patched.setattr(job, "train", train)
         yield
 
 
@@ -237,7 +238,7 @@ def test_a_comparison_that_is_started_again_goes_on(
 def test_a_run_trains_in_a_process_of_its_own(finished, text, tmp_path, monkeypatch):
     monkeypatch.setattr(compare_recipes, "in_own_process", in_own_process)
     train = lambda *_, branch: pytest.fail("trains here")
-    monkeypatch.setattr(pretrain, "main", train)
+    monkeypatch.setattr(job, "main", train)
     comparison = micro_comparison(text)
     rows = main(replace(comparison, trials=comparison.trials[:1]), tmp_path, None)
     assert without_clock(rows) == without_clock(finished[1][:1])
@@ -263,7 +264,7 @@ def test_a_finished_comparison_trains_nothing_and_records_nothing_twice(
 ):
     folder, rows = finished
     before, kept = (folder / "rows.jsonl").read_text(), tmp_path / "new" / "kept.jsonl"
-    monkeypatch.setattr(pretrain, "main", lambda *_: pytest.fail("trains"))
+    monkeypatch.setattr(job, "main", lambda *_: pytest.fail("trains"))
     for _ in range(2):
         assert main(micro_comparison(text), folder, kept) == rows
         assert (folder / "rows.jsonl").read_text() == kept.read_text() == before
@@ -287,7 +288,7 @@ def test_a_folder_with_a_run_of_other_settings_is_refused(
     comparison = micro_comparison(text)
     *others, last = comparison.trials
     other = replace(last, config=replace(last.config, **change))
-    monkeypatch.setattr(pretrain, "main", lambda *_: pytest.fail("trains"))
+    monkeypatch.setattr(job, "main", lambda *_: pytest.fail("trains"))
     with pytest.raises(ValueError, match=message) as caught:
         main(replace(comparison, trials=(*others, other)), folder, None)
     assert str(caught.value).startswith(f"{folder / 'activations' / 'seed-1'} holds")
@@ -314,7 +315,7 @@ def test_a_run_that_diverges_is_a_result(finished, text, tmp_path, capsys, monke
     shown = capsys.readouterr().out
     assert "│ diverged at step 5 │" in shown
     assert "NonFiniteLoss: loss=nan at step 5" in shown
-    monkeypatch.setattr(pretrain, "main", lambda *_: pytest.fail("trains"))
+    monkeypatch.setattr(job, "main", lambda *_: pytest.fail("trains"))
     assert main(comparison, tmp_path, None) == rows
 
 

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 from jax._src import compiler
 
-from experiments import pretrain
 from sparsejax.checkpoints.checkpoint import Checkpoints
+from sparsejax.command import main
 from sparsejax.config_file import read_config
 from sparsejax.reports import metrics
 from sparsejax.reports.metrics import DensePeak
@@ -43,7 +43,7 @@ class Ended:
 
 
 class Process:
-    """`experiments/pretrain.py ARGUMENTS` in a process of its own.
+    """`sparsejax train ARGUMENTS` in a process of its own.
 
     Args:
       files: where its standard output and errors go, as FILES.out and FILES.err.
@@ -126,7 +126,7 @@ def _run(
     # The measured peak is five GEMMs of size 2048, longer than the run.
     metrics.dense_peak = lambda dtype: DensePeak(tflops=1.0, source="test")
     try:
-        pretrain.leave(pretrain.run(arguments))
+        main.leave(main.run(["train", *arguments]))
     finally:
         # As an interpreter does; multiprocessing does not. JAX leaves its run here.
         atexit._run_exitfuncs()

@@ -21,13 +21,13 @@ TOLD = "the dense phase goes on in a new process"
 # The measured peak is five GEMMs of size 2048, longer than the run.
 WITH_SPARSE_KERNELS = """
 import sys
-from experiments import pretrain
+from sparsejax.command import main
 from sparsejax.reports import metrics
 from tests.support.whole_runs import with_sparse_kernels
 metrics.ffn_decisions = with_sparse_kernels(metrics.ffn_decisions)
 peak = metrics.DensePeak(tflops=1.0, source="test")
 metrics.dense_peak = lambda dtype: peak
-pretrain.leave(pretrain.run(sys.argv[1:]))
+main.leave(main.run(["train", *sys.argv[1:]]))
 """
 
 

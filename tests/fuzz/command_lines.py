@@ -7,7 +7,7 @@ from pathlib import Path
 
 from numpy.random import Generator
 
-from experiments.pretrain import parse
+from sparsejax.command.train import read_options as parse
 from sparsejax.config import TrainConfig
 from sparsejax.config_file import changed_settings, to_json
 from sparsejax.presets import PRESETS

@@ -11,15 +11,16 @@ from typing import Any, get_args
 from numpy.random import Generator
 from rich.console import Console
 
-from experiments.running import console, printed_plan
 from sparsejax import config_file, cost_model
 from sparsejax.config import RECIPES, RecipeName, TrainConfig
 from sparsejax.config_file import from_json, read_config, to_json
+from sparsejax.cost_model import parameter_count
 from sparsejax.distributed.mesh import check_shardable
 from sparsejax.feed_forward.spec import TokenSparsity
 from sparsejax.ops.backend import Backend
 from sparsejax.presets import PRESETS
 from sparsejax.routing.routers import ROUTERS
+from sparsejax.terminal import console, printed_plan
 from sparsejax.training.recipe import phases
 from tests.fuzz.judge import judging, require
 from tests.fuzz.mutations import damaged, mutated_json, one_of
@@ -122,7 +123,7 @@ def check_plan(generator: Generator, config: TrainConfig) -> None:
     length = config.data.sequence_length
     tokens = micro_batch * length // mesh.token_shards
     flops = cost_model.flops_per_token(config.model, length)
-    figures = [cost_model.parameter_count(config.model), flops]
+    figures = [parameter_count(config.model), flops]
     for sparsity in sparsities:
         memory = cost_model.memory_bytes(
             config.model, tokens_per_device=tokens, mesh=mesh, sparsity=sparsity

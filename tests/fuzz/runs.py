@@ -12,12 +12,12 @@ from unittest.mock import patch
 from numpy.random import Generator
 from rich.console import Console
 
-from experiments.pretrain import read_metrics
-from experiments.running import console
 from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.config import TrainConfig
 from sparsejax.reports import metrics
 from sparsejax.reports.metrics import DensePeak
+from sparsejax.reports.records import read_metrics
+from sparsejax.terminal import console
 from sparsejax.training import train as loop
 from sparsejax.training.step import Run, TrainState
 from tests.fuzz import checkpoints, configs

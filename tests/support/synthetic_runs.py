@@ -110,3 +110,8 @@ def _write_run(folder: Path, run: Synthetic) -> None:
             records.append(end | own)
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (folder / "metrics.jsonl").write_text(lines)
+
+
+def step_record(step: int, phase: int, kind: str, **rate: float) -> dict:
+    where = {"step": step, "phase": phase, "kind": kind}
+    return {"event": "step", "loss": 1.0} | where | rate

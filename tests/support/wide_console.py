@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from experiments.running import console
+from sparsejax.terminal import console
 
 
 class Wide:

@@ -11,7 +11,7 @@ import pytest
 from experiments.bench import step
 from experiments.bench.sparse_modes import sparse_modes
 from pallas_kernels import tuning
-from sparsejax import cost_model
+from sparsejax.cost_model import parameter_count
 from sparsejax.feed_forward.spec import DENSE
 from sparsejax.presets import PRESETS
 from sparsejax.training.recipe import Phase
@@ -57,7 +57,7 @@ def test_rows(config, tmp_path):
     # On a CPU the sparse step is the masked one, rounded in float32.
     assert sparse["error"] == pytest.approx({"loss": 0, "gradient_norm": 0}, abs=1e-5)
     model = replace(PRESETS["tiny"]().model, layers=1)
-    state = 3 * 4 * cost_model.parameter_count(model).total
+    state = 3 * 4 * parameter_count(model).total
     for row in rows:
         assert row["tokens_per_micro_batch"] == 2 * SEQUENCE
         assert row["tokens_per_second"] * row["step_ms"] == pytest.approx(

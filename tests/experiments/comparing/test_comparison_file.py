@@ -7,9 +7,9 @@ import pytest
 
 from experiments.comparing import comparison_file
 from experiments.comparing.comparison_file import kept_steps, read_comparison
-from sparsejax import cost_model
 from sparsejax.config import Interleaved, PhaseConfig, TrainConfig
 from sparsejax.config_file import changed_settings
+from sparsejax.cost_model import parameter_count
 from sparsejax.feed_forward.spec import DENSE, FFNSparsity
 from sparsejax.presets import PRESETS
 from sparsejax.sparsity.patterns import NM, VNM
@@ -268,7 +268,7 @@ def test_dense_and_sparse_differ_in_what_their_names_say():
     comparison = read_comparison(FILES / "venom-134m.toml")
     places = [trial.place for trial in comparison.trials]
     assert places.count("dense/seed-1") == 1 and len(places) == 8
-    parameters = cost_model.parameter_count(comparison.trials[0].config.model)
+    parameters = parameter_count(comparison.trials[0].config.model)
     assert 130e6 < parameters.total < 140e6
     by_name = {trial.name: trial.config for trial in comparison.trials}
     dense = by_name["dense"]

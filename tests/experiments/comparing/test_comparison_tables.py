@@ -3,7 +3,7 @@
 import pytest
 
 from experiments.comparing.comparison_tables import losses_table, means_table
-from experiments.running import console
+from sparsejax.terminal import console
 
 pytestmark = pytest.mark.usefixtures("quick")
 
