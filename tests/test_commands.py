@@ -106,6 +106,12 @@ def as_ci_does(words: Command, launcher: Command) -> None:
     raise AssertionError(f"CI runs no {shlex.join(wanted)}")
 
 
+def as_ci_builds_it(words: Command, launcher: Command) -> None:
+    """CI builds the site that the command serves."""
+    assert words == ("mkdocs", "serve")
+    as_ci_does(("mkdocs", "build", "--strict"), launcher)
+
+
 def whole_ci(words: Command, launcher: Command) -> None:
     script = ROOT / words[0]
     assert os.access(script, os.X_OK)
@@ -222,6 +228,7 @@ HOW: dict[str, Callable[[Command, Command], Any]] = {
     "ruff": as_ci_does,
     "pyrefly": as_ci_does,
     "pytest": as_ci_does,
+    "mkdocs": as_ci_builds_it,
     ".ci/run": whole_ci,
     "python": one_case,
     "experiments/tokenize_text.py": into_a_new_folder,

@@ -1,6 +1,7 @@
 """The README and the guides: what they show runs, what they link to is there, and the
 lists that must be whole are."""
 
+import ast
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -17,7 +18,8 @@ README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 EXPERIMENTS = ROOT / "experiments" / "README.md"
 GUIDES = sorted(DOCS.glob("*.md"))
-DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", EXPERIMENTS, *GUIDES]
+REFERENCE = sorted((DOCS / "reference").glob("*.md"))
+DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", EXPERIMENTS, *GUIDES, *REFERENCE]
 PROGRAM = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
@@ -108,6 +110,21 @@ def test_every_file_has_its_line():
     named = [match[1] for line in lines if (match := re.match(r"\| `(\S+\.py)`", line))]
     assert len(named) == len(set(named))
     assert set(named) == {name for name in there if not name.endswith("__init__.py")}
+
+
+def test_the_reference_has_each_public_name_once():
+    tree = ast.parse((ROOT / "sparsejax" / "__init__.py").read_text())
+    public = [
+        f"sparsejax.{name.asname}"
+        for line in tree.body
+        if isinstance(line, ast.ImportFrom)
+        for name in line.names
+    ]
+    pages = "\n".join(path.read_text() for path in REFERENCE)
+    named = re.findall(r"^::: (\S+)$", pages, re.MULTILINE)
+    exported = [name for name in named if name.count(".") == 1]
+    assert sorted(exported) == sorted(public)
+    assert len(set(named)) == len(named)
 
 
 def test_every_script_and_every_comparison_has_its_row():
