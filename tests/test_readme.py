@@ -127,6 +127,14 @@ def test_the_reference_has_each_public_name_once():
     assert len(set(named)) == len(named)
 
 
+def test_the_notebook_has_no_outputs():
+    (notebook,) = (DOCS / "notebooks").iterdir()
+    cells = json.loads(notebook.read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert code
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in code)
+
+
 def test_every_script_and_every_comparison_has_its_row():
     scripts = {
         path.relative_to(EXPERIMENTS.parent).as_posix()
