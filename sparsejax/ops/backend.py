@@ -80,6 +80,8 @@ class GemmSpec:
     stated."""
     is_weight_gradient: bool = False
     """Whether the GEMM sums over the tokens; its result is then float32."""
+    fp8: bool = False
+    """Whether both operands are rounded to 8-bit floats (`ops.fp8_matmul`)."""
     float32_out: bool = False
     """Whether the result is float32 though the GEMM is no weight gradient."""
     weight_transposed: bool = False
@@ -108,7 +110,7 @@ class GemmSpec:
     def in_words(self) -> str:
         """The equation and the facts that a choice depends on most, in one line."""
         sizes = f"tokens {self.tokens}, d_in {self.d_in}, d_out {self.d_out}"
-        facts = [sizes, self.dtype]
+        facts = [sizes, "8-bit floats" if self.fp8 else self.dtype]
         if self.pattern is not None:
             ratio = ":".join(map(str, astuple(self.pattern)))
             kinds = {self.sparse_weight: "weight", self.reads_activations: "activation"}
