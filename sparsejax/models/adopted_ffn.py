@@ -245,6 +245,7 @@ def adopt(
     module.activation = form.activation
     module.dtype = jnp.dtype(form.dtype)
     module.groups = 1
+    module.precision = "dtype"
     module.backend, module.layout = backend, layout
     module.scales = SoftThresholdScale(module._scales())
     module.router_state = nnx.data(None)

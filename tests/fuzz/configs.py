@@ -185,4 +185,8 @@ def _with_defaults(settings: dict) -> dict:
         return full
 
     recipe = settings.get("recipe", TrainConfig.recipe)
-    return filled(to_json(TrainConfig(recipe=recipe)), settings)
+    defaults = to_json(TrainConfig(recipe=recipe))
+    full = filled(defaults, settings)
+    if full["phases"]["sparsity"] is None:  # stands for the recipe's own
+        full["phases"]["sparsity"] = defaults["phases"]["sparsity"]
+    return full
