@@ -12,13 +12,8 @@ from functools import cache
 from itertools import combinations
 
 from sparsejax.ops import dense_matmul, fp8_matmul, grouped_matmul, sparse_matmul
-from sparsejax.ops.backend import (
-    Backend,
-    Decision,
-    GemmSpec,
-    Implementations,
-    choose_backend,
-)
+from sparsejax.ops.backend import Backend, Decision, Implementations, choose_backend
+from sparsejax.ops.gemm_spec import GemmSpec
 from sparsejax.ops.kernels import registry
 
 type Epilogues = Callable[[Sequence[Decision]], tuple[Decision, ...]]

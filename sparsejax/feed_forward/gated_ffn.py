@@ -33,11 +33,8 @@ from sparsejax.feed_forward.spec import (
     FFNCall,
     FFNSparsity,
 )
-from sparsejax.ops.backend import (
-    Backend,
-    GemmSpec,
-    current_device,
-)
+from sparsejax.ops.backend import Backend, current_device
+from sparsejax.ops.gemm_spec import GemmSpec
 
 
 @dataclass(frozen=True, kw_only=True)

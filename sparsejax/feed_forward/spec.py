@@ -33,13 +33,8 @@ from sparsejax.feed_forward.packing import (
     writes_dense_rows,
 )
 from sparsejax.feed_forward.tiles import dense_feature_count, group_tile
-from sparsejax.ops.backend import (
-    Backend,
-    Decision,
-    GemmSpec,
-    Role,
-    current_device,
-)
+from sparsejax.ops.backend import Backend, Decision, current_device
+from sparsejax.ops.gemm_spec import GemmSpec, Role
 from sparsejax.routing.routers import NEAREST_CENTRE, Router, named_router
 from sparsejax.sparsity.patterns import NM, TWO_FOUR, VNM
 

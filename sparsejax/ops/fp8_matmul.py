@@ -28,12 +28,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.device import Device
-from sparsejax.ops.backend import (
-    GemmSpec,
-    Implementation,
-    Implementations,
-    current_device,
-)
+from sparsejax.ops.backend import Implementation, Implementations, current_device
+from sparsejax.ops.gemm_spec import GemmSpec
 
 FORWARD = jnp.dtype(jnp.float8_e4m3fn)
 """The format of weights and activations: 3 bits of mantissa, up to 448."""
