@@ -310,6 +310,7 @@ MAY_DIFFER_IN_BRANCH = (
     | {
         "recipe",
         "model.dtype",
+        "model.precision",
         "model.remat",
         "micro_batches",
         "sequences_per_device",

@@ -1,5 +1,7 @@
 """The dtypes that an FFN computes in, and the one that it sums in."""
 
+from typing import Literal
+
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
@@ -7,6 +9,11 @@ from jaxtyping import Array
 COMPUTE_DTYPES = ("float32", "bfloat16", "float64")
 """The dtypes that an FFN's operands may have; float64, which no kernel takes, is for
 tests of gradients. A new one is registered here and nowhere else."""
+
+Precision = Literal["dtype", "fp8", "fp8_all"]
+"""The precision of the GEMMs of linear layers: their operands are in the compute dtype
+("dtype"); or they are 8-bit floats in the forward and for the gradients of inputs
+("fp8"), and for the gradients of weights too ("fp8_all")."""
 
 
 def check_compute_dtype(name: str, dtype: str) -> None:

@@ -330,7 +330,8 @@ def make_place(folder: Path) -> None:
     (ablations / "dense").mkdir(parents=True)
     (ablations / "comparison.json").write_text(json.dumps(comparison))
     (ablations / "dense" / "seed-0").symlink_to(folder / RUN)
-    write_comparison(folder / "runs" / "ladder-5m", ladder())
+    for name in ("ladder-5m", "changes-5m"):
+        write_comparison(folder / "runs" / name, ladder())
     # As large as a batch of `gpt-124m` in words, of `llama-1b` in byte pairs.
     generator = np.random.default_rng(0)
     letters = generator.choice(list("abcdefghijklmnopqrstuvwxyz"), (30_000, 6))

@@ -1,11 +1,20 @@
-"""The sparse FFNs that the benchmarks compare with the dense one, by name."""
+"""The sparse FFNs, and the steps, that benchmarks compare with dense ones, by name."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.config import PhaseConfig, PresetName, RecipeName
+from sparsejax.config_file import from_plain
+from sparsejax.dtypes import Precision
+from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.presets import PRESETS
 from sparsejax.routing.routers import ActivationEnergy, TokenHash
 from sparsejax.sparsity.patterns import TWO_FOUR, VNM
+from sparsejax.training.recipe import Phase, phases
+
+DENSE_STEP = "dense"
+DENSE_FP8_STEP = "dense, fp8"
+"""The name of the dense step with 8-bit floats."""
 
 
 def sparse_modes(*, experts: int, v: int) -> dict[str, FFNSparsity]:
@@ -70,3 +79,45 @@ def choose(
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"{unknown[0]!r} is no mode; choose from {', '.join(known)}")
     return {name: known[name] for name in known if name in names}
+
+
+def steps_to_time(
+    sparse: Mapping[str, FFNSparsity],
+    *,
+    preset: PresetName,
+    recipes: Collection[RecipeName] = (),
+    static_weights: Collection[str] = (),
+    precisions: Collection[Precision] = (),
+) -> dict[str, Phase]:
+    """Returns the steps to time against the dense one, by name, in the order of the
+    rows, each as a phase of a run.
+
+    Args:
+      sparse: sparsities by name.
+      preset: the settings that recipes belong to.
+      recipes: names of recipes, whose sparse phases follow.
+      static_weights: patterns of static weights in all linear layers, which come last.
+      precisions: precisions besides the compute dtype, in each of which the dense step
+        and all others come once more, under a name that ends with it. Static weights
+        do not.
+    """
+    phase_of = lambda name, sparsity: Phase(kind=name, steps=1, sparsity=sparsity)
+    steps = {name: phase_of(name, sparsity) for name, sparsity in sparse.items()}
+    steps |= {
+        f"recipe {recipe}": phase
+        for recipe in recipes
+        for phase in phases(PRESETS[preset]().with_recipe(recipe))
+        if phase.static_weights or not phase.is_dense
+    }
+    steps |= {
+        f"{name}, {precision}": replace(phase, precision=precision)
+        for precision in precisions
+        for name, phase in ({DENSE_STEP: phase_of(DENSE_STEP, DENSE)} | steps).items()
+        if phase.static_weights is None
+    }
+    for name in static_weights:
+        static = from_plain(PhaseConfig, {"name": name, "static_weights": name})
+        steps[f"static {name}"] = replace(
+            phase_of(name, DENSE), static_weights=static.static_weights
+        )
+    return steps

@@ -17,18 +17,21 @@ text, and on the same weights and moments but for those with static weights, whi
 their own; where there are experts the neurons have been clustered first. The loss and
 the gradient norm of every sparse step are compared with those of the masked dense path
 (`xla`) before it is timed, those of static weights with whole ones that are zero where
-they have no entry. With `--profile` the time of
-a step is split by kind of GPU kernel.
+they have no entry, and those of 8-bit floats with steps in the compute dtype, to which
+they are near. The dense step and every other are timed with 8-bit floats too, in
+attention's four weights and, where it is dense, in the FFN. With `--profile` the time
+of a step is split by kind of GPU kernel.
 
-The dense step is timed alone, before the process runs any sparse kernel, which is what
-a dense run sees; in turn with the sparse ones; and alone again. After a kernel that
-uses sparse tensor cores the driver keeps the clock lower for the rest of the process
-(experiments/LOG.md, 2026-11-22): the dense row has clock and power of both.
+The dense steps are timed alone, before the process runs any sparse kernel, which is
+what a dense run sees; in turn with the sparse ones; and the first alone again. After a
+kernel that uses sparse tensor cores the driver keeps the clock lower for the rest of
+the process (experiments/LOG.md, 2026-11-22): the dense row has clock and power of both.
 
 One H200, the first: about two minutes, most of it compilation. What all three gave
 stands in `experiments/results/bench_step.jsonl`.
 """
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -47,17 +50,22 @@ from flax import nnx
 from experiments.bench.kernel_times import by_kind, kernel_times
 from experiments.bench.power import Draw, PowerSampler
 from experiments.bench.rows import append_rows
-from experiments.bench.sparse_modes import choose, sparse_modes
+from experiments.bench.sparse_modes import (
+    DENSE_FP8_STEP,
+    DENSE_STEP,
+    choose,
+    sparse_modes,
+    steps_to_time,
+)
 from sparsejax.config import (
     MeshConfig,
-    PhaseConfig,
     PresetName,
     RecipeName,
     TrainConfig,
 )
-from sparsejax.config_file import from_plain
 from sparsejax.data.corpus import load_corpus
 from sparsejax.data.tokenizers import ByteTokenizer
+from sparsejax.dtypes import Precision
 from sparsejax.feed_forward.spec import DENSE, FFNSparsity
 from sparsejax.models.sparse_ffn import sparse_ffns
 from sparsejax.models.transformer import Transformer, cross_entropy
@@ -67,13 +75,11 @@ from sparsejax.reports import metrics
 from sparsejax.reports.provenance import commit
 from sparsejax.sparsity.patterns import name_of
 from sparsejax.training.micro_batches import loss_and_gradient
-from sparsejax.training.recipe import Phase, model_of, phases
+from sparsejax.training.recipe import Phase, model_of
 from sparsejax.training.step import Run, TrainState, train_step
-from sparsejax.training.switches.growth import grown
+from sparsejax.training.switches.growth import grown, same_size
 from sparsejax.training.switches.static_weights import layer_of
 from sparsejax.tuning.timing import Timing, over_alone, time_interleaved
-
-DENSE_STEP = "dense"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +95,9 @@ class Config:
     modes."""
     static_weights: tuple[str, ...] = ()
     """Patterns of static weights in all linear layers, after those."""
+    precisions: tuple[Precision, ...] = ("fp8",)
+    """Precisions besides the compute dtype in which every step is timed, too; those of
+    static weights are not."""
     experts: int = 4
     """Number of experts E, clusters of neurons; a token uses 1 of E (or 2 of 2 E)."""
     v: int = 128
@@ -132,7 +141,7 @@ class Steps:
         self.states = {self.run: state}
         self.buffers = {}
         for name, phase in self.modes.items():
-            run = self.run.of_phase(phase)
+            run = self._run_with_state(name)
             if run not in self.states:
                 self.states[run] = run.initial_state(DENSE)
             model = run.model(self.states[run], DENSE)
@@ -143,6 +152,13 @@ class Steps:
         )
         masked = partial(_masked_step, self.run)
         self.compiled_masked = self._compiled(masked, without=DENSE_STEP)
+
+    def _run_with_state(self, name: str) -> Run:
+        """Returns the run whose state a step reads: steps that differ in their
+        precision have one in common."""
+        run = self.run.of_phase(self.modes[name])
+        shared = same_size(run.config.model, self.run.config.model)
+        return self.run if shared else run
 
     def _compiled(
         self, step: Callable[[Phase], Any], *, without: str | None = None
@@ -174,12 +190,12 @@ class Steps:
         return replace(switched, buffers=_buffers_of(model, DENSE)), seconds
 
     def _of(self, name: str) -> TrainState:
-        run = self.run.of_phase(self.modes[name])
+        run = self._run_with_state(name)
         return replace(self.states[run], buffers=self.buffers[name])
 
     def call(self, name: str, times: int = 1) -> dict[str, float]:
         """Runs some steps, waits for them, and returns the report of the last one."""
-        report, run = {}, self.run.of_phase(self.modes[name])
+        report, run = {}, self._run_with_state(name)
         for _ in range(times):
             state, report = self.compiled[name](self._of(name), self.tokens)
             self.states[run], self.buffers[name] = state, state.buffers
@@ -250,20 +266,33 @@ def _buffers_of(model: Transformer, sparsity: FFNSparsity) -> nnx.State:
 def main(config: Config) -> list[dict]:
     """Checks, times, prints and records the dense step and every sparse one; returns
     the rows."""
-    modes = _modes(config)
+    modes = steps_to_time(
+        choose(config.modes, sparse_modes(experts=config.experts, v=config.v)),
+        preset=config.preset,
+        recipes=config.recipes,
+        static_weights=config.static_weights,
+        precisions=config.precisions,
+    )
     steps = Steps(_train_config(config), modes)
     in_turn = partial(time_interleaved, baseline=DENSE_STEP, rounds=config.rounds)
-    calls = {DENSE_STEP: partial(steps.call, DENSE_STEP, config.steps)}
+    calls = {
+        name: partial(steps.call, name, config.steps) for name in (DENSE_STEP, *modes)
+    }
+    alone_fp8 = None
     with PowerSampler() as power:
         alone, before = _by_itself(in_turn, calls[DENSE_STEP], power)
-        for name in modes:
-            calls[name] = partial(steps.call, name, config.steps)
+        if DENSE_FP8_STEP in calls:
+            alone_fp8, _ = _by_itself(in_turn, calls[DENSE_FP8_STEP], power)
         errors = {name: _check(steps, name) for name in modes}
         timings = in_turn(calls)
         again, after = _by_itself(in_turn, calls[DENSE_STEP], power)
     rows = []
     for timing in timings:
         row = _row(config, steps, timing, alone)
+        if alone_fp8 is not None:
+            over = over_alone(timing, alone_fp8)
+            row["over_fp8_dense"] = over["over_dense_alone"]
+            row["spread_fp8"] = over["spread_alone"]
         if timing.name == DENSE_STEP:
             row |= {
                 "alone": _of(config, alone, before),
@@ -278,28 +307,6 @@ def main(config: Config) -> list[dict]:
         print(_line(row), flush=True)
     append_rows(rows, config.results)
     return rows
-
-
-def _modes(config: Config) -> dict[str, Phase]:
-    """Returns the modes to time against the dense step, by name, in the order of the
-    rows."""
-    sparse = choose(config.modes, sparse_modes(experts=config.experts, v=config.v))
-    modes = {
-        name: Phase(kind=name, steps=1, sparsity=sparsity)
-        for name, sparsity in sparse.items()
-    }
-    modes |= {
-        f"recipe {recipe}": phase
-        for recipe in config.recipes
-        for phase in phases(PRESETS[config.preset]().with_recipe(recipe))
-        if phase.static_weights or not phase.is_dense
-    }
-    for name in config.static_weights:
-        static = from_plain(PhaseConfig, {"name": name, "static_weights": name})
-        modes[f"static {name}"] = Phase(
-            kind=name, steps=1, sparsity=DENSE, static_weights=static.static_weights
-        )
-    return modes
 
 
 def _by_itself(
@@ -347,8 +354,11 @@ def _check(steps: Steps, mode: str) -> dict[str, float]:
     steps.call(DENSE_STEP)
     masked, sparse = steps.masked(mode), steps.call(mode)
     errors = {}
-    # bfloat16 sums in another order, averaged over a batch, as in `mesh`.
-    for name, tolerance in (("loss", 1e-3), ("gradient_norm", 5e-3)):
+    # bfloat16 sums in another order, averaged over a batch, as in `mesh`. Operands of
+    # 8 bits are off by 1/16 at most, at random.
+    coarse = 20 if steps.modes[mode].precision else 1
+    for name, of_sums in (("loss", 1e-3), ("gradient_norm", 5e-3)):
+        tolerance = coarse * of_sums
         errors[name] = abs(sparse[name] - masked[name]) / masked[name]
         assert errors[name] < tolerance, f"{name} {sparse[name]}, not {masked[name]}"
     return errors
@@ -380,6 +390,7 @@ def _row(config: Config, steps: Steps, timing: Timing, alone: Timing) -> dict:
         "micro_batches": config.micro_batches,
         "remat": model.remat,
         "scan_layers": model.scan_layers,
+        "precision": model.precision,
         "static_weights": None if static is None else name_of(static),
         "experts": sparsity.experts,
         "v": config.v if sparsity.experts else None,
@@ -411,7 +422,8 @@ def _line(row: dict) -> str:
         f"{row['step_ms']:.0f} ms a step, {row['speedup']:.3f} "
         f"({row['spread'][0]:.3f}-{row['spread'][1]:.3f}) x dense in turn, "
         f"{row['over_dense_alone']:.3f} "
-        f"({row['spread_alone'][0]:.3f}-{row['spread_alone'][1]:.3f}) x dense alone; "
+        f"({row['spread_alone'][0]:.3f}-{row['spread_alone'][1]:.3f}) x dense alone, "
+        f"{row.get('over_fp8_dense', math.nan):.3f} x dense fp8 alone; "
         f"{row['tokens_per_second']:,.0f} tokens/s; MFU of the dense FLOPs "
         f"{row['mfu_dense_equivalent']:.3f}, executed {row['mfu_executed']:.3f}; "
         f"state {row['state_gib']:.1f} GiB, temporaries {row['temporaries_gib']:.1f}"

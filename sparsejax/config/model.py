@@ -5,6 +5,7 @@ from typing import Literal
 
 from sparsejax.annotations import check_fields
 from sparsejax.config.ranges import Count, Positive, check_intervals
+from sparsejax.dtypes import Precision
 from sparsejax.sparsity.patterns import BlockDiagonal, StaticPattern
 
 
@@ -34,6 +35,11 @@ class ModelConfig:
     own, of a model that becomes dense."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; master weights and optimiser moments are always float32."""
+    precision: Precision = "dtype"
+    """Precision of the GEMMs with attention's four weights, and with the FFN's where it
+    is dense: operands in `dtype` ("dtype"); rounded to 8-bit floats in the forward and
+    for the gradients of inputs ("fp8"); those of weights too ("fp8_all"). Experimental:
+    no loss was compared yet. A phase may have its own."""
     remat: Literal["none", "full", "dots"] = "none"
     """The part that a block recomputes in the backward: nothing ("none"), everything
     ("full"), or all but the outputs of the plain GEMMs ("dots")."""
@@ -77,6 +83,12 @@ class ModelConfig:
                 f"embedding rotates pairs"
             )
         self._check_static_weights()
+        if self.precision != "dtype" and self.groups > 1:
+            raise ValueError(
+                f"model.precision={self.precision!r} with weights of {self.groups} "
+                f"blocks on a diagonal: batched GEMMs of 8-bit floats are not built; "
+                f"use precision='dtype', or leave static_weights out"
+            )
 
     def _check_static_weights(self) -> None:
         """Raises ValueError where the pattern of the weights does not divide them."""

@@ -13,6 +13,7 @@ from sparsejax.config.ranges import (
     Share,
     check_intervals,
 )
+from sparsejax.dtypes import Precision
 from sparsejax.feed_forward.spec import DENSE, FFNSparsity, TokenSparsity
 from sparsejax.routing.routers import Router
 from sparsejax.sparsity.patterns import (
@@ -86,6 +87,9 @@ class PhaseConfig:
     static_weights: StaticPattern | None = None
     """The entries that the weights of all linear layers have in this phase, of a model
     whose others begin at zero after it. None: the model's."""
+    precision: Precision | None = None
+    """Precision of the phase's linear layers, as in `model.precision`. None: the
+    model's."""
 
     def __post_init__(self) -> None:
         check_fields(self, "phases.schedule.")

@@ -44,8 +44,9 @@ def communication_bytes(
 
     Assumed, in every micro-batch:
       weights: a layer's are gathered in the forward and again in the backward, as
-        `gathered_bytes` says, attention's with remat "none" only once; the head once,
-        since its backward follows its forward.
+        `gathered_bytes` says, attention's with remat "none" only once unless they are
+        in 8-bit floats, and then once more; the head once, since its backward follows
+        its forward.
       gradients: reduce-scattered over fsdp, then all-reduced over data; those of the
         embedding, complete for its columns, only over data; of norm scales over both.
       activations: per layer, attention's and the FFN's output in the forward, and the
@@ -65,7 +66,8 @@ def communication_bytes(
     element, layers = element_bytes(config), config.layers
     parameters, whole = parameter_count(config), gathered_bytes(config, sparsity)
     layer = whole.ffn_forward + whole.ffn_backward + whole.ffn_recomputed
-    layer += whole.attention * (1 if config.remat == "none" else 2)
+    times = (1 if config.remat == "none" else 2) + (config.precision != "dtype")
+    layer += whole.attention * times
     weights = (layers * layer + whole.head) // mesh.tensor
 
     norms, embedding = 4 * parameters.norms, 4 * parameters.embedding // mesh.tensor

@@ -14,9 +14,12 @@ class GatheredBytes:
 
     Numbers are in the compute dtype. A 2:4 weight travels compressed: half the values,
     and two bits of position for each, which is 9/16 of the dense weight in bfloat16.
+    One in 8-bit floats is a byte for each number.
     """
 
     attention: int
+    """The bytes of attention's four weights. In 8-bit floats its backward gathers them
+    anew, in another order."""
     ffn_forward: int
     """The bytes of S(W1) for GEMM 1 and of W2 for GEMM 2."""
     ffn_backward: int
@@ -34,7 +37,9 @@ def gathered_bytes(config: ModelConfig, sparsity: FFNSparsity = DENSE) -> Gather
     """
     element, layers = element_bytes(config), config.layers
     parameters = parameter_count(config)
-    dense = element * config.d_model * config.d_hidden // config.groups
+    fp8 = config.precision != "dtype"
+    of_ffn = 1 if fp8 and sparsity.is_dense else element
+    dense = of_ffn * config.d_model * config.d_hidden // config.groups
     read = dense
     if sparsity.weights is not None:
         read = config.d_model * config.d_hidden // 2 * (4 * element + 1) // 4
@@ -44,7 +49,7 @@ def gathered_bytes(config: ModelConfig, sparsity: FFNSparsity = DENSE) -> Gather
     exact = sparsity.d_input_weights is not None
     recomputes = config.remat != "none" and sparsity.weights is not None and not exact
     return GatheredBytes(
-        attention=element * parameters.attention // layers,
+        attention=(1 if fp8 else element) * parameters.attention // layers,
         ffn_forward=forward,
         ffn_backward=forward if exact else read + into_hidden * dense,
         ffn_recomputed=into_hidden * read if recomputes else 0,

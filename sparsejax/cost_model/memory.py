@@ -26,9 +26,10 @@ class MemoryBytes:
     gradients: int
     """The gradients of all parameters at once, float32."""
     packed: int
-    """S(W) of the sparse weights, as `Compressed` holds them: half the values in the
-    compute dtype, and one byte of position for each. `Packed`, on Hopper, takes three
-    quarters of that."""
+    """The weights that are made ready once per optimiser step. S(W) of the sparse ones,
+    as `Compressed` holds them: half the values in the compute dtype, and one byte of
+    position for each. `Packed`, on Hopper, takes three quarters of that. Those in 8-bit
+    floats: two bytes for each number, which is there in two orders."""
     gathered: int
     """The largest set of weights that is held whole over fsdp at one time, in the
     compute dtype: a layer's, or the head. With remat "none" attention's of all layers
@@ -98,6 +99,9 @@ def memory_bytes(
     saved = config.layers * per_layer + recomputed + 2 * d * element
     packed = bool(sparsity.weights) * branches + bool(sparsity.backward_weights)
     packed *= parameters.ffn // (branches + 1) // 2 * (element + 1)
+    if config.precision != "dtype":
+        of_ffn = parameters.ffn if sparsity.is_dense else 0
+        packed += 2 * (parameters.attention + of_ffn)
     return MemoryBytes(
         parameters=4 * held,
         moments=_moments_bytes(config, mesh, optimizer),

@@ -51,14 +51,15 @@ def call_ffn(
     plan = FFNPlan.of(spec, backend)
     if backend is None:
         warn_if_slower(plan.gemms)
-    if sparsity.weights is None:
+    if sparsity.weights is None and not spec.quantises:
         packed = None
-    elif packed is None and scales is not None:
+    elif packed is None:
         packed = pack_ffn(
             weights.up,
             weights.down,
             w_gate=weights.gate,
             sparsity=sparsity,
+            precision=spec.precision,
             scales=scales,
             dtype=jnp.dtype(spec.dtype),
             layout=layout,

@@ -11,14 +11,9 @@ from dataclasses import replace
 from functools import cache
 from itertools import combinations
 
-from sparsejax.ops import dense_matmul, grouped_matmul, sparse_matmul
-from sparsejax.ops.backend import (
-    Backend,
-    Decision,
-    GemmSpec,
-    Implementations,
-    choose_backend,
-)
+from sparsejax.ops import dense_matmul, fp8_matmul, grouped_matmul, sparse_matmul
+from sparsejax.ops.backend import Backend, Decision, Implementations, choose_backend
+from sparsejax.ops.gemm_spec import GemmSpec
 from sparsejax.ops.kernels import registry
 
 type Epilogues = Callable[[Sequence[Decision]], tuple[Decision, ...]]
@@ -277,4 +272,4 @@ def _implementations_of(gemm: GemmSpec) -> Implementations:
         return grouped_matmul.sparse_implementations()
     if gemm.pattern is not None:
         return sparse_matmul.implementations()
-    return dense_matmul.implementations()
+    return (fp8_matmul if gemm.fp8 else dense_matmul).implementations()

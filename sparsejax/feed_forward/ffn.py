@@ -12,6 +12,7 @@ S(W1) in the place of W1.
 from jaxtyping import Array, Float, Int, Key
 
 from sparsejax.annotations import check_value
+from sparsejax.dtypes import Precision
 from sparsejax.feed_forward.call import call_ffn
 from sparsejax.feed_forward.layout import FFNLayout
 from sparsejax.feed_forward.operands.experts import ExpertOperands
@@ -26,6 +27,7 @@ def ffn(
     w_down: Float[Array, "d_hidden d_model"],
     *,
     sparsity: FFNSparsity = DENSE,
+    precision: Precision = "dtype",
     packed: PackedFFN | None = None,
     scales: Float[Array, "2"] | None = None,
     expert_index: Int[Array, "tokens experts_per_token"] | None = None,
@@ -50,8 +52,11 @@ def ffn(
         squares of numbers above 256 are beyond it.
       w_up, w_down: W1 and W2, usually float32 masters. Where experts are used, the
         neurons of expert e are columns e F / E to (e + 1) F / E.
-      packed: S(W1) and S(W2^T) from `pack_ffn`, made once per optimiser step. They
-        must belong to w_up and w_down, which the gradients refer to.
+      precision: the precision of a dense FFN's GEMMs: "fp8" and "fp8_all" round their
+        operands to 8-bit floats (`ops.fp8_matmul`). Not read where the FFN is sparse.
+      packed: S(W1) and S(W2^T), or W1 and W2 in 8-bit floats, from `pack_ffn`, made
+        once per optimiser step. They must belong to w_up and w_down, which the
+        gradients refer to.
       scales: the frozen beta of W1 and W2^T, for packing here if `packed` is None.
       expert_index: V:N:M with a router before GEMM 1: the experts of each token,
         integers. An expert counts once for a token however often it is named, and a
@@ -80,7 +85,7 @@ def ffn(
     if layout is not None:
         layout.check(x.shape[0], w_up.shape[1], sparsity)
         shards = layout.shards
-    spec = FFNSpec.of(x, w_up, w_down, sparsity, **shards)
+    spec = FFNSpec.of(x, w_up, w_down, sparsity, precision=precision, **shards)
     return call_ffn(
         spec,
         x,

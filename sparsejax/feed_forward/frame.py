@@ -16,6 +16,7 @@ from sparsejax.feed_forward.layout import (
     FFNLayout,
     device_spec,
     gather_packed,
+    gather_quantised,
     gather_weight,
     on_mesh,
     own_key,
@@ -33,6 +34,9 @@ from sparsejax.feed_forward.operands.weights import (
     as_dense,
 )
 from sparsejax.feed_forward.plan import FFNPlan
+from sparsejax.ops.fp8_matmul import QuantisedWeight
+from sparsejax.sparsity.compressed import Compressed
+from sparsejax.sparsity.packed import Packed
 
 
 class Execution(NamedTuple):
@@ -167,15 +171,33 @@ def _as_read(
     def dense(weight: jax.Array, hidden_axis: int) -> jax.Array:
         return gather_weight(layout, weight.astype(dtype), hidden_axis)
 
-    def compressed(name):
+    def compressed(name: str) -> Compressed | Packed | None:
         weight = None if packed is None else getattr(packed, name)
-        return None if weight is None else gather_packed(layout, weight)
+        is_sparse = isinstance(weight, Compressed | Packed)
+        return gather_packed(layout, weight) if is_sparse else None
 
     return ReadWeights(
+        quantised=_quantised(layout, packed),
         up=dense(weights.up, 1),
         down=dense(weights.down, 0),
         gate=None if weights.gate is None else dense(weights.gate, 1),
         packed_up=compressed("up"),
         packed_down=compressed("down"),
         packed_gate=compressed("gate"),
+    )
+
+
+def _quantised(
+    layout: FFNLayout | None, packed: PackedFFN | None
+) -> FFNWeights[QuantisedWeight] | None:
+    """Returns the weights in 8-bit floats, those of this device's neurons; None where
+    the FFN's are not."""
+    if packed is None or not isinstance(packed.up, QuantisedWeight):
+        return None
+    return FFNWeights(
+        **{
+            name: gather_quantised(layout, weight, 0 if name == "down" else 1)
+            for name, weight in packed._asdict().items()
+            if isinstance(weight, QuantisedWeight)
+        }
     )

@@ -18,7 +18,7 @@ from functools import partial
 from jaxtyping import Array, Float, Int, Key
 
 from sparsejax.annotations import check_value
-from sparsejax.dtypes import check_compute_dtype, dtype_in_jax
+from sparsejax.dtypes import Precision, check_compute_dtype, dtype_in_jax
 from sparsejax.feed_forward.activation import ACTIVATIONS, Activation, GatedActivation
 from sparsejax.feed_forward.call import call_ffn
 from sparsejax.feed_forward.layout import FFNLayout
@@ -33,11 +33,8 @@ from sparsejax.feed_forward.spec import (
     FFNCall,
     FFNSparsity,
 )
-from sparsejax.ops.backend import (
-    Backend,
-    GemmSpec,
-    current_device,
-)
+from sparsejax.ops.backend import Backend, current_device
+from sparsejax.ops.gemm_spec import GemmSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +57,7 @@ class GatedFFNSpec(FFNCall):
         sparsity: FFNSparsity,
         *,
         activation: GatedActivation = "swiglu",
+        precision: Precision = "dtype",
         token_shards: int = 1,
         hidden_shards: int = 1,
     ) -> "GatedFFNSpec":
@@ -88,6 +86,7 @@ class GatedFFNSpec(FFNCall):
             dtype=dtype_in_jax(x),
             sparsity=sparsity,
             activation=activation,
+            precision=precision,
             device=current_device(),
             token_shards=token_shards,
             hidden_shards=hidden_shards,
@@ -163,6 +162,7 @@ def gated_ffn(
     *,
     activation: GatedActivation = "swiglu",
     sparsity: FFNSparsity = DENSE,
+    precision: Precision = "dtype",
     packed: PackedFFN | None = None,
     scales: Float[Array, "3"] | None = None,
     expert_index: Int[Array, "tokens experts_per_token"] | None = None,
@@ -195,9 +195,8 @@ def gated_ffn(
     if layout is not None:
         layout.check(x.shape[0], w_up.shape[1], sparsity)
         shards = layout.shards
-    spec = GatedFFNSpec.of(
-        x, w_gate, w_up, w_down, sparsity, activation=activation, **shards
-    )
+    how = {"activation": activation, "precision": precision}
+    spec = GatedFFNSpec.of(x, w_gate, w_up, w_down, sparsity, **how, **shards)
     return call_ffn(
         spec,
         x,

@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.ops.fp8_matmul import QuantisedWeight
 from sparsejax.sparsity.compressed import Compressed, pack_positions, unpack_positions
 from sparsejax.sparsity.packed import Packed
 from sparsejax.sparsity.patterns import NM
@@ -191,12 +192,24 @@ def weight_spec(
 
 
 def packed_specs(layout: FFNLayout | None, packed: PyTree) -> PyTree:
-    """Returns the `weight_spec` of every 2:4 weight in the tree."""
-    return jax.tree.map(
-        lambda c: weight_spec(layout, _hidden_axis(c)),
-        packed,
-        is_leaf=lambda x: isinstance(x, Compressed | Packed),
+    """Returns the specs of the weights as GEMMs read them, those of a `PackedFFN`: the
+    `weight_spec` of every 2:4 weight, and those of the arrays of a quantised one."""
+    if packed is None:
+        return None
+    return type(packed)(
+        **{name: _specs_of(layout, name, w) for name, w in packed._asdict().items()}
     )
+
+
+def _specs_of(layout: FFNLayout | None, name: str, weight: Any) -> Any:
+    if weight is None:
+        return None
+    if not isinstance(weight, QuantisedWeight):
+        return weight_spec(layout, _hidden_axis(weight))
+    axis = 0 if name == "down" else 1
+    own, transposed = weight_spec(layout, axis), weight_spec(layout, 1 - axis)
+    specs: Any = {"values": own, "transposed": transposed, "step": PartitionSpec()}
+    return QuantisedWeight(**specs)
 
 
 def _hidden_axis(c: Compressed | Packed) -> int:
@@ -233,6 +246,19 @@ def gather_packed(
     size = c.values.shape[c.axis]
     metadata = unpack_positions(packed, size, axis=c.axis)
     return Compressed(values, metadata, None, c.pattern, c.axis)
+
+
+def gather_quantised(
+    layout: FFNLayout | None, w: QuantisedWeight, hidden_axis: int
+) -> QuantisedWeight:
+    """Returns a weight in 8-bit floats gathered as by `gather_weight`. A forward or a
+    backward reads one of its two orders, so that a byte of each entry is moved: XLA
+    drops the other."""
+    return QuantisedWeight(
+        gather_weight(layout, w.values, hidden_axis),
+        gather_weight(layout, w.transposed, 1 - hidden_axis),
+        w.step,
+    )
 
 
 def sum_over_neurons(layout: FFNLayout | None, partial_sum: Array) -> Array:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.device import CPU, Device
 from sparsejax.annotations import check_fields, check_value
-from sparsejax.dtypes import check_compute_dtype, dtype_in_jax
+from sparsejax.dtypes import Precision, check_compute_dtype, dtype_in_jax
 from sparsejax.feed_forward.activation import Activation, SquaredReLU
 from sparsejax.feed_forward.choice import decide
 from sparsejax.feed_forward.operands.checks import (
@@ -33,13 +33,8 @@ from sparsejax.feed_forward.packing import (
     writes_dense_rows,
 )
 from sparsejax.feed_forward.tiles import dense_feature_count, group_tile
-from sparsejax.ops.backend import (
-    Backend,
-    Decision,
-    GemmSpec,
-    Role,
-    current_device,
-)
+from sparsejax.ops.backend import Backend, Decision, current_device
+from sparsejax.ops.gemm_spec import GemmSpec, Role
 from sparsejax.routing.routers import NEAREST_CENTRE, Router, named_router
 from sparsejax.sparsity.patterns import NM, TWO_FOUR, VNM
 
@@ -222,6 +217,9 @@ class FFNCall(ABC):
     d_hidden: int
     dtype: str
     sparsity: FFNSparsity = DENSE
+    precision: Precision = "dtype"
+    """The precision of the GEMMs where the FFN is dense. Those of a sparse one are in
+    the compute dtype."""
     device: Device = CPU
     token_shards: int = 1
     """The number of parts that the tokens are split into on a mesh, one per device."""
@@ -230,8 +228,14 @@ class FFNCall(ABC):
 
     def __post_init__(self) -> None:
         check_value("sparsity", self.sparsity, FFNSparsity)
+        check_value("precision", self.precision, Precision)
         check_compute_dtype("x", self.dtype)
         check_divisible(self.d_model, self.d_hidden, self.sparsity)
+
+    @property
+    def quantises(self) -> bool:
+        """Whether the GEMMs with the weights are those of 8-bit floats."""
+        return self.precision != "dtype" and self.sparsity.is_dense
 
     @property
     @abstractmethod
@@ -296,9 +300,12 @@ class FFNCall(ABC):
                 "expert_features": self.d_hidden // pattern_of_rows.experts,
                 "group_tile": group_tile(pattern_of_rows.v),
             }
+        of_weight = facts.get("is_weight_gradient", False)
+        fp8 = self.quantises and (self.precision == "fp8_all" or not of_weight)
         return GemmSpec(
             name=name,
             role=role,
+            fp8=fp8,
             tokens=self.tokens // self.token_shards,
             d_in=d_in,
             d_out=d_out,
@@ -344,6 +351,7 @@ class FFNSpec(FFNCall):
         w_down: Float[Array, "d_hidden d_model"],
         sparsity: FFNSparsity,
         *,
+        precision: Precision = "dtype",
         token_shards: int = 1,
         hidden_shards: int = 1,
     ) -> "FFNSpec":
@@ -368,6 +376,7 @@ class FFNSpec(FFNCall):
             d_hidden=d_hidden,
             dtype=dtype_in_jax(x),
             sparsity=sparsity,
+            precision=precision,
             device=current_device(),
             token_shards=token_shards,
             hidden_shards=hidden_shards,

@@ -26,7 +26,7 @@ from sparsejax.training.trained_model import (
     trained_settings,
 )
 
-HOW_COMPUTED = ("dtype", "remat", "scan_layers")
+HOW_COMPUTED = ("dtype", "precision", "remat", "scan_layers")
 """Settings of a model that say how it is computed, and not what it is."""
 
 

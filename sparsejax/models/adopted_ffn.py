@@ -197,7 +197,7 @@ _WITH_KERNELS = ("w_up", "w_down", "w_gate")
 _STATE = (
     "scales",
     "router_state",
-    "packed",
+    "as_read",
     "observed",
     "share_of_step",
     "sparsity",
@@ -209,6 +209,7 @@ _SETTINGS = (
     "activation",
     "dtype",
     "groups",
+    "precision",
     "backend",
     "layout",
 )
@@ -244,10 +245,11 @@ def adopt(
     module.activation = form.activation
     module.dtype = jnp.dtype(form.dtype)
     module.groups = 1
+    module.precision = "dtype"
     module.backend, module.layout = backend, layout
     module.scales = SoftThresholdScale(module._scales())
     module.router_state = nnx.data(None)
-    module.packed = nnx.data(None)
+    module.as_read = nnx.data(None)
     module.observed, module.share_of_step = nnx.data(None), None
     module.sparsity = DENSE
     return module

@@ -15,12 +15,17 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device import Device
 from sparsejax.distributed.mesh import BATCH, constrain
+from sparsejax.dtypes import Precision
 from sparsejax.models.block_diagonal import (
+    check_precision,
     contiguous_groups,
     multiply,
     residual_groups,
 )
+from sparsejax.models.ffn_state import WeightsAsRead
 from sparsejax.models.initializers import fan_in_normal
+from sparsejax.ops.fp8_linear import fp8_linear
+from sparsejax.ops.fp8_matmul import QuantisedWeight, quantise_weight
 
 
 def rotary_embedding(
@@ -97,6 +102,7 @@ class Attention(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         out_scale: float = 1.0,
         groups: int = 1,
+        precision: Precision = "dtype",
         mesh: Mesh | None = None,
         rngs: nnx.Rngs,
     ) -> None:
@@ -111,12 +117,14 @@ class Attention(nnx.Module):
           out_scale: factor of the initial deviation of the output projection.
           groups: with two or more all four weights are block-diagonal, with as many
             blocks (`block_diagonal`).
+          precision: the precision of the GEMMs with the four weights. New tokens with a
+            cache are computed in `dtype` in any case.
           mesh: a mesh with the axes of `distributed.mesh`, which splits batch and
             heads; None for one device.
           rngs: random streams; `params` is drawn from.
         Raises:
-          ValueError: `heads` does not divide d_model, or `kv_heads` does not divide
-            `heads`.
+          ValueError: `heads` does not divide d_model, `kv_heads` does not divide
+            `heads`, or block-diagonal weights are to be in 8-bit floats.
         """
         self.heads = heads
         self.kv_heads = heads if kv_heads is None else kv_heads
@@ -125,11 +133,15 @@ class Attention(nnx.Module):
                 f"d_model={d_model}, heads={heads}, kv_heads={self.kv_heads}: d_model "
                 f"must be a multiple of heads, and heads one of kv_heads"
             )
+        check_precision(precision, groups)
         self.head_dim = d_model // heads
         self.rope_base = rope_base
         self.dtype = jnp.dtype(dtype)
         self.groups = groups
+        self.precision: Precision = precision
         self.mesh = mesh
+        # Only in the copies of a model that `micro_batches` makes and drops.
+        self.as_read: WeightsAsRead | None = nnx.data(None)
         kv_width = self.kv_heads * self.head_dim
         initial = partial(fan_in_normal, groups=groups)
         self.w_query = nnx.Param(initial(rngs.params(), (d_model, d_model)))
@@ -145,14 +157,15 @@ class Attention(nnx.Module):
         shape, x = x.shape, self._read(x)
         positions = offset + jnp.arange(x.shape[1])
         rotate = partial(rotary_embedding, positions=positions, base=self.rope_base)
-        query = rotate(self._project(x, self.w_query, self.heads))
-        key = rotate(self._project(x, self.w_key, self.kv_heads))
-        value = self._project(x, self.w_value, self.kv_heads)
+        project = partial(self._project, x, precision=self.precision)
+        query = rotate(project("w_query", self.heads))
+        key = rotate(project("w_key", self.kv_heads))
+        value = project("w_value", self.kv_heads)
         implementation, _ = attention_implementation(self.head_dim, self.dtype)
         mixed = jax.nn.dot_product_attention(
             query, key, value, is_causal=True, implementation=implementation
         )
-        out = self._write(mixed.reshape(shape))
+        out = self._write(mixed.reshape(shape), precision=self.precision)
         return constrain(out, self.mesh, BATCH, None, None)
 
     def with_cache(
@@ -176,9 +189,9 @@ class Attention(nnx.Module):
         def rotate(heads: jax.Array, at: jax.Array) -> jax.Array:
             return rotary_embedding(heads[None], at, base=self.rope_base)[0]
 
-        query = rotate(self._project(x, self.w_query, self.heads), positions)
-        key = rotate(self._project(x, self.w_key, self.kv_heads), positions)
-        value = self._project(x, self.w_value, self.kv_heads)
+        query = rotate(self._project(x, "w_query", self.heads), positions)
+        key = rotate(self._project(x, "w_key", self.kv_heads), positions)
+        value = self._project(x, "w_value", self.kv_heads)
         rows = jnp.arange(x.shape[0])[:, None]
         cache = KVCache(
             keys=cache.keys.at[rows, positions].set(key),
@@ -199,20 +212,44 @@ class Attention(nnx.Module):
         x = x.astype(self.dtype)
         return residual_groups(x, self.groups) if self.groups > 1 else x
 
-    def _write(self, mixed: jax.Array) -> jax.Array:
+    def _write(self, mixed: jax.Array, *, precision: Precision = "dtype") -> jax.Array:
         """Returns the product with W_out, (..., d_model)."""
-        # Gathered over fsdp in the compute dtype, and not before.
-        w_out = self.w_out[...].astype(self.dtype)
-        if self.groups == 1:
-            return mixed @ constrain(w_out, self.mesh, "tensor", None)
-        w_out = constrain(w_out, self.mesh, "tensor", None, None)
-        return multiply(contiguous_groups(mixed, self.groups), w_out)
-
-    def _project(self, x: jax.Array, w: nnx.Param, heads: int) -> jax.Array:
-        weight = w[...].astype(self.dtype)
         if self.groups > 1:
-            projected = multiply(x, constrain(weight, self.mesh, "tensor", None, None))
-        else:
-            projected = x @ constrain(weight, self.mesh, None, "tensor")
+            mixed = contiguous_groups(mixed, self.groups)
+        return self._multiply(mixed, "w_out", "tensor", None, precision=precision)
+
+    def _project(
+        self, x: jax.Array, name: str, heads: int, *, precision: Precision = "dtype"
+    ) -> jax.Array:
+        projected = self._multiply(x, name, None, "tensor", precision=precision)
         by_head = projected.reshape(*projected.shape[:-1], heads, self.head_dim)
         return constrain(by_head, self.mesh, BATCH, None, "tensor", None)
+
+    def _multiply(
+        self, x: jax.Array, name: str, *axes: str | None, precision: Precision
+    ) -> jax.Array:
+        """Returns the product of x with a weight, whose two axes the mesh splits over
+        `axes` while it is read: over fsdp it is gathered as it is read, and not
+        before."""
+        w = getattr(self, name)[...]
+        if precision != "dtype":
+            all_read = None if self.as_read is None else self.as_read.get_value()
+            read = quantise_weight(w) if all_read is None else all_read[name]
+            gathered = QuantisedWeight(
+                constrain(read.values, self.mesh, *axes),
+                constrain(read.transposed, self.mesh, *reversed(axes)),
+                read.step,
+            )
+            return fp8_linear(x, w, gathered, precision=precision)
+        weight = w.astype(self.dtype)
+        if self.groups > 1:
+            return multiply(x, constrain(weight, self.mesh, "tensor", None, None))
+        return x @ constrain(weight, self.mesh, *axes)
+
+    def weights_as_read(self) -> dict[str, QuantisedWeight] | None:
+        """Returns the weights in the form that the calls read, by name; None where that
+        is the parameters themselves."""
+        if self.precision == "dtype":
+            return None
+        names = "w_query", "w_key", "w_value", "w_out"
+        return {name: quantise_weight(getattr(self, name)[...]) for name in names}

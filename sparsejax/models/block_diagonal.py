@@ -28,13 +28,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from sparsejax.annotations import check_value
 from sparsejax.distributed.mesh import STACKED_BLOCKS
+from sparsejax.dtypes import Precision
 from sparsejax.feed_forward.activation import ActivationName
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.gated_ffn import gated_ffn
 
 ENDS_OF_BRANCHES = ("w_out", "w_down")
 """The names of the weights that write into the residual stream."""
+
+
+def check_precision(precision: Precision, groups: int) -> None:
+    """Raises ValueError where a layer of so many groups cannot multiply in that
+    precision."""
+    check_value("precision", precision, Precision)
+    if precision != "dtype" and groups > 1:
+        raise ValueError(
+            f"precision={precision!r} with weights of {groups} blocks on a diagonal: "
+            f"batched GEMMs of 8-bit floats are not built; use precision='dtype', or "
+            f"whole weights"
+        )
 
 
 def residual_groups(

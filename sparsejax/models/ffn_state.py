@@ -1,10 +1,11 @@
-"""The state of an FFN that is not trained, a Flax NNX variable for each kind."""
+"""The state of layers that is not trained, a Flax NNX variable for each kind."""
+
+from typing import Any
 
 import jax
 from flax import nnx
 
 from sparsejax.feed_forward.experts.observed import Observed
-from sparsejax.feed_forward.operands.weights import PackedFFN
 from sparsejax.routing.routers import State
 
 
@@ -21,5 +22,6 @@ class ObservedState(nnx.Variable[Observed]):
     """The arrays that training steps observe, by name: state that is not trained."""
 
 
-class PackedWeights(nnx.Variable[PackedFFN]):
-    """The 2:4 weights that were compressed from the masters: see `micro_batches`."""
+class WeightsAsRead(nnx.Variable[Any]):
+    """The weights of a layer in the form that its GEMMs read, 2:4 or in 8-bit floats,
+    made from the masters: see `micro_batches`."""

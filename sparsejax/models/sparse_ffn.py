@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from sparsejax.annotations import check_value
 from sparsejax.distributed.mesh import constrain
+from sparsejax.dtypes import Precision
 from sparsejax.feed_forward.activation import ActivationName
 from sparsejax.feed_forward.experts.observed import (
     Sample,
@@ -31,12 +32,12 @@ from sparsejax.feed_forward.gated_ffn import check_gated, gated_ffn
 from sparsejax.feed_forward.layout import FFNLayout
 from sparsejax.feed_forward.operands.weights import PackedFFN, pack_ffn
 from sparsejax.feed_forward.spec import DENSE, FFNSparsity, check_divisible
-from sparsejax.models.block_diagonal import dense_weight, ffn_of_groups
+from sparsejax.models.block_diagonal import check_precision, dense_weight, ffn_of_groups
 from sparsejax.models.ffn_state import (
     ObservedState,
-    PackedWeights,
     RouterState,
     SoftThresholdScale,
+    WeightsAsRead,
 )
 from sparsejax.models.initializers import fan_in_normal
 from sparsejax.ops.backend import Backend
@@ -72,7 +73,7 @@ class SparseFFN(nnx.Module):
     experts, (e + 1) d_hidden / experts). Scales and router state belong to the weights:
     restore them together with the weights, or make them anew (`refresh_scales`,
     `cluster`). Every call compresses 2:4 weights anew; `micro_batches` compresses them
-    once for several calls.
+    once for several calls, as it does with weights in 8-bit floats.
 
     Sources: arXiv 2602.06183 (weights, router), 2503.16672 (activations), 2002.05202
     (SwiGLU).
@@ -90,6 +91,7 @@ class SparseFFN(nnx.Module):
         kernel_init: jax.nn.initializers.Initializer | None = None,
         down_scale: float = 1.0,
         groups: int = 1,
+        precision: Precision = "dtype",
         backend: Backend | None = None,
         layout: FFNLayout | None = None,
         rngs: nnx.Rngs,
@@ -108,6 +110,8 @@ class SparseFFN(nnx.Module):
           down_scale: factor of the initial deviation of w_down.
           groups: with two or more the FFN is as many dense ones side by side, on
             weights that are block-diagonal (`block_diagonal`).
+          precision: the precision of the GEMMs while the FFN is dense, 8-bit floats
+            with "fp8" and "fp8_all" (`ops.fp8_matmul`).
           backend: what runs the sparse GEMMs; None for the fastest that can.
           layout: how the FFN lies on a mesh of several devices; None on one device.
           rngs: random streams; `params` is drawn from.
@@ -117,11 +121,13 @@ class SparseFFN(nnx.Module):
         """
         check_value("activation", activation, ActivationName)
         check_value("backend", backend, Backend | None)
+        check_precision(precision, groups)
         self.d_model = d_model
         self.d_hidden = d_hidden
         self.activation = activation
         self.dtype = jnp.dtype(dtype)
         self.groups = groups
+        self.precision: Precision = precision
         self.backend = backend
         self.layout = layout
 
@@ -145,7 +151,7 @@ class SparseFFN(nnx.Module):
         self.scales = SoftThresholdScale(self._scales())
         self.router_state: RouterState | None = nnx.data(None)
         # Only in the copies of a model that `micro_batches` makes and drops.
-        self.packed: PackedWeights | None = nnx.data(None)
+        self.as_read: WeightsAsRead | None = nnx.data(None)
         self.observed: ObservedState | None = nnx.data(None)
         # Only there as well: the share of an optimiser step that a call is.
         self.share_of_step: float | None = None
@@ -189,7 +195,8 @@ class SparseFFN(nnx.Module):
         expert_index = self.route(tokens, token_ids)
         shared: dict[str, Any] = {
             "sparsity": self.sparsity,
-            "packed": None if self.packed is None else self.packed.get_value(),
+            "precision": self.precision,
+            "packed": None if self.as_read is None else self.as_read.get_value(),
             "scales": self.scales[...],
             "expert_index": expert_index,
             "key": key,
@@ -329,14 +336,15 @@ class SparseFFN(nnx.Module):
             layers = self.w_up[...].shape[:-2]
             self.observed = ObservedState(initial(sparsity, self.d_hidden, layers))
 
-    def packed_weights(self) -> PackedFFN | None:
-        """Returns the 2:4 weights beta S(W), compressed from the present masters and
-        betas; None where the weights are dense. See `operands.weights.pack_ffn`."""
+    def weights_as_read(self) -> PackedFFN | None:
+        """Returns the weights as the calls read them, made from the present masters and
+        betas; None where that is the masters. See `operands.weights.pack_ffn`."""
         return pack_ffn(
             self.w_up[...],
             self.w_down[...],
             w_gate=None if self.w_gate is None else self.w_gate[...],
             sparsity=self.sparsity,
+            precision=self.precision,
             scales=self.scales[...],
             dtype=self.dtype,
             layout=self.layout,

@@ -52,6 +52,7 @@ class Block(nnx.Module):
             dtype=config.dtype,
             out_scale=branch_scale,
             groups=config.groups,
+            precision=config.precision,
             mesh=mesh,
             rngs=rngs,
         )
@@ -64,6 +65,7 @@ class Block(nnx.Module):
             dtype=config.dtype,
             down_scale=branch_scale,
             groups=config.groups,
+            precision=config.precision,
             backend=backend,
             layout=ffn_layout(mesh),
             rngs=rngs,

@@ -6,18 +6,16 @@ raises with its reason. The answer is data (`Decision`), printed by `explain`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import jax
 
-from pallas_kernels.device import CPU, Device
+from pallas_kernels.device import Device
+from sparsejax.ops.gemm_spec import GemmSpec, Times
 from sparsejax.ops.kernels import registry
+from sparsejax.ops.kernels.base import KernelSet
 from sparsejax.ops.kernels.registry import KernelSetName, Registered
-from sparsejax.sparsity.patterns import Pattern
-
-if TYPE_CHECKING:
-    from sparsejax.ops.kernels.base import KernelSet
 
 Backend = Literal["reference", "xla", KernelSetName]
 
@@ -25,103 +23,6 @@ Backend = Literal["reference", "xla", KernelSetName]
 def preference() -> tuple[Backend, ...]:
     """Returns the names of all backends, the one to be preferred first."""
     return (*registry.names(), "xla", "reference")
-
-
-Role = Literal[
-    "up",
-    "gate",
-    "down",
-    "d_hidden",
-    "d_input",
-    "d_input_gate",
-    "d_up",
-    "d_gate",
-    "d_down",
-]
-"""The product that a GEMM computes in an FFN: "up" and "gate" the products Y1 (U where
-the FFN is gated) and G, "down" Y, "d_hidden" dA, "d_input" dX (its part through U where
-the FFN is gated), "d_input_gate" the part of dX through G, "d_up", "d_gate" and
-"d_down" the gradients dW1, dWg and dW2."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GemmSpec:
-    """The static facts of one GEMM, in the words of a linear layer.
-
-    An input (tokens, d_in) times a weight (d_in, d_out) gives an output (tokens,
-    d_out), and the sum goes over d_in. A weight gradient (d_in, d_out) is input^T times
-    the output's gradient (tokens, d_out), and its sum goes over the tokens.
-    """
-
-    name: str
-    """The equation that the GEMM computes, such as `Y1 = X W1`."""
-    role: Role | None = None
-    """The product that the GEMM computes in an FFN; None where it is not part of
-    one."""
-    tokens: int
-    d_in: int
-    d_out: int
-    dtype: str
-    sparse_operand: Literal["input", "weight", "gradient"] | None = None
-    """The operand that is sparse: "gradient" is the gradient of the output;
-    None where both are dense."""
-    pattern: Pattern | None = None
-    """The sparse operand's pattern, along the axis that is summed over; None where both
-    operands are dense."""
-    experts: int | None = None
-    """The number of experts that the GEMM is grouped over, so that a row meets only its
-    expert's weights; None where it is not grouped."""
-    experts_per_token: int = 1
-    expert_features: int = 0
-    """The number of neurons of one expert; 0 where the GEMM is not one of an FFN by
-    expert."""
-    group_tile: int = 0
-    """The number of consecutive rows that share one expert; 0 where it is not
-    stated."""
-    is_weight_gradient: bool = False
-    """Whether the GEMM sums over the tokens; its result is then float32."""
-    float32_out: bool = False
-    """Whether the result is float32 though the GEMM is no weight gradient."""
-    weight_transposed: bool = False
-    """Whether the weight is stored as (d_out, d_in), with d_in as its contiguous
-    axis."""
-    dense_features: int = 0
-    """The number of dense features: those of a sparse operand over tokens that lose no
-    entry, because each is multiplied as the sum of two 2:4 rows."""
-    why_not_packed: str | None = None
-    """Why nothing packs the sparse operand for tensor cores; None where something
-    does."""
-    device: Device = CPU
-    """The device that runs the GEMM."""
-
-    @property
-    def sparse_weight(self) -> bool:
-        """Whether the sparse operand is a weight."""
-        return self.sparse_operand == "weight"
-
-    @property
-    def reads_activations(self) -> bool:
-        """Whether the sparse operand is an activation, a row per token."""
-        return self.sparse_operand == "input" and not self.is_weight_gradient
-
-    @property
-    def in_words(self) -> str:
-        """The equation and the facts that a choice depends on most, in one line."""
-        sizes = f"tokens {self.tokens}, d_in {self.d_in}, d_out {self.d_out}"
-        facts = [sizes, self.dtype]
-        if self.pattern is not None:
-            ratio = ":".join(map(str, astuple(self.pattern)))
-            kinds = {self.sparse_weight: "weight", self.reads_activations: "activation"}
-            facts.append(f"{ratio} {kinds.get(True, 'operand over tokens')}")
-        if self.experts is not None:
-            facts.append(f"{self.experts} experts")
-        return f"{' '.join(self.name.split())} ({', '.join(facts)})"
-
-    @property
-    def dense_flops(self) -> int:
-        """The number of multiplications and additions of the dense GEMM that this one
-        stands for."""
-        return 2 * self.tokens * self.d_in * self.d_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +37,7 @@ class Implementation:
     why_slower: Callable[[GemmSpec], str | None] = lambda spec: None
     """Returns why the implementation would not be faster than dense, so that it is not
     chosen unasked; None where it may be."""
-    times: Callable[[GemmSpec], "Times | None"] = lambda spec: None
+    times: Callable[[GemmSpec], Times | None] = lambda spec: None
     """Returns how long a GEMM takes, measured for it or for a similar one; None where
     neither was measured."""
 
@@ -145,7 +46,7 @@ def of_kernels(
     registered: Registered,
     run: Callable[..., jax.Array],
     *,
-    why_unsupported: Callable[["KernelSet", GemmSpec], str | None],
+    why_unsupported: Callable[[KernelSet, GemmSpec], str | None],
 ) -> Implementation:
     """Returns a set of kernels as an implementation of an operation whose sparse
     operand is 2:4. The set is loaded only once it is asked about a device that can run
@@ -167,28 +68,6 @@ def of_kernels(
         why_slower=lambda spec: registered.load(spec.device).why_slower(spec),
         times=lambda spec: registered.load(spec.device).times(spec),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Times:
-    """The times of a GEMM in microseconds, and how they are known."""
-
-    kernel_us: float
-    """The time of the sparse kernel alone, in microseconds: measured for this GEMM, or
-    scaled in proportion from the nearest measured number of tokens."""
-    dense_us: float
-    """The time of the library's dense GEMM, in microseconds, known in the same way."""
-    packing_us: float
-    """The time of packing the sparse operand, in microseconds."""
-    estimated_from: str | None = None
-    """The source of times that were estimated, in words: a smaller GEMM, or one on
-    another GPU. None where this GEMM was measured."""
-    measured_on: str | None = None
-    """The kind of GPU that was measured, where it is another one than runs the GEMM;
-    else None."""
-    least_gain: float = 1.0
-    """The gain over dense that the GEMM must have to be chosen unasked: 1 for
-    measured times, more for estimates."""
 
 
 type Implementations = Mapping[Backend, Implementation]

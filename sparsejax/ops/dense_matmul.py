@@ -6,7 +6,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from sparsejax.dtypes import widest
-from sparsejax.ops.backend import GemmSpec, Implementation, Implementations
+from sparsejax.ops.backend import Implementation, Implementations
+from sparsejax.ops.gemm_spec import GemmSpec
 
 
 def dense_matmul(

@@ -18,7 +18,6 @@ from sparsejax.dtypes import accumulation_dtype
 from sparsejax.ops import grouped_loops, sparse_matmul
 from sparsejax.ops.backend import (
     Backend,
-    GemmSpec,
     Implementation,
     Implementations,
     choose_backend,
@@ -26,6 +25,7 @@ from sparsejax.ops.backend import (
     of_kernels,
 )
 from sparsejax.ops.dense_matmul import dense_matmul
+from sparsejax.ops.gemm_spec import GemmSpec
 from sparsejax.ops.kernels import registry
 from sparsejax.ops.kernels.base import ExpertRows, KernelSet
 

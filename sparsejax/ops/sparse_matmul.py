@@ -18,7 +18,6 @@ from jaxtyping import Array, Float
 from sparsejax.ops.backend import (
     Backend,
     Decision,
-    GemmSpec,
     Implementation,
     Implementations,
     choose_backend,
@@ -26,6 +25,7 @@ from sparsejax.ops.backend import (
     of_kernels,
 )
 from sparsejax.ops.dense_matmul import dense_matmul
+from sparsejax.ops.gemm_spec import GemmSpec
 from sparsejax.ops.kernels import registry
 from sparsejax.ops.kernels.base import KernelSet
 from sparsejax.sparsity.compressed import Compressed, decompress

@@ -101,6 +101,7 @@ def ffn_spec(
         d_hidden=config.d_hidden // config.groups,
         dtype=config.dtype,
         sparsity=sparsity,
+        precision=config.precision,
         device=current_device() if device is None else device,
         token_shards=mesh.token_shards,
         hidden_shards=mesh.tensor,

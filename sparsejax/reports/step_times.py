@@ -149,8 +149,10 @@ def time_steps(config: TrainConfig, corpus: Corpus) -> StepTimes:
     run = Run(config, corpus=corpus)
     batches = run.batches()
     tokens = run.place(next(batches)["tokens"])
-    # Sparse phases have the whole model, whatever the first of all has.
-    first = replace(run.phases[0], d_hidden=None, layers=None)
+    # Sparse phases have the whole model, whatever the first of all has, and dense steps
+    # are timed in their precision: trained dense they would keep it.
+    precision = next((of.precision for of in run.phases if not of.is_dense), None)
+    first = replace(run.phases[0], d_hidden=None, layers=None, precision=precision)
     stepper = _Stepper(run, run.initial_state(), first, tokens)
     all_dense = first.as_dense()
     stepper.switch(all_dense)
@@ -200,7 +202,8 @@ class _Stepper:
     def steps(self, count: int, sparsity: FFNSparsity) -> float:
         """Runs `count` steps of one sparsity, and returns the seconds that they
         took."""
-        step = self.run.step(sparsity, self.phase.held)
+        run = self.run.of_phase(self.phase)
+        step = run.step(sparsity, self.phase.held)
         begin = time.perf_counter()
         for _ in range(count):
             self.state, _ = step(self.state, self.tokens)

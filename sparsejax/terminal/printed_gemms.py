@@ -1,13 +1,19 @@
 """The part of the printed plan that says what runs the GEMMs of a run's FFNs."""
 
 import statistics
+from collections.abc import Sequence
+from dataclasses import replace
 
+from pallas_kernels.device import Device
 from sparsejax import cost_model
-from sparsejax.config import TrainConfig
+from sparsejax.config import ModelConfig, TrainConfig
+from sparsejax.dtypes import Precision
 from sparsejax.feed_forward.spec import FFNSparsity
 from sparsejax.ops.backend import Decision
+from sparsejax.ops.fp8_matmul import why_no_tensor_cores
 from sparsejax.ops.kernels import registry
 from sparsejax.terminal.console import say
+from sparsejax.training.recipe import Phase
 
 
 def say_gemms(
@@ -39,6 +45,56 @@ def say_gemms(
             "  this device has no sparse path for these patterns: quality is that of "
             "the sparse phase, speed a little below dense"
         )
+
+
+def names_of(planned: Sequence[Phase]) -> dict[FFNSparsity, str]:
+    """Returns a name for every sparsity of the run: that of the first phase that has
+    it, and "dense" for dense steps, whatever phase they are in."""
+    names: dict[FFNSparsity, str] = {}
+    for phase in planned:
+        for when, sparsity in zip(("", ", between"), phase.sparsities, strict=False):
+            name = "dense" if sparsity.is_dense else f"{phase.kind}{when}"
+            names.setdefault(sparsity, name)
+    return names
+
+
+def ways_to_compute(
+    planned: Sequence[Phase], model: ModelConfig
+) -> dict[tuple[ModelConfig, FFNSparsity], str]:
+    """Returns a name for every way in which an FFN of the run's size computes, its
+    precision and its sparsity: that of the first phase with it. The name of dense steps
+    is "dense", and their precision where there are several."""
+    names: dict[tuple[ModelConfig, FFNSparsity], str] = {}
+    several = len({phase.precision or model.precision for phase in planned}) > 1
+    for phase in planned:
+        of_phase = replace(model, precision=phase.precision or model.precision)
+        for sparsity, name in names_of([phase]).items():
+            if several:
+                name = f"{name}, precision {of_phase.precision}"
+            names.setdefault((of_phase, sparsity), name)
+    return names
+
+
+def say_attention(planned: Sequence[Phase], model: ModelConfig, device: Device) -> None:
+    """Prints what the GEMMs with attention's weights multiply, where that is not the
+    compute dtype in all phases."""
+    kinds: dict[Precision, list[str]] = {}
+    for phase in planned:
+        kinds.setdefault(phase.precision or model.precision, []).append(phase.kind)
+    if list(kinds) == ["dtype"]:
+        return
+    for precision, phases in kinds.items():
+        of_weights = "8-bit floats" if precision == "fp8_all" else model.dtype
+        what = f"{model.dtype}"
+        if precision != "dtype":
+            what = (
+                f"8-bit floats in the forward and for the gradients of inputs, "
+                f"{of_weights} for those of weights"
+            )
+        say(f"attention's four weights, {' and '.join(phases)} phase: GEMMs of {what}")
+    why = why_no_tensor_cores(device)
+    if why is not None:
+        say(f"  operands are rounded to 8-bit floats and no time is saved: {why}")
 
 
 def say_decisions(decisions: tuple[Decision, ...]) -> None:

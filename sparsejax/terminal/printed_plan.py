@@ -1,7 +1,7 @@
 """The plan that is printed before a run: what it will train, on what, at which cost."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 import jax
@@ -21,7 +21,12 @@ from sparsejax.reports.step_times import StepTimes, phases_run_dense
 from sparsejax.sparsity.patterns import Pattern, name_of
 from sparsejax.terminal import console
 from sparsejax.terminal.console import DETERMINISTIC, say
-from sparsejax.terminal.printed_gemms import say_gemms
+from sparsejax.terminal.printed_gemms import (
+    names_of,
+    say_attention,
+    say_gemms,
+    ways_to_compute,
+)
 from sparsejax.training.branch import Branch
 from sparsejax.training.optimizer import check_optimizer
 from sparsejax.training.recipe import Phase, model_of, phases, steps_left
@@ -54,7 +59,7 @@ def announce(
     model = config.model
     planned = phases(config)
     begin = 0 if branch is None else branch.first_step()
-    sparsities = _names_of(planned)
+    sparsities = names_of(planned)
     device = current_device() if absent is None else absent.device
     mesh = _mesh_of(config, predicted=predicted)
     if absent is not None:
@@ -69,10 +74,10 @@ def announce(
     tokens = micro_batch * config.data.sequence_length
     tokens_per_device = tokens // mesh.token_shards
     decisions = {
-        sparsity: ffn_decisions(
-            model, sparsity, tokens, config.backend, mesh=mesh, device=device
+        (name, sparsity): ffn_decisions(
+            of_phase, sparsity, tokens, config.backend, mesh=mesh, device=device
         )
-        for sparsity in sparsities
+        for (of_phase, sparsity), name in ways_to_compute(planned, model).items()
     }
 
     if absent is None:
@@ -98,8 +103,9 @@ def announce(
         say(f"begins with the weights of {init_from.folder}, and a fresh optimiser")
     for phase in planned:
         _say_static_weights(phase.kind, model_of(phase, model))
-    for sparsity, name in sparsities.items():
-        say_gemms(config, name, sparsity, decisions[sparsity], micro_batches)
+    say_attention(planned, model, device)
+    for (name, sparsity), of_gemms in decisions.items():
+        say_gemms(config, name, sparsity, of_gemms, micro_batches)
     if predicted:
         table = _memory_table(config, mesh, tokens_per_device, sparsities, absent)
         console.STDOUT.print(table)
@@ -117,7 +123,7 @@ def _say_step_times(
     config: TrainConfig,
     planned: tuple[Phase, ...],
     times: StepTimes,
-    decisions: Mapping[FFNSparsity, tuple[Decision, ...]],
+    decisions: Mapping[tuple[str, FFNSparsity], tuple[Decision, ...]],
 ) -> None:
     say(
         f"steps timed on {_count(times.devices, 'device')} ({times.device}) in "
@@ -140,7 +146,7 @@ def _say_step_times(
         elif of.phase in run_dense:
             why = "would lose time here"
             own = planned[of.phase].sparsities
-            chosen = [d for sparsity in own for d in decisions[sparsity]]
+            chosen = [d for (_, of), ds in decisions.items() if of in own for d in ds]
             if not any(decision.on_kernels for decision in chosen):
                 why = f"has no kernels on {times.device}, would lose time"
             say(
@@ -376,17 +382,6 @@ def _say_communication(
         say(f"  {name}: {', '.join(parts)}, total {sent.total / 2**30:,.2f}")
 
 
-def _names_of(planned: Sequence[Phase]) -> dict[FFNSparsity, str]:
-    """Returns a name for every sparsity of the run: that of the first phase that has
-    it, and "dense" for dense steps, whatever phase they are in."""
-    names: dict[FFNSparsity, str] = {}
-    for phase in planned:
-        for when, sparsity in zip(("", ", between"), phase.sparsities, strict=False):
-            name = "dense" if sparsity.is_dense else f"{phase.kind}{when}"
-            names.setdefault(sparsity, name)
-    return names
-
-
 def _count(number: int, noun: str) -> str:
     plural = noun + ("es" if noun.endswith("s") else "s")
     return f"{number} {noun if number == 1 else plural}"
@@ -409,7 +404,7 @@ def _predict(config: TrainConfig, planned: tuple[Phase, ...]) -> None:
     sparse = {of: share for of, share in shares.items() if not of.is_dense}
     if not sparse:
         return
-    names, took, described = _names_of(planned), 0.0, []
+    names, took, described = names_of(planned), 0.0, []
     for sparsity, share in sparse.items():
         factors = cost_model.gemm_speedups(config.model, sparsity)
         step = cost_model.predicted_speedup(flops.ffn_share(), factors)

@@ -1,9 +1,10 @@
-"""The gradient over several micro-batches, with 2:4 weights compressed once for all.
+"""The gradient over several micro-batches, whose weights are made ready once for all.
 
-A `SparseFFN` compresses its 2:4 weights at every call. Over the micro-batches of one
-optimiser step the weights are the same, so once is enough. The compressed weights are
-made here, read by the calls inside, and dropped: no caller ever holds any, and so none
-can meet weights that they were not made from. These calls, and no others, also move
+A `SparseFFN` compresses its 2:4 weights at every call, and layers in 8-bit floats round
+theirs. Over the micro-batches of one optimiser step the weights are the same, so once
+is enough. The weights as they are read are made here, read by the calls inside, and
+dropped: no caller ever holds any, and so none can meet weights that they were not made
+from. These calls, and no others, also move
 what training steps observe of experts (`feed_forward.experts.observed`).
 """
 
@@ -14,8 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
-from sparsejax.models.ffn_state import PackedWeights
-from sparsejax.models.sparse_ffn import sparse_ffns
+from sparsejax.models.attention import Attention
+from sparsejax.models.ffn_state import WeightsAsRead
+from sparsejax.models.sparse_ffn import SparseFFN
 
 
 def loss_and_gradient(
@@ -37,7 +39,7 @@ def loss_and_gradient(
 
     Args:
       loss_of: called with the model and one micro-batch. It reads the weights and must
-        not assign to them: a `SparseFFN` reads what was compressed before.
+        not assign to them: a layer may read what was made of them before.
       model: any module, with `SparseFFN`s or without.
       batches: pytrees of arrays whose leading axis is n, the number of micro-batches,
         as keys made by `jax.random.split(key, n)`.
@@ -50,16 +52,18 @@ def loss_and_gradient(
     """
     count = _leading_size(batches)
     reading = nnx.clone(model)
-    for ffn in sparse_ffns(reading):
-        packed = ffn.packed_weights()
-        ffn.packed = None if packed is None else PackedWeights(packed)
-        ffn.share_of_step = 1 / count
-    graph, params, packed, rest = nnx.split(reading, nnx.Param, PackedWeights, ...)
+    for _, layer in nnx.iter_modules(reading):
+        if isinstance(layer, SparseFFN | Attention):
+            as_read = layer.weights_as_read()
+            layer.as_read = None if as_read is None else WeightsAsRead(as_read)
+        if isinstance(layer, SparseFFN):
+            layer.share_of_step = 1 / count
+    graph, params, as_read, rest = nnx.split(reading, nnx.Param, WeightsAsRead, ...)
 
     def loss_and_rest(params, rest, batch):
-        model = nnx.merge(graph, params, packed, rest, copy=True)
+        model = nnx.merge(graph, params, as_read, rest, copy=True)
         loss = loss_of(model, *batch)
-        return loss, nnx.state(model, nnx.Not(nnx.Any(nnx.Param, PackedWeights)))
+        return loss, nnx.state(model, nnx.Not(nnx.Any(nnx.Param, WeightsAsRead)))
 
     def accumulate(carry, batch):
         total, rest = carry

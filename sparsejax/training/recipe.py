@@ -12,6 +12,7 @@ from sparsejax.config import (
     RecipeName,
     TrainConfig,
 )
+from sparsejax.dtypes import Precision
 from sparsejax.feed_forward.spec import DENSE, FFNSparsity, check_divisible
 from sparsejax.sparsity.patterns import StaticPattern
 
@@ -37,6 +38,8 @@ class Phase:
     static_weights: StaticPattern | None = None
     """The entries that the weights of the linear layers have, where that is not what
     the run's model says."""
+    precision: Precision | None = None
+    """The precision of the linear layers where it is not the run's; else None."""
 
     @property
     def sparsities(self) -> tuple[FFNSparsity, ...]:
@@ -90,6 +93,7 @@ def model_of(phase: Phase, whole: ModelConfig) -> ModelConfig:
         d_hidden=phase.d_hidden or whole.d_hidden,
         layers=phase.layers or whole.layers,
         static_weights=phase.static_weights or whole.static_weights,
+        precision=phase.precision or whole.precision,
     )
 
 
@@ -136,6 +140,7 @@ def phases(config: TrainConfig) -> tuple[Phase, ...]:
             d_hidden=phase.d_hidden,
             layers=phase.layers,
             static_weights=phase.static_weights,
+            precision=phase.precision,
         )
         for phase, count in zip(schedule, steps, strict=True)
         if count

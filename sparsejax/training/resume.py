@@ -27,7 +27,7 @@ from sparsejax.training.branch import Branch, Trunk
 from sparsejax.training.progress import Progress
 from sparsejax.training.recipe import are_alike, phase_at, steps_left
 from sparsejax.training.step import Run, TrainState, with_model
-from sparsejax.training.switches.growth import check_grows
+from sparsejax.training.switches.growth import check_grows, same_size
 
 
 def begin_or_resume(
@@ -86,14 +86,16 @@ def _begin_with(
 ) -> None:
     """Takes the weights of a folder, with a fresh optimiser, at step 0."""
     folder.check_fits(progress.config.model)
-    if progress.run_of_phase is not progress.run:
+    own = progress.run_of_phase.config.model
+    if not same_size(own, progress.config.model):
         raise ValueError(
             f"the first phase, {progress.phase.kind!r}, has a smaller model than "
             f"{folder.folder}; begin with a phase of the whole model"
         )
     progress.pretrained = folder.origin(progress.folder)
     parameters = folder.parameters()
-    progress.state = state_with(progress.run, parameters, progress.phase.held)
+    run = progress.run_of_phase
+    progress.state = state_with(run, parameters, progress.phase.held)
     loss = progress.validation_loss(progress.phase)
     # Before anything is trained: a folder that is moved is needed no more.
     _record_start(
@@ -156,7 +158,8 @@ def _begin_as_branch(
         | {"seconds": trunk.seconds(), "learning_rate": trunk.learning_rate},
         learning_rate=progress.learning_rate_of(progress.step),
     )
-    grows = trunk_run is not progress.run_of_phase
+    own = progress.run_of_phase.config.model
+    grows = not same_size(trunk_run.config.model, own)
     if grows or trunk.phase.sparsities != progress.phase.sparsities:
         progress.switch(trunk.phase, progress.phase_index)
     progress.save(blocking=True)

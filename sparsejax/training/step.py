@@ -39,7 +39,7 @@ from sparsejax.reports import metrics
 from sparsejax.training.micro_batches import loss_and_gradient
 from sparsejax.training.optimizer import check_optimizer, make_optimizer
 from sparsejax.training.recipe import Phase, model_of, phases
-from sparsejax.training.switches.growth import check_grows, grown, padded
+from sparsejax.training.switches.growth import check_grows, grown, padded, same_size
 from sparsejax.training.switches.static_weights import initial_weights, within_masks
 from sparsejax.training.switches.switching import relabel_neurons, set_sparsity, switch
 
@@ -145,8 +145,8 @@ class Run:
         self.recluster = lru_cache(maxsize=None)(self._recluster)
 
     def of_phase(self, phase: Phase) -> "Run":
-        """Returns the run that computes with the states of a phase: this one, or, where
-        the phase has a smaller model, one with that model and all else in common.
+        """Returns the run that computes with the states of a phase: this one, or one
+        with a smaller model, or another precision, and all else in common.
 
         Raises:
           ValueError: the mesh cannot share the smaller model.
@@ -156,9 +156,12 @@ class Run:
 
     def _with_model_of(self, model: ModelConfig) -> "Run":
         other = copy(self)
-        other.config = replace(self.config.with_recipe("dense"), model=model)
+        if same_size(model, self.config.model):
+            other.config = replace(self.config, model=model)
+        else:
+            other.config = replace(self.config.with_recipe("dense"), model=model)
+            other.check_shardable(DENSE)
         other._compile_once()
-        other.check_shardable(DENSE)
         return other
 
     def check_shardable(self, *sparsities: FFNSparsity) -> None:
@@ -342,12 +345,11 @@ class Run:
           ValueError: the model would shrink.
         """
         run, small = self.of_phase(after), self.of_phase(before)
-        if small is not run:
+        if not same_size(small.config.model, run.config.model):
             check_grows(small.config.model, run.config.model)
             state = run.grow(state)
-            return (
-                run.switch(state, DENSE, after.held) if after.held != DENSE else state
-            )
+            enters = after.held != DENSE
+            return run.switch(state, DENSE, after.held) if enters else state
         return run._switch_phase(state, before, after)
 
     def _switch_phase(

@@ -43,6 +43,7 @@ from sparsejax.training.branch import Branch
 from sparsejax.training.progress import Progress
 from sparsejax.training.resume import begin_or_resume
 from sparsejax.training.step import Run, TrainState
+from sparsejax.training.switches.growth import same_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,12 +307,16 @@ class _Loop(Progress):
         self.saving_seconds = 0.0
 
     def own_size(self) -> dict[str, int | str]:
-        """Returns the size of the phase's model where it is not the run's."""
-        if self.run_of_phase is self.run:
-            return {}
+        """Returns the size of the phase's model where it is not the run's, and its
+        precision where that is not the compute dtype."""
         model = self.run_of_phase.config.model
-        static = model.static_weights
-        own = {} if static is None else {"static_weights": name_of(static)}
+        own: dict[str, int | str] = {}
+        if model.precision != "dtype":
+            own["precision"] = model.precision
+        if same_size(model, self.run.config.model):
+            return own
+        if model.static_weights is not None:
+            own["static_weights"] = name_of(model.static_weights)
         return {"d_hidden": model.d_hidden, "layers": model.layers, **own}
 
     def validate(self) -> None:

@@ -29,7 +29,8 @@ from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.config import TrainConfig
 from sparsejax.distributed.processes import Exchange
 from sparsejax.feed_forward.tiles import FEATURE_TILE, dense_feature_count
-from sparsejax.ops.backend import GemmSpec, current_device
+from sparsejax.ops.backend import current_device
+from sparsejax.ops.gemm_spec import GemmSpec
 from sparsejax.ops.kernels.hopper import HopperKernels
 from sparsejax.ops.kernels.hopper_shapes import tuned_gemm
 from sparsejax.ops.kernels.registry import HOPPER

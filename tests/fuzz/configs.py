@@ -16,6 +16,7 @@ from sparsejax.config import RECIPES, RecipeName, TrainConfig
 from sparsejax.config_file import from_json, read_config, to_json
 from sparsejax.cost_model import parameter_count
 from sparsejax.distributed.mesh import check_shardable
+from sparsejax.dtypes import Precision
 from sparsejax.feed_forward.spec import TokenSparsity
 from sparsejax.ops.backend import Backend
 from sparsejax.presets import PRESETS
@@ -95,6 +96,9 @@ def starting_point(generator: Generator) -> TrainConfig:
     if generator.random() < 0.2:
         settings["backend"] = one_of(generator, get_args(Backend))
     settings["model"]["remat"] = one_of(generator, ("none", "full", "dots"))
+    if recipe != "s2d":
+        precisions = ("dtype", *get_args(Precision))
+        settings["model"]["precision"] = one_of(generator, precisions)
     return from_json(settings)
 
 
@@ -181,4 +185,8 @@ def _with_defaults(settings: dict) -> dict:
         return full
 
     recipe = settings.get("recipe", TrainConfig.recipe)
-    return filled(to_json(TrainConfig(recipe=recipe)), settings)
+    defaults = to_json(TrainConfig(recipe=recipe))
+    full = filled(defaults, settings)
+    if full["phases"]["sparsity"] is None:  # stands for the recipe's own
+        full["phases"]["sparsity"] = defaults["phases"]["sparsity"]
+    return full

@@ -13,9 +13,10 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.gated_ffn import gated_ffn
-from sparsejax.feed_forward.layout import FFNLayout, own_key
+from sparsejax.feed_forward.layout import FFNLayout, on_mesh, own_key
 from sparsejax.feed_forward.operands.weights import pack_ffn
 from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.ops.fp8_matmul import FORWARD, quantise
 from sparsejax.routing.routers import ActivationEnergy, NearestCentre
 from sparsejax.sparsity.patterns import NM, VNM
 from tests.support.ffn_cases import (
@@ -342,3 +343,61 @@ def test_no_residual_holds_a_gathered_weight():
     hidden = TOKENS * D_HIDDEN
     elements = sum(a.size for a in saved)
     assert elements == sum(a.size for a in given) + hidden
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_step_of_a_matrix_is_that_of_all_devices(mesh):
+    layout = layout_of(MESHES[mesh])
+    numbers = np.random.default_rng(0).standard_normal((64, 12)).astype(np.float32)
+    # Those of most devices are so small that they lose bits beside the others'.
+    x = numbers * np.where(np.arange(64) % 48 == 7, 1, 2.0**-16)[:, None]
+    parts = PartitionSpec(("data", "fsdp", "tensor"))
+    local = lambda x: jax.tree.map(lambda a: a.reshape(-1), quantise(x, FORWARD))
+    shared = jax.jit(on_mesh(layout, local, (parts,), parts))(x)
+    alone = quantise(jnp.asarray(x), FORWARD)
+    np.testing.assert_array_equal(shared.values.reshape(64, 12), alone.values)
+    np.testing.assert_array_equal(shared.step, np.full(8, alone.step))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8_all"])
+@pytest.mark.parametrize("gated", [False, True], ids=["relu2", "reglu2"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_mesh_rounds_to_8_bit_floats_as_one_device_does(precision, gated, mesh):
+    generator = np.random.default_rng(0)
+
+    whole = lambda *shape: generator.integers(-3, 4, shape).astype(np.float32)
+    x, dy = whole(TOKENS, D_MODEL), whole(TOKENS, D_MODEL)
+    weights = [whole(D_HIDDEN, D_MODEL).T for _ in range(1 + gated)]
+    weights.append(whole(D_HIDDEN, D_MODEL))
+
+    def run(layout):
+        @jax.jit
+        def of(x, weights, dy):
+            how = {"precision": precision, "layout": layout}
+            if gated:
+                how["activation"] = "reglu2"
+            call = lambda x, w: (gated_ffn if gated else ffn)(x, *w, **how)
+            y, pull_back = jax.vjp(call, x, weights)
+            return y, *pull_back(dy)
+
+        return of(x, weights, dy)
+
+    # Sums of whole numbers, in another order where they are beyond 2^24.
+    ours, theirs = run(layout_of(MESHES[mesh])), run(None)
+    for got, wanted in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        largest = np.abs(np.asarray(wanted)).max()
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6 * largest)
+
+
+def test_weights_in_8_bit_floats_are_gathered_as_bytes():
+    layout = layout_of(MESHES["fsdp"])
+    arrays = [jnp.asarray(a, jnp.float32) for a in make_inputs(0, TOKENS)]
+    x, w_up, w_down, dy = arrays
+
+    def of(x, w_up, w_down, dy):
+        call = partial(ffn, precision="fp8", layout=layout)
+        return jax.vjp(call, x, w_up, w_down)[1](dy)
+
+    text = jax.jit(of).lower(x, w_up, w_down, dy).compile().as_text()
+    gathers = re.findall(r"= (\w+)\[[\d,]*\]\S* all-gather\(", text)
+    assert gathers and set(gathers) == {"u8"}

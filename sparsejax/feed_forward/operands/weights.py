@@ -2,17 +2,24 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from sparsejax.dtypes import Precision
 from sparsejax.feed_forward.layout import FFNLayout, on_mesh, weight_spec
 from sparsejax.feed_forward.spec import FFNSparsity
-from sparsejax.ops import dense_matmul
+from sparsejax.ops import dense_matmul, fp8_matmul
 from sparsejax.ops.backend import Backend, Decision
+from sparsejax.ops.fp8_matmul import (
+    Quantised,
+    QuantisedWeight,
+    quantise,
+    quantise_weight,
+)
 from sparsejax.ops.kernels import registry
 from sparsejax.ops.sparse_matmul import pack_weight, sparse_matmul, why_not_packed
 from sparsejax.sparsity.compressed import Compressed, compress, decompress
@@ -22,18 +29,19 @@ from sparsejax.sparsity.patterns import NM
 
 
 class PackedFFN(NamedTuple):
-    """The matrices beta S(W) of an FFN's weights, compressed along d_model, the axis
-    that GEMMs 1 and 3 reduce over; `Packed` where sparse tensor cores will read
-    them."""
+    """The weights of an FFN in the form that its GEMMs read: the matrices beta S(W),
+    compressed along d_model, the axis that GEMMs 1 and 3 reduce over, and `Packed`
+    where sparse tensor cores will read them; or the weights of a dense FFN in 8-bit
+    floats."""
 
-    up: Compressed | Packed
+    up: Compressed | Packed | QuantisedWeight
     """S(W1), of logical shape (d_model, d_hidden), with groups along axis -2; `Packed`
-    holds its transpose."""
-    down: Compressed | Packed | None
+    holds its transpose. Or W1."""
+    down: Compressed | Packed | QuantisedWeight | None
     """S(W2^T)^T, of logical shape (d_hidden, d_model), with groups along axis -1; None
-    where GEMM 3 reads a dense weight."""
-    gate: Compressed | Packed | None = None
-    """S(Wg) of a gated FFN, stored as `up`; None of a plain FFN."""
+    where GEMM 3 reads a dense weight. Or W2."""
+    gate: Compressed | Packed | QuantisedWeight | None = None
+    """S(Wg) or Wg of a gated FFN, stored as `up`; None of a plain FFN."""
 
 
 class FFNWeights[T](NamedTuple):
@@ -59,6 +67,14 @@ class ReadWeights(NamedTuple):
     packed_up: Compressed | Packed | None = None
     packed_down: Compressed | Packed | None = None
     packed_gate: Compressed | Packed | None = None
+    quantised: FFNWeights[QuantisedWeight] | None = None
+    """The weights of a dense FFN in 8-bit floats, which its GEMMs read then; else
+    None."""
+
+    @property
+    def dense(self) -> FFNWeights[jax.Array] | FFNWeights[QuantisedWeight]:
+        """The weights that dense GEMMs read."""
+        return self.quantised or FFNWeights(self.up, self.down, self.gate)
 
 
 def pack_ffn(
@@ -67,12 +83,14 @@ def pack_ffn(
     *,
     w_gate: Float[Array, "*layers d_model d_hidden"] | None = None,
     sparsity: FFNSparsity,
-    scales: Float[Array, "*layers matrices"],
+    precision: Precision = "dtype",
+    scales: Float[Array, "*layers matrices"] | None = None,
     dtype: jnp.dtype,
     layout: FFNLayout | None = None,
     backend: Backend | None = None,
 ) -> PackedFFN | None:
-    """Returns beta S(W) of every weight, compressed; None where the weights stay dense.
+    """Returns beta S(W) of every weight, compressed, or the weights of a dense FFN in
+    8-bit floats; None where they are read as they are.
 
     S is the soft threshold of arXiv 2409.09099, beta its frozen scale. Packing reads
     and writes each weight once: do it once per optimiser step, not per micro-batch.
@@ -82,15 +100,25 @@ def pack_ffn(
       w_up, w_down, w_gate: float32 masters; leading axes are stacked layers. `w_gate`
         is None of a plain FFN.
       sparsity: the sparsity of the FFN, which names the pattern of the weights.
-      scales: beta of (up, down), or of (gate, up, down) for a gated FFN.
+      precision: the precision of the GEMMs where the FFN is dense.
+      scales: beta of (up, down), or of (gate, up, down) for a gated FFN; not read where
+        the weights are dense.
       dtype: dtype of the packed values.
       layout: how the weights lie on a mesh of several devices; None on one device.
       backend: what will run the GEMMs; None for the fastest that can.
     Raises:
       ValueError: `scales` does not have one beta for each weight.
     """
+    if sparsity.is_dense and precision != "dtype":
+        gate = None if w_gate is None else quantise_weight(w_gate)
+        return PackedFFN(quantise_weight(w_up), quantise_weight(w_down), gate)
     if sparsity.weights is None:
         return None
+    if scales is None:
+        raise ValueError(
+            f"weights={sparsity.weights} needs scales, the frozen beta of each weight; "
+            f"compute it once with soft_threshold_scale"
+        )
     scales_of = [scales[..., i, None, None] for i in range(scales.shape[-1])]
     *gate_scale, up_scale, down_scale = scales_of
     if len(gate_scale) != (w_gate is not None):
@@ -167,13 +195,28 @@ def as_dense(
 def multiply(
     gemm: Decision,
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: jax.Array | QuantisedWeight,
     *,
     out_dtype: jnp.dtype | None = None,
 ) -> jax.Array:
-    """Returns `lhs @ rhs` of two dense operands; a sparse activation comes masked."""
+    """Returns `lhs @ rhs` of two dense operands; a sparse activation comes masked. A
+    GEMM of 8-bit floats rounds what is not in them yet."""
+    if gemm.spec.fp8:
+        return _multiply_fp8(gemm, lhs, rhs, out_dtype or lhs.dtype)
     run = dense_matmul.implementations()[gemm.backend].run
     return run(lhs, rhs, out_dtype=out_dtype)
+
+
+def _multiply_fp8(
+    gemm: Decision, lhs: jax.Array, rhs: jax.Array | QuantisedWeight, out_dtype: Any
+) -> jax.Array:
+    run = fp8_matmul.implementations()[gemm.backend].run
+    of_lhs, of_rhs = fp8_matmul.formats(gemm.spec)
+    if isinstance(rhs, QuantisedWeight):
+        transposed = Quantised(rhs.transposed, rhs.step)
+    else:
+        transposed = quantise(rhs.T, of_rhs)
+    return run(quantise(lhs, of_lhs), transposed, out_dtype=out_dtype)
 
 
 def as_packed(weight: Compressed | Packed) -> Packed:
@@ -182,7 +225,10 @@ def as_packed(weight: Compressed | Packed) -> Packed:
 
 
 def multiply_by_weight(
-    gemm: Decision, x: jax.Array, w: jax.Array, packed: Compressed | Packed | None
+    gemm: Decision,
+    x: jax.Array,
+    w: jax.Array | QuantisedWeight,
+    packed: Compressed | Packed | None,
 ) -> jax.Array:
     """Returns `x @ w`, or `x @ S(w)` where the weight is packed."""
     if packed is None:

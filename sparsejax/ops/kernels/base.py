@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sparsejax.ops.backend import GemmSpec, Times
+from sparsejax.ops.gemm_spec import GemmSpec, Times
 from sparsejax.sparsity.packed import Packed
 
 
@@ -86,11 +86,6 @@ class OverTokens(NamedTuple):
 class KernelSet(Protocol):
     """The kernels of one device. A set is hashable, and equal to another that compiles
     the same programs: it is a static argument of traced functions."""
-
-    @property
-    def name(self) -> str:
-        """The name that users give as `backend`."""
-        ...
 
     @property
     def layout(self) -> str:

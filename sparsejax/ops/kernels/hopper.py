@@ -31,7 +31,7 @@ from pallas_kernels.sm90.sparse_matmul_configs import (
     why_unsupported,
 )
 from pallas_kernels.sm90.threads import activation_tiles
-from sparsejax.ops.backend import GemmSpec, Times
+from sparsejax.ops.gemm_spec import GemmSpec, Times
 from sparsejax.ops.kernels.base import ExpertRows, KeptActivations
 from sparsejax.ops.kernels.hopper_lookups import experts_of, one_by_one, tile_rows, used
 from sparsejax.ops.kernels.hopper_packing import HopperPacking

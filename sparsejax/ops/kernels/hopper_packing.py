@@ -29,7 +29,6 @@ from sparsejax.ops.kernels.hopper_lookups import (
     over_tokens,
     slots,
 )
-from sparsejax.ops.kernels.registry import HOPPER
 from sparsejax.sparsity.packed import WGMMA_ORDER, Packed
 
 
@@ -40,7 +39,6 @@ class HopperPacking:
 
     device: Device
 
-    name = HOPPER.name
     layout = WGMMA_ORDER
 
     def why_not_packed(
@@ -179,7 +177,7 @@ class HopperPacking:
             if operand.layout != self.layout:
                 raise ValueError(
                     f"an operand packed in the order {operand.layout!r} cannot be read "
-                    f"by {self.name}, which reads {self.layout!r}; pack it for the "
+                    f"by Hopper's kernels, which read {self.layout!r}; pack it for the "
                     f"device that multiplies it"
                 )
 

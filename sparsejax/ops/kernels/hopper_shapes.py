@@ -2,7 +2,7 @@
 
 from pallas_kernels.sm90.sparse_matmul_configs import Shape
 from pallas_kernels.tuned_gemm import TunedGemm
-from sparsejax.ops.backend import GemmSpec
+from sparsejax.ops.gemm_spec import GemmSpec
 from sparsejax.routing.dispatch import row_count
 from sparsejax.sparsity.packed import in_blocks
 

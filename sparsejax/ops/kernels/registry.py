@@ -6,12 +6,10 @@ imports no kernel. What a set has to offer is `base.KernelSet`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pallas_kernels.device import Device
-
-if TYPE_CHECKING:
-    from sparsejax.ops.kernels.base import KernelSet
+from sparsejax.ops.kernels.base import KernelSet
 
 KernelSetName = Literal["mosaic_sm90"]
 """The names of the sets, which users give as `backend`."""
@@ -24,11 +22,11 @@ class Registered:
     name: KernelSetName
     why_unavailable: Callable[[Device], str | None]
     """Returns why a device can run none of the set's kernels, or None where it can."""
-    load: Callable[[Device], "KernelSet"]
+    load: Callable[[Device], KernelSet]
     """Returns the set for a device that can run it."""
 
 
-def _load_hopper(device: Device) -> "KernelSet":
+def _load_hopper(device: Device) -> KernelSet:
     from sparsejax.ops.kernels.hopper import HopperKernels
 
     return HopperKernels(device)
@@ -56,7 +54,7 @@ def name_for(device: Device) -> KernelSetName | None:
     return next(runs, None)
 
 
-def kernels_of(device: Device) -> "KernelSet | None":
+def kernels_of(device: Device) -> KernelSet | None:
     """Returns the preferred set of those that run on `device`, or None where none
     does."""
     for each in REGISTERED:

@@ -16,6 +16,8 @@ repeated layers from arXiv 2405.15319; with zero outputs as here a new layer beg
 the identity.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -24,6 +26,12 @@ from jaxtyping import PyTree
 from sparsejax.config import ModelConfig
 from sparsejax.models.block_diagonal import ENDS_OF_BRANCHES, stacked_dense_weight
 from sparsejax.models.sparse_ffn import NEURON_AXES
+
+
+def same_size(left: ModelConfig, right: ModelConfig) -> bool:
+    """Returns whether two models have the same parameters, and are the same but for the
+    precision of their linear layers."""
+    return replace(left, precision=right.precision) == right
 
 
 def check_grows(before: ModelConfig, after: ModelConfig) -> None:

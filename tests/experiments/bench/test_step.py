@@ -30,6 +30,7 @@ def config(text):
         batch_size=4,
         micro_batches=2,
         text=text,
+        precisions=(),
         rounds=2,
         steps=1,
         results=None,
@@ -70,6 +71,25 @@ def test_rows(config, tmp_path):
         assert all(gemm.endswith(": xla") for gemm in row["gemms"])
         assert "kernel_ms" not in row
         assert (row["experts"], row["v"], row["switch_seconds"]) == (None,) * 3
+
+
+def test_every_step_is_timed_in_8_bit_floats_too(config):
+    rows = step.main(replace(config, precisions=("fp8",)))
+    by_name = {row["name"]: row for row in rows}
+    names = ["dense", "2:4 weights", "dense, fp8", "2:4 weights, fp8"]
+    assert list(by_name) == names
+    assert [row["precision"] for row in rows] == ["dtype", "dtype", "fp8", "fp8"]
+    fp8 = by_name["dense, fp8"]
+    for row in rows:
+        low, high = row["spread_fp8"]
+        assert 0 < low <= row["over_fp8_dense"] <= high
+        assert row["over_fp8_dense"] * row["step_ms"] == pytest.approx(
+            fp8["over_fp8_dense"] * fp8["step_ms"]
+        )
+        # They step on one state.
+        assert row["state_gib"] == pytest.approx(rows[0]["state_gib"], rel=0.01)
+    for name in names[2:]:
+        assert 0 < by_name[name]["error"]["gradient_norm"] < 0.1
 
 
 def test_steps_with_experts_run_on_clustered_neurons(config):

@@ -1,7 +1,7 @@
 """`sparsejax tune`: what is timed, and where nothing is."""
 
 from sparsejax.command import main
-from sparsejax.ops.backend import GemmSpec
+from sparsejax.ops.gemm_spec import GemmSpec
 from sparsejax.presets import PRESETS
 from sparsejax.tuning import tune
 from tests.support import hopper

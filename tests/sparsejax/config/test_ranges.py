@@ -94,7 +94,12 @@ def test_a_number_out_of_range_is_refused_by_its_dotted_name(kind, name, value):
 
 
 CHOICES = {
-    ModelConfig: {"activation": "gelu", "dtype": "float16", "remat": "all"},
+    ModelConfig: {
+        "activation": "gelu",
+        "dtype": "float16",
+        "precision": "fp4",
+        "remat": "all",
+    },
     DataConfig: {"shard_dtype": "int32", "split_by": "folder"},
     OptimizerConfig: {"name": "sgd", "schedule": "linear"},
     TrainConfig: {"preset": "small", "recipe": "papr", "backend": "cuda"},

@@ -19,7 +19,8 @@ from sparsejax.feed_forward.choice import (
 )
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.spec import DENSE, FFNSparsity, FFNSpec
-from sparsejax.ops.backend import Decision, Times
+from sparsejax.ops.backend import Decision
+from sparsejax.ops.gemm_spec import Times
 from sparsejax.sparsity.patterns import NM, VNM
 from tests.support import hopper
 

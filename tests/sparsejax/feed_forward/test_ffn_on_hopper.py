@@ -189,7 +189,7 @@ def test_composes_with_vmap_scan_and_remat(calls):
 
 def test_the_layer_packs_for_the_kernel_without_a_dense_copy(calls):
     layer = SparseFFN(D, F, dtype=jnp.bfloat16, sparsity=WEIGHTS, rngs=nnx.Rngs(0))
-    packed = layer.packed_weights()
+    packed = layer.weights_as_read()
     assert isinstance(packed.up, Packed) and packed.up.shape == (F, D)
     assert isinstance(packed.down, Packed) and packed.down.shape == (F, D)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(packed))

@@ -7,11 +7,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from sparsejax.config import ModelConfig
 from sparsejax.models.attention import (
     Attention,
+    KVCache,
     attention_implementation,
     rotary_embedding,
 )
+from sparsejax.ops.fp8_matmul import FORWARD
+from sparsejax.sparsity.patterns import BlockDiagonal
+from tests.support.fp8_oracle import rounded
 
 D, F = 16, 64
 
@@ -71,6 +76,35 @@ def test_attention_matches_numpy(kv_heads):
                 )
     expected = mixed.reshape(2, sequence, D) @ np.asarray(layer.w_out[...])
     np.testing.assert_allclose(layer(x, offset=offset), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_8_bit_projections_are_those_of_rounded_operands():
+    """Query, key and value of ones: the softmax is even, and out a mean of values."""
+    layer = Attention(16, 4, precision="fp8", rngs=nnx.Rngs(0))
+    layer.w_query[...] = jnp.zeros((16, 16))
+    x = normal(2, 5, 16)
+    values = rounded(x.reshape(10, 16), FORWARD) @ rounded(layer.w_value[...], FORWARD)
+    before = np.cumsum(values.astype(np.float32).reshape(2, 5, 16), axis=1)
+    mixed = before / np.arange(1, 6, dtype=np.float32)[None, :, None]
+    out = rounded(mixed.reshape(10, 16), FORWARD) @ rounded(layer.w_out[...], FORWARD)
+    got = np.asarray(layer(jnp.asarray(x))).reshape(10, 16)
+    # Where float32 rounds across a boundary of 8 bits one of 16 products is off by 1/8.
+    np.testing.assert_allclose(got, out, rtol=0, atol=0.05 * np.abs(out).max())
+    assert np.median(np.abs(got - out)) < 1e-5
+    # With a cache the projections are in the compute dtype.
+    cache = KVCache(*(jnp.zeros((2, 5, 4, 4)) for _ in range(2)))
+    positions = jnp.broadcast_to(jnp.arange(5), (2, 5))
+    plain = Attention(16, 4, rngs=nnx.Rngs(0))
+    plain.w_query[...] = jnp.zeros((16, 16))
+    cached, _ = layer.with_cache(jnp.asarray(x), cache, positions)
+    np.testing.assert_allclose(cached, plain(jnp.asarray(x)), rtol=1e-4, atol=1e-5)
+
+
+def test_8_bit_floats_are_refused_with_blocks_on_a_diagonal():
+    with pytest.raises(ValueError, match="weights of 2 blocks on a diagonal"):
+        Attention(16, 4, groups=2, precision="fp8", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="leave static_weights out"):
+        ModelConfig(static_weights=BlockDiagonal(4), precision="fp8")
 
 
 def test_attention_refuses_uneven_heads():

@@ -230,13 +230,13 @@ def test_a_static_quarter_is_an_ffn_of_a_quarter_of_the_neurons_and_no_others_le
 
 def test_packed_weights_are_those_of_the_present_masters():
     layer = SparseFFN(D, F, sparsity=WEIGHTS, rngs=nnx.Rngs(0))
-    before = decompress(layer.packed_weights().up)
+    before = decompress(layer.weights_as_read().up)
     expected = soft_thresholded(np.asarray(layer.w_up[...]))
     np.testing.assert_allclose(before, expected, rtol=1e-5, atol=1e-6)
     layer.w_up[...] = -layer.w_up[...]
-    np.testing.assert_array_equal(decompress(layer.packed_weights().up), -before)
+    np.testing.assert_array_equal(decompress(layer.weights_as_read().up), -before)
     layer.compute_as(FFNSparsity(activations=NM(2, 4)))
-    assert layer.packed_weights() is None
+    assert layer.weights_as_read() is None
 
 
 def test_clustering_preserves_the_function_and_returns_the_permutation():
@@ -296,11 +296,11 @@ def test_stacked_layers_pack_rescale_and_cluster_like_single_ones():
     cluster = nnx.jit(SparseFFN.cluster)
     orders = [cluster(layer) for layer in singles]
     np.testing.assert_array_equal(cluster(stacked), np.stack(orders))
-    packed = stacked.packed_weights()
+    packed = stacked.weights_as_read()
     for i, single in enumerate(singles):
         chex.assert_trees_all_close(
             jax.tree.map(lambda leaf, i=i: leaf[i], packed),
-            single.packed_weights(),
+            single.weights_as_read(),
             rtol=1e-5,
         )
         chex.assert_trees_all_close(

@@ -12,7 +12,7 @@ from flax import nnx
 
 from sparsejax.config import ModelConfig
 from sparsejax.feed_forward.spec import DENSE, FFNSparsity
-from sparsejax.models.ffn_state import PackedWeights
+from sparsejax.models.ffn_state import WeightsAsRead
 from sparsejax.models.sparse_ffn import SparseFFN, sparse_ffns
 from sparsejax.models.transformer import Transformer, cross_entropy, greedy_sample
 from sparsejax.routing.routers import ActivationEnergy, TokenHash
@@ -88,7 +88,7 @@ def test_the_scan_is_a_loop_over_the_blocks(name, packed):
     model = transformer(sparsity=SPARSITIES[name])
     if packed:
         for ffn in sparse_ffns(model):
-            ffn.packed = PackedWeights(ffn.packed_weights())
+            ffn.as_read = WeightsAsRead(ffn.weights_as_read())
     tokens = some_tokens(2, 7)
     logits, captured = model(tokens, capture_ffn_inputs=True)
     graph, stacked = nnx.split(model.blocks)

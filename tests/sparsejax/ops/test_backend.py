@@ -6,12 +6,8 @@ import jax
 import pytest
 
 from pallas_kernels.device import CPU, Device
-from sparsejax.ops.backend import (
-    GemmSpec,
-    Implementation,
-    choose_backend,
-    current_device,
-)
+from sparsejax.ops.backend import Implementation, choose_backend, current_device
+from sparsejax.ops.gemm_spec import GemmSpec
 from sparsejax.sparsity.patterns import NM, VNM
 
 SPEC = GemmSpec(name="Y = X W", tokens=3, d_in=4, d_out=5, dtype="float32")

@@ -13,7 +13,8 @@ from flax import nnx
 from sparsejax.config import MeshConfig, ModelConfig
 from sparsejax.feed_forward.spec import DENSE, FFNSparsity
 from sparsejax.models.transformer import Transformer
-from sparsejax.ops.backend import Decision, GemmSpec
+from sparsejax.ops.backend import Decision
+from sparsejax.ops.gemm_spec import GemmSpec
 from sparsejax.reports import metrics
 from sparsejax.reports.metrics import (
     DensePeak,

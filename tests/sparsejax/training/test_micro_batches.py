@@ -10,9 +10,12 @@ import optax
 import pytest
 from flax import nnx
 
+from sparsejax.config import ModelConfig
+from sparsejax.feed_forward.operands import weights
 from sparsejax.feed_forward.spec import DENSE, FFNSparsity
-from sparsejax.models import sparse_ffn
+from sparsejax.models import attention, sparse_ffn
 from sparsejax.models.sparse_ffn import SparseFFN
+from sparsejax.models.transformer import Transformer, cross_entropy
 from sparsejax.sparsity.patterns import NM, VNM
 from sparsejax.training.micro_batches import loss_and_gradient
 from sparsejax.training.switches.switching import switch
@@ -74,9 +77,33 @@ def test_weights_are_packed_once_for_all_micro_batches(monkeypatch):
     assert len(made) == 1
     assert read and None not in read
     # What was packed has gone with the call.
-    assert layer.packed is None
+    assert layer.as_read is None
     layer(normal(8, D))
     assert read[-1] is None
+
+
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+def test_8_bit_weights_are_made_once_and_are_those_of_every_call(
+    activation, monkeypatch
+):
+    sizes = {"d_model": 16, "layers": 2, "heads": 2, "kv_heads": 1, "d_hidden": 32}
+    config = ModelConfig(precision="fp8", activation=activation, **sizes)
+    model = Transformer(config, rngs=nnx.Rngs(0))
+    tokens = jax.random.randint(jax.random.key(0), (3, 2, 9), 0, 256)
+    each = [nnx.value_and_grad(cross_entropy)(model, batch) for batch in tokens]
+    wanted = jax.tree.map(lambda *of: sum(of) / 3, *each)
+    made = []
+    for module in (attention, weights):
+        quantise = module.quantise_weight
+        spy = lambda w, quantise=quantise: made.append(w.shape) or quantise(w)
+        monkeypatch.setattr(module, "quantise_weight", spy)
+    got = loss_and_gradient(cross_entropy, model, tokens)
+    # All layers at once, and nothing inside of the loops over layers or batches.
+    assert len(made) == 4 + (2 if activation == "relu2" else 3)
+    assert all(shape[0] == 2 for shape in made)
+    chex.assert_trees_all_close(
+        jax.tree.leaves(got), jax.tree.leaves(wanted), rtol=1e-4, atol=1e-6
+    )
 
 
 def test_a_loop_of_ones_own_trains_as_one_without_packing():

@@ -66,7 +66,19 @@ SOMETIMES = (
     PhaseConfig(name="dense", share=0.5),
     PhaseConfig(name="sometimes", every=Interleaved(steps=3, sparsity=VENOM)),
 )
-SCHEDULES = {"five": FIVE, "staged": STAGED_EXIT, "sometimes": SOMETIMES}
+# 8-bit floats in a dense and in a sparse phase, the compute dtype at both ends.
+PRECISE = (
+    PhaseConfig(name="begin", share=0.25),
+    PhaseConfig(name="dense", share=0.25, precision="fp8"),
+    PhaseConfig(name="sparse", share=0.25, sparsity=VENOM, precision="fp8_all"),
+    PhaseConfig(name="end"),
+)
+SCHEDULES = {
+    "five": FIVE,
+    "staged": STAGED_EXIT,
+    "sometimes": SOMETIMES,
+    "precise": PRECISE,
+}
 
 
 # How long they are.
@@ -169,6 +181,7 @@ def test_a_schedule_killed_at_every_switch_and_in_between_has_the_same_bits(
             "five": [3, 7, 9, 11],
             "staged": [6, 9],
             "sometimes": [6],
+            "precise": [3, 6, 9],
         }[name]
     )
     # Of five, steps 5 and 7 are dense in between and step 11 sparse; of sometimes 9.
@@ -194,6 +207,23 @@ def test_the_records_name_the_phases(whole):
     schedule = learning_rate(config.optimizer, 12)
     assert rates[8] == pytest.approx(0.5 * float(schedule(7)), rel=1e-6)
     assert rates[7] == pytest.approx(float(schedule(6)), rel=1e-6)
+
+
+def test_another_precision_is_said_and_changes_no_weight(whole):
+    config, folder, _ = whole("precise")
+    records = read_records(folder)
+    said = [r.get("precision") for r in records if r["event"] == "step"]
+    assert said == [None] * 3 + ["fp8"] * 3 + ["fp8_all"] * 3 + [None] * 3
+    run = shared_run(config)
+    state = run.initial_state()
+    before = arrays_of(state)
+    after = run.switch_phase(state, *run.phases[:2])
+    assert arrays_of(after).keys() == before.keys()
+    for name, array in arrays_of(after).items():
+        assert array.tobytes() == before[name].tobytes(), name
+    # And its losses are those of another computation.
+    switch = next(r for r in records if r["event"] == "switch")
+    assert 0 < abs(switch["before"] - switch["after"]) < 0.05
 
 
 def test_a_schedule_that_says_what_a_recipe_does_has_its_bits(uninterrupted, tmp_path):

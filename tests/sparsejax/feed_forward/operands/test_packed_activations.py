@@ -337,7 +337,7 @@ def test_nine_sixteenths_of_the_activations_are_kept_for_the_backward(calls):
     w = ReadWeights(*(weight.astype(x.dtype) for weight in weights))
     plan = FFNPlan.of(FFNSpec.of(x, *weights, ACTIVATIONS), "mosaic_sm90")
     static = Static(plan, None, PACKED)
-    forward = partial(PACKED.forward, static, expert_index=None)
+    forward = partial(PACKED.forward, static, experts=None)
     _, kept = jax.eval_shape(forward, x, w)
     sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept)]
     # And one count per feature.
