@@ -9,7 +9,7 @@ from sparsejax.feed_forward.gated_ffn import gated_ffn as gated_ffn
 from sparsejax.feed_forward.layout import FFNLayout as FFNLayout
 from sparsejax.feed_forward.operands.weights import PackedFFN as PackedFFN
 from sparsejax.feed_forward.operands.weights import pack_ffn as pack_ffn
-from sparsejax.feed_forward.spec import FFNSparsity as FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity as FFNSparsity
 from sparsejax.feed_forward.spec import FFNSpec as FFNSpec
 from sparsejax.interchange.sparsify import densify as densify
 from sparsejax.interchange.sparsify import explain as explain

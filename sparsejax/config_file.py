@@ -18,7 +18,7 @@ from sparsejax.config import (
     RecipeConfig,
     TrainConfig,
 )
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.routing import routers
 from sparsejax.routing.routers import Router
 from sparsejax.sparsity import patterns

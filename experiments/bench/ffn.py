@@ -53,7 +53,8 @@ from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.config import MeshConfig
 from sparsejax.config_file import read_config
 from sparsejax.feed_forward.ffn import ffn
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity, FFNSpec
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
+from sparsejax.feed_forward.spec import FFNSpec
 from sparsejax.models.transformer import Transformer
 from sparsejax.ops.backend import Backend, current_device
 from sparsejax.reports.metrics import ffn_statistics

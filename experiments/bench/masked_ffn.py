@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sparsejax.feed_forward.operands.token_sparsity import fixed_token_order
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.feed_forward.tiles import dense_feature_count
 from sparsejax.routing.routers import ActivationEnergy, TokenHash
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from sparsejax.config import PhaseConfig, PresetName, RecipeName
 from sparsejax.config_file import from_plain
 from sparsejax.dtypes import Precision
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.presets import PRESETS
 from sparsejax.routing.routers import ActivationEnergy, TokenHash
 from sparsejax.sparsity.patterns import TWO_FOUR, VNM

@@ -66,7 +66,7 @@ from sparsejax.config import (
 from sparsejax.data.corpus import load_corpus
 from sparsejax.data.tokenizers import ByteTokenizer
 from sparsejax.dtypes import Precision
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.sparse_ffn import sparse_ffns
 from sparsejax.models.transformer import Transformer, cross_entropy
 from sparsejax.ops.backend import Backend

@@ -17,7 +17,8 @@ import tyro
 from pallas_kernels.device import Device
 from sparsejax.feed_forward.choice import why_slower_than_dense
 from sparsejax.feed_forward.gated_ffn import GatedFFNSpec
-from sparsejax.feed_forward.spec import FFNSparsity, FFNSpec
+from sparsejax.feed_forward.sparsity import FFNSparsity
+from sparsejax.feed_forward.spec import FFNSpec
 from sparsejax.launch.flags import REGISTRY
 from sparsejax.ops.backend import Backend, current_device
 from sparsejax.terminal import console

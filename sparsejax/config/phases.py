@@ -14,7 +14,7 @@ from sparsejax.config.ranges import (
     check_intervals,
 )
 from sparsejax.dtypes import Precision
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity, TokenSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity, TokenSparsity
 from sparsejax.routing.routers import Router
 from sparsejax.sparsity.patterns import (
     NM,

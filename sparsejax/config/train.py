@@ -24,7 +24,7 @@ from sparsejax.config.ranges import (
     check_intervals,
     largest_divisor,
 )
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.backend import Backend
 from sparsejax.sparsity.patterns import StaticPattern, name_of
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from sparsejax.config import MeshConfig, ModelConfig
 from sparsejax.cost_model.gathered import element_bytes, gathered_bytes
 from sparsejax.cost_model.parameters import parameter_count
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from sparsejax.config import ModelConfig
 from sparsejax.cost_model.parameters import parameter_count
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from math import prod
 from sparsejax.config import MeshConfig, ModelConfig, OptimizerName
 from sparsejax.cost_model.gathered import element_bytes, gathered_bytes
 from sparsejax.cost_model.parameters import parameter_count
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 
 ONE_DEVICE = MeshConfig(data=1)
 

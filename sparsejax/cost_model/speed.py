@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from sparsejax.config import ModelConfig
 from sparsejax.cost_model.parameters import parameter_count
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 
 _GATED = (1, 1, 2, 3, 4, 4, 5, 5, 6)
 GEMM_NUMBERS = {"relu2": (1, 2, 3, 4, 5, 6), "swiglu": _GATED, "reglu2": _GATED}

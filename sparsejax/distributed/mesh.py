@@ -19,7 +19,7 @@ from jaxtyping import Array, Int, PyTree
 
 from sparsejax.config import MeshConfig, ModelConfig
 from sparsejax.feed_forward.layout import FFNLayout, check_axis_types
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 
 AXES = ("data", "fsdp", "tensor")
 AXIS_TYPES = (AxisType.Auto,) * len(AXES)

@@ -15,7 +15,8 @@ from sparsejax.feed_forward.passes.by_expert import BY_EXPERT
 from sparsejax.feed_forward.passes.masked import MASKED
 from sparsejax.feed_forward.passes.packed import PACKED
 from sparsejax.feed_forward.plan import FFNPlan
-from sparsejax.feed_forward.spec import DENSE, FFNCall
+from sparsejax.feed_forward.sparsity import DENSE
+from sparsejax.feed_forward.spec import FFNCall
 from sparsejax.ops.backend import Backend
 
 

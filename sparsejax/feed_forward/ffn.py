@@ -1,8 +1,8 @@
 """The feed-forward network with squared ReLU: six GEMMs behind one custom_vjp.
 
-`spec` states the six equations and what may be sparse in them. The forward and the
-backward of a sparse FFN do not read the same matrices: GEMM 1 reads S(W1) and GEMM 4
-reads W1, GEMM 2 reads W2 and GEMM 3 reads S(W2^T). The gradient is therefore an
+`spec` states the six equations, and `sparsity` what may be sparse in them. The forward
+and the backward of a sparse FFN do not read the same matrices: GEMM 1 reads S(W1) and
+GEMM 4 reads W1, GEMM 2 reads W2 and GEMM 3 reads S(W2^T). The gradient is therefore an
 estimator, straight through masks and soft threshold, not the derivative of the output.
 With everything dense it is the derivative. With `exact_gradients` GEMM 3 reads W2^T and
 GEMM 4 reads S(W1)^T: the derivative of the output with its masks held constant, by
@@ -17,7 +17,8 @@ from sparsejax.feed_forward.call import call_ffn
 from sparsejax.feed_forward.layout import FFNLayout
 from sparsejax.feed_forward.operands.experts import ExpertOperands
 from sparsejax.feed_forward.operands.weights import FFNWeights, PackedFFN
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity, FFNSpec
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
+from sparsejax.feed_forward.spec import FFNSpec
 from sparsejax.ops.backend import Backend
 
 

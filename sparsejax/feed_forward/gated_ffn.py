@@ -28,11 +28,8 @@ from sparsejax.feed_forward.operands.weights import (
     PackedFFN,
 )
 from sparsejax.feed_forward.packing import why_not_packed_anew
-from sparsejax.feed_forward.spec import (
-    DENSE,
-    FFNCall,
-    FFNSparsity,
-)
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
+from sparsejax.feed_forward.spec import FFNCall
 from sparsejax.ops.backend import Backend, current_device
 from sparsejax.ops.gemm_spec import GemmSpec
 

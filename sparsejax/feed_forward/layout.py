@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.fp8_matmul import QuantisedWeight
 from sparsejax.sparsity.compressed import Compressed, pack_positions, unpack_positions
 from sparsejax.sparsity.packed import Packed

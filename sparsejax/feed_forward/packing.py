@@ -2,12 +2,9 @@
 nothing packs an operand."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.backend import Decision
-
-if TYPE_CHECKING:
-    from sparsejax.feed_forward.spec import FFNSparsity
 
 
 def packed_before(decision: Decision) -> Decision:
@@ -19,7 +16,7 @@ def packed_before(decision: Decision) -> Decision:
 
 
 def packs_its_result(
-    sparsity: "FFNSparsity", decision: Decision, following: Decision
+    sparsity: FFNSparsity, decision: Decision, following: Decision
 ) -> bool:
     """Returns whether the first GEMM packs its result 2:4 in its kernel's epilogue, as
     the GEMM that follows reads it: GEMM 1 then writes A instead of Y1, GEMM 3 dY1
@@ -30,14 +27,14 @@ def packs_its_result(
     return two_four and same_rows and both
 
 
-def why_not_packed_anew(sparsity: "FFNSparsity") -> str | None:
+def why_not_packed_anew(sparsity: FFNSparsity) -> str | None:
     """Returns why nothing packs the operand of GEMM 4, or None."""
     if sparsity.in_expert is None:
         return None
     return None if sparsity.mask_reuse else "mask_reuse=False selects anew in dY1"
 
 
-def why_not_packed_over_tokens(sparsity: "FFNSparsity") -> str | None:
+def why_not_packed_over_tokens(sparsity: FFNSparsity) -> str | None:
     """Returns why nothing packs the operands of GEMMs 5 and 6, or None."""
     if sparsity.in_expert is None:
         return "they are not 2:4 along the features"

@@ -8,10 +8,8 @@ from sparsejax.feed_forward.packing import (
     why_not_packed_over_tokens,
     writes_dense_rows,
 )
-from sparsejax.feed_forward.spec import (
-    FFNCall,
-    FFNSparsity,
-)
+from sparsejax.feed_forward.sparsity import FFNSparsity
+from sparsejax.feed_forward.spec import FFNCall
 from sparsejax.feed_forward.tiles import group_tile
 from sparsejax.ops.backend import Backend, Decision
 from sparsejax.ops.kernels import registry

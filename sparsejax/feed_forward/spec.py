@@ -1,4 +1,4 @@
-"""The configuration space of the six FFN GEMMs, and what may be combined.
+"""One call of an FFN: its six GEMMs and their facts.
 
     1  Y1 = X W1        2  Y  = A W2        with A = relu(Y1)^2
     3  dA = dY W2^T     4  dX = dY1 W1^T    with dY1 = dA * 2 relu(Y1)
@@ -16,15 +16,10 @@ from typing import Any, Literal
 from jaxtyping import Array, Float
 
 from pallas_kernels.device import CPU, Device
-from sparsejax.annotations import check_fields, check_value
+from sparsejax.annotations import check_value
 from sparsejax.dtypes import Precision, check_compute_dtype, dtype_in_jax
 from sparsejax.feed_forward.activation import Activation, SquaredReLU
 from sparsejax.feed_forward.choice import decide
-from sparsejax.feed_forward.operands.checks import (
-    check_backward,
-    check_experts,
-    check_patterns,
-)
 from sparsejax.feed_forward.packing import (
     packed_before,
     packs_its_result,
@@ -32,180 +27,11 @@ from sparsejax.feed_forward.packing import (
     why_not_packed_over_tokens,
     writes_dense_rows,
 )
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity, check_divisible
 from sparsejax.feed_forward.tiles import dense_feature_count, group_tile
 from sparsejax.ops.backend import Backend, Decision, current_device
 from sparsejax.ops.gemm_spec import GemmSpec, Role
-from sparsejax.routing.routers import NEAREST_CENTRE, Router, named_router
 from sparsejax.sparsity.patterns import NM, TWO_FOUR, VNM
-
-WeightGradients = Literal["dense", "expert_columns"]
-TokenSparsity = Literal["magnitude", "mvue", "mvue_approximate"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class FFNSparsity:
-    """The sparsity of the operands of an FFN's GEMMs. The default is a dense FFN.
-
-    Sources: arXiv 2602.06183 (weights, Venom, router), 2503.16672 (activations).
-    """
-
-    weights: NM | None = None
-    """The pattern of S(W1) and S(W2^T) in GEMMs 1 and 3, along d_model; None: dense."""
-
-    activations: NM | VNM | None = None
-    """The pattern of A and dY1 in GEMMs 2 and 4, along the F neurons: 2:4; V:2:M, 2:4
-    inside a token's experts; V:4:M, dense inside of them; None: dense."""
-
-    router: Router = NEAREST_CENTRE
-    """The way in which a token chooses its experts (V:N:M only): a `Router` or its
-    registered name."""
-
-    experts_per_token: int = 1
-    """The number g of the E experts that a token uses (V:N:M only); A has density g * n
-    / m."""
-
-    most_experts_per_token: int | None = None
-    """The largest number of experts that a token may use where their number depends on
-    the token: those whose share of its energy is above a threshold, and at least one.
-    The threshold moves in training so that tokens use `experts_per_token` on average.
-    None: every token uses that many."""
-
-    skip_blocks: bool = False
-    """Whether GEMM 1 computes just the neurons of a token's experts (V:N:M only). GEMM
-    3 does so where its weight is 2:4 even if this is False (`da_by_expert`)."""
-
-    mask_reuse: bool = True
-    """Whether the backward applies the forward's mask to Y1 first. If not, GEMM 4
-    selects anew in dY1 and GEMMs 5, 6 read unmasked activations: an ablation."""
-
-    weight_gradients: WeightGradients = "dense"
-    """The sums that GEMMs 5 and 6 take: over all tokens, or by expert over the expert's
-    tokens."""
-
-    token_sparsity: TokenSparsity | None = None
-    """The way in which A and dY1 are made 2:4 along the tokens for GEMMs 5 and 6: by
-    magnitude, or by the minimum-variance unbiased estimator (needs a key). None: they
-    are not."""
-
-    dense_features: float = 0.05
-    """The share of features, those with most non-zeros, that stay dense in GEMMs 5 and
-    6 with `token_sparsity`. The default is the 95/5 split of arXiv 2503.16672."""
-
-    permute_tokens: bool = True
-    """Whether the groups of four of `token_sparsity` are tokens a 64th of all apart, in
-    a fixed order, since neighbours activate the same features (arXiv 2503.16672)."""
-
-    exact_gradients: bool = False
-    """Whether the backward reads the weights that the forward has read: GEMM 3 the
-    dense W2^T, and GEMM 4 the transpose of beta S(W1). The gradients are then those of
-    the forward with its masks held constant, and the one of beta S(W1) is passed on to
-    W1 as it is. Without 2:4 weights they are so in any case."""
-
-    mean_compensation: bool = False
-    """Whether Y gets what the neurons of the experts that a token does not use give on
-    average: the mean of A over the tokens that skip a neuron, a moving average over
-    training steps, times W2 (V:N:M only)."""
-
-    skipped_energy: float | None = None
-    """The share of the energy of a token, the squared mass of A, that the neurons of
-    the experts which it does not use are to have: a penalty on them, added to the
-    gradient of W1, grows in training until they have it (V:N:M only). None: there is no
-    penalty."""
-
-    def __post_init__(self) -> None:
-        check_patterns(self)
-        if not isinstance(self.router, Router):
-            object.__setattr__(self, "router", named_router(self.router))
-        check_fields(self)
-        for name in ("weights", "activations"):
-            pattern = getattr(self, name)
-            if isinstance(pattern, NM) and (pattern.n, pattern.m) != (2, 4):
-                raise ValueError(
-                    f"{name}={pattern} is not 2:4, the N:M pattern that sparse tensor "
-                    f"cores run; use NM(2, 4)"
-                )
-        check_experts(self)
-        check_backward(self)
-        if not 0.0 <= self.dense_features < 1.0:
-            raise ValueError(
-                f"dense_features={self.dense_features} is not in [0, 1): it is the "
-                f"share of features kept dense in GEMMs 5 and 6"
-            )
-
-    @property
-    def experts(self) -> int | None:
-        """The number of experts E, or None where no router is used."""
-        return self.activations.experts if isinstance(self.activations, VNM) else None
-
-    @property
-    def in_expert(self) -> NM | None:
-        """The pattern of A along the neurons of a token's experts, or along all neurons
-        where there are no experts: 2:4, or None where A is dense there."""
-        pattern = self.activations
-        is_dense = isinstance(pattern, VNM) and pattern.dense_inside
-        return None if pattern is None or is_dense else TWO_FOUR
-
-    @property
-    def backward_weights(self) -> NM | None:
-        """The pattern of the weight that GEMM 3 reads; None where it is dense."""
-        return None if self.exact_gradients else self.weights
-
-    @property
-    def d_input_weights(self) -> NM | None:
-        """The pattern of the weights that GEMM 4 reads, as zeros of a dense operand;
-        None where they have none."""
-        return self.weights if self.exact_gradients else None
-
-    @property
-    def da_by_expert(self) -> bool:
-        """Whether GEMM 3 computes dA for the neurons of a token's experts alone. A is
-        zero at all others, and so is dY1 = dA * 2 relu(Y1), unless `mask_reuse=False`
-        lets dense weight gradients read them. Where only A is 2:4, and no block is
-        skipped, the GEMM is left to one dense one, which no loop over experts beats at
-        every size."""
-        read_elsewhere = not self.mask_reuse and self.weight_gradients == "dense"
-        skips = self.backward_weights is not None or self.in_expert is None
-        return bool(self.experts) and (
-            self.skip_blocks or (skips and not read_elsewhere)
-        )
-
-    @property
-    def observes(self) -> tuple[str, ...]:
-        """The names of the arrays that training steps observe and an FFN keeps, besides
-        those of its router."""
-        names = {
-            "skipped_means": self.mean_compensation,
-            "energy_threshold": self.most_experts_per_token is not None,
-            "penalty_strength": self.skipped_energy is not None,
-        }
-        return tuple(name for name, is_set in names.items() if is_set)
-
-    @property
-    def learns(self) -> bool:
-        """Whether training steps move what the router keeps."""
-        return bool(self.experts) and self.router.learns
-
-    @property
-    def expert_choices(self) -> int:
-        """The number of experts that a token can have at most."""
-        return self.most_experts_per_token or self.experts_per_token
-
-    @property
-    def needs_key(self) -> bool:
-        """Whether the backward draws random numbers."""
-        return self.token_sparsity in ("mvue", "mvue_approximate")
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether all six GEMMs are dense."""
-        return (
-            self.weights is None
-            and self.activations is None
-            and self.token_sparsity is None
-        )
-
-
-DENSE = FFNSparsity()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,30 +238,3 @@ class FFNSpec(FFNCall):
             elif writes_dense_rows(told[first], told[then]):
                 told[first] = replace(told[first], path=f"{path}, writes {dense}")
         return tuple(told.values())
-
-
-def check_divisible(d_model: int, d_hidden: int, sparsity: FFNSparsity) -> None:
-    """Raises ValueError where groups or clusters do not divide the two widths."""
-    weights, activations = sparsity.weights, sparsity.activations
-    if weights is not None and d_model % weights.m:
-        raise ValueError(
-            f"d_model={d_model} is not a multiple of {weights.m}, required by "
-            f"weights={weights}; pad to {-(-d_model // weights.m) * weights.m}"
-        )
-    if activations is not None and d_hidden % activations.m:
-        raise ValueError(
-            f"d_hidden={d_hidden} is not a multiple of m={activations.m}, required by "
-            f"activations={activations}; pad to "
-            f"{-(-d_hidden // activations.m) * activations.m}"
-        )
-    if (
-        isinstance(activations, VNM)
-        and sparsity.token_sparsity
-        and sparsity.weight_gradients == "expert_columns"
-        and activations.v % 4
-    ):
-        raise ValueError(
-            f"{activations} pads an expert's tokens to multiples of {activations.v}, "
-            f"but token_sparsity={sparsity.token_sparsity!r} needs groups of four; "
-            f"use a v that is a multiple of 4"
-        )

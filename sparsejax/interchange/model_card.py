@@ -1,7 +1,7 @@
 """The model card of an exported run: README.md of its folder."""
 
 from sparsejax.config import ModelConfig
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.interchange.architectures import ARCHITECTURES
 from sparsejax.sparsity.patterns import name_of
 from sparsejax.training.recipe import Phase

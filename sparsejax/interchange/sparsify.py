@@ -22,7 +22,7 @@ from sparsejax.feed_forward.activation import ActivationName
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.gated_ffn import gated_ffn
 from sparsejax.feed_forward.layout import FFNLayout
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.adopted_ffn import AdoptedFFN, Form, Path, Stored, adopt, release
 from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.ops.backend import Backend

@@ -17,7 +17,7 @@ from tyro.constructors import (
 )
 
 from sparsejax.config import PhaseConfig, RecipeConfig, RecipeName, TrainConfig
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.reports.profile import ProfiledSteps
 from sparsejax.routing import routers
 from sparsejax.routing.routers import Router

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from sparsejax.feed_forward.activation import ActivationName
 from sparsejax.feed_forward.layout import FFNLayout
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.ffn_state import SoftThresholdScale
 from sparsejax.models.sparse_ffn import NeuronAxis, SparseFFN
 from sparsejax.ops.backend import Backend

@@ -31,7 +31,7 @@ from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.gated_ffn import check_gated, gated_ffn
 from sparsejax.feed_forward.layout import FFNLayout
 from sparsejax.feed_forward.operands.weights import PackedFFN, pack_ffn
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity, check_divisible
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity, check_divisible
 from sparsejax.models.block_diagonal import check_precision, dense_weight, ffn_of_groups
 from sparsejax.models.ffn_state import (
     ObservedState,

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from sparsejax.config import ModelConfig
 from sparsejax.distributed.mesh import BATCH, batch_parts, constrain, ffn_layout
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.attention import Attention, KVCache
 from sparsejax.models.ffn_state import ObservedState, RouterState
 from sparsejax.models.initializers import fan_in_normal

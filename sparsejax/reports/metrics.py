@@ -18,7 +18,8 @@ from sparsejax.cost_model import flops_per_token
 from sparsejax.feed_forward.activation import ACTIVATIONS, ActivationName
 from sparsejax.feed_forward.gated_ffn import GatedFFNSpec
 from sparsejax.feed_forward.plan import row_tile
-from sparsejax.feed_forward.spec import FFNCall, FFNSparsity, FFNSpec
+from sparsejax.feed_forward.sparsity import FFNSparsity
+from sparsejax.feed_forward.spec import FFNCall, FFNSpec
 from sparsejax.models.sparse_ffn import SparseFFN, sparse_ffns
 from sparsejax.models.transformer import Transformer
 from sparsejax.ops.backend import (

@@ -20,7 +20,7 @@ from sparsejax.config import TrainConfig
 from sparsejax.config_file import from_plain
 from sparsejax.data.corpus import Corpus
 from sparsejax.distributed.processes import Exchange
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.training.recipe import Phase
 from sparsejax.training.step import Run, TrainState
 

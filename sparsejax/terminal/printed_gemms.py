@@ -8,7 +8,7 @@ from pallas_kernels.device import Device
 from sparsejax import cost_model
 from sparsejax.config import ModelConfig, TrainConfig
 from sparsejax.dtypes import Precision
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.backend import Decision
 from sparsejax.ops.fp8_matmul import why_no_tensor_cores
 from sparsejax.ops.kernels import registry

@@ -12,7 +12,7 @@ from sparsejax import cost_model
 from sparsejax.config import MeshConfig, ModelConfig, TrainConfig
 from sparsejax.cost_model import parameter_count
 from sparsejax.distributed.mesh import check_shardable
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.interchange.pretrained import Pretrained
 from sparsejax.models.attention import attention_implementation
 from sparsejax.ops.backend import Decision, current_device

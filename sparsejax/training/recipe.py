@@ -13,7 +13,7 @@ from sparsejax.config import (
     TrainConfig,
 )
 from sparsejax.dtypes import Precision
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity, check_divisible
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity, check_divisible
 from sparsejax.sparsity.patterns import StaticPattern
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from sparsejax.config_file import check_resumable, from_json
 from sparsejax.data.corpus import unigram_loss
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.interchange.pretrained import Pretrained
 from sparsejax.interchange.tensors import Names
 from sparsejax.models.sparse_ffn import sparse_ffns

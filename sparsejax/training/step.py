@@ -32,7 +32,7 @@ from sparsejax.distributed.mesh import (
     sharding_of,
     state_shardings,
 )
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.sparse_ffn import sparse_ffns
 from sparsejax.models.transformer import Transformer, cross_entropy
 from sparsejax.reports import metrics

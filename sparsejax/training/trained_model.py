@@ -15,7 +15,7 @@ from flax import nnx
 from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.config import ModelConfig, TrainConfig
 from sparsejax.config_file import from_json
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.transformer import Transformer
 from sparsejax.reports.records import Record, records_until
 from sparsejax.reports.step_times import with_dense

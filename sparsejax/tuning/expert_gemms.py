@@ -16,7 +16,7 @@ import numpy as np
 from pallas_kernels.sm90.sparse_matmul_configs import Shape
 from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.feed_forward.operands.packed_rows import PackedRows, counted, row_groups
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.feed_forward.tiles import dense_feature_count
 from sparsejax.ops.expert_rows import looked_up, used_tiles
 from sparsejax.ops.sparse_matmul import pack_weight

@@ -28,7 +28,7 @@ from pallas_kernels.sm90.threads import activation_tiles
 from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.feed_forward.operands import packed_activations
 from sparsejax.feed_forward.operands.packed_activations import Activations, TokenGroups
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.feed_forward.tiles import dense_feature_count
 from sparsejax.ops.backend import current_device
 from sparsejax.ops.kernels.hopper import HopperKernels

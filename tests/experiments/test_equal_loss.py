@@ -15,7 +15,7 @@ from experiments.comparing.finished_runs import read_finished
 from experiments.equal_loss import Config, main
 from sparsejax.config import PhaseConfig
 from sparsejax.cost_model import flops_per_token
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.sparsity.patterns import NM
 from tests.support.synthetic_runs import DENSE, Synthetic, write_comparison
 

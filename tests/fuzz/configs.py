@@ -17,7 +17,7 @@ from sparsejax.config_file import from_json, read_config, to_json
 from sparsejax.cost_model import parameter_count
 from sparsejax.distributed.mesh import check_shardable
 from sparsejax.dtypes import Precision
-from sparsejax.feed_forward.spec import TokenSparsity
+from sparsejax.feed_forward.sparsity import TokenSparsity
 from sparsejax.ops.backend import Backend
 from sparsejax.presets import PRESETS
 from sparsejax.routing.routers import ROUTERS

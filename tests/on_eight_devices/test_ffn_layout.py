@@ -15,7 +15,7 @@ from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.gated_ffn import gated_ffn
 from sparsejax.feed_forward.layout import FFNLayout, on_mesh, own_key
 from sparsejax.feed_forward.operands.weights import pack_ffn
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.ops.fp8_matmul import FORWARD, quantise
 from sparsejax.routing.routers import ActivationEnergy, NearestCentre
 from sparsejax.sparsity.patterns import NM, VNM

@@ -14,7 +14,7 @@ from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.gated_ffn import gated_ffn
 from sparsejax.feed_forward.layout import FFNLayout
 from sparsejax.feed_forward.operands.weights import pack_ffn
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.routing.routers import ActivationEnergy, TokenHash
 from sparsejax.sparsity.packed import Packed
 from sparsejax.sparsity.patterns import NM, VNM

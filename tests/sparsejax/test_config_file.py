@@ -27,7 +27,7 @@ from sparsejax.config_file import (
     read_config,
     to_json,
 )
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.presets import PRESETS
 from sparsejax.routing.routers import ActivationEnergy, TokenHash
 from sparsejax.sparsity.patterns import VNM

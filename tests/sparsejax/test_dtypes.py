@@ -9,7 +9,8 @@ import pytest
 
 from sparsejax import dtypes
 from sparsejax.feed_forward.ffn import ffn
-from sparsejax.feed_forward.spec import FFNSparsity, FFNSpec
+from sparsejax.feed_forward.sparsity import FFNSparsity
+from sparsejax.feed_forward.spec import FFNSpec
 from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import NM, VNM
 from tests.support import hopper

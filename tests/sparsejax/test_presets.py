@@ -6,7 +6,7 @@ import pytest
 
 from sparsejax.config import MeshConfig, RecipeName
 from sparsejax.cost_model import parameter_count
-from sparsejax.feed_forward.spec import check_divisible
+from sparsejax.feed_forward.sparsity import check_divisible
 from sparsejax.presets import PRESETS
 
 

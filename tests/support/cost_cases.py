@@ -3,7 +3,7 @@
 import dataclasses
 
 from sparsejax.config import MeshConfig, ModelConfig
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.sparsity.patterns import NM, VNM
 
 TINY = ModelConfig(

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from sparsejax.config import ModelConfig
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.transformer import Transformer
 from sparsejax.sparsity.patterns import BlockDiagonal
 

@@ -16,7 +16,7 @@ from sparsejax.config import (
     TrainConfig,
 )
 from sparsejax.config_file import to_json
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.sparsity.patterns import VNM
 from sparsejax.training.step import TrainState
 

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from sparsejax.feed_forward.operands.token_sparsity import densest, in_segments
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.feed_forward.tiles import dense_feature_count
 from sparsejax.ops.kernels.base import (
     KeptActivations,

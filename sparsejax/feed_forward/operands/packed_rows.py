@@ -14,7 +14,7 @@ from sparsejax.feed_forward.operands.packed_activations import (
     add_lost,
     choose_dense_features,
 )
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.feed_forward.tiles import dense_feature_count
 from sparsejax.ops.expert_rows import used_tiles
 from sparsejax.ops.kernels.base import (

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from sparsejax.annotations import check_value
-from sparsejax.feed_forward.spec import TokenSparsity
+from sparsejax.feed_forward.sparsity import TokenSparsity
 from sparsejax.feed_forward.tiles import dense_feature_count
 from sparsejax.routing.prefix_sums import sums_before
 from sparsejax.sparsity.estimators import mvue

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from sparsejax.dtypes import Precision
 from sparsejax.feed_forward.layout import FFNLayout, on_mesh, weight_spec
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops import dense_matmul, fp8_matmul
 from sparsejax.ops.backend import Backend, Decision
 from sparsejax.ops.fp8_matmul import (

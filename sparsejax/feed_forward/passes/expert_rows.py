@@ -23,7 +23,7 @@ from sparsejax.feed_forward.operands.weights import (
     multiply_by_weight,
 )
 from sparsejax.feed_forward.plan import FFNPlan
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.backend import Decision
 from sparsejax.ops.expert_rows import looked_up, used_tiles
 from sparsejax.ops.grouped_matmul import grouped_matmul, grouped_outer

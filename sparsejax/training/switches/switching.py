@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int, PyTree
 
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.sparsity.masks import soft_threshold
 

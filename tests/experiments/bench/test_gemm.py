@@ -12,7 +12,8 @@ from experiments.bench.sparse_modes import sparse_modes
 from pallas_kernels import tuning, tuning_cache
 from pallas_kernels.sm90.sparse_matmul_configs import default_config
 from sparsejax.feed_forward.operands.token_sparsity import fixed_token_order
-from sparsejax.feed_forward.spec import FFNSparsity, FFNSpec
+from sparsejax.feed_forward.sparsity import FFNSparsity
+from sparsejax.feed_forward.spec import FFNSpec
 from sparsejax.ops import grouped_loops, grouped_matmul
 from sparsejax.ops.kernels.hopper_shapes import tuned_gemm
 from sparsejax.sparsity.patterns import NM

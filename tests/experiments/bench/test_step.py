@@ -12,7 +12,7 @@ from experiments.bench import step
 from experiments.bench.sparse_modes import sparse_modes
 from pallas_kernels import tuning
 from sparsejax.cost_model import parameter_count
-from sparsejax.feed_forward.spec import DENSE
+from sparsejax.feed_forward.sparsity import DENSE
 from sparsejax.presets import PRESETS
 from sparsejax.training.recipe import Phase
 from tests.support import hopper

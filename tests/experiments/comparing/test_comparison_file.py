@@ -10,7 +10,7 @@ from experiments.comparing.comparison_file import kept_steps, read_comparison
 from sparsejax.config import Interleaved, PhaseConfig, TrainConfig
 from sparsejax.config_file import changed_settings
 from sparsejax.cost_model import parameter_count
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.presets import PRESETS
 from sparsejax.sparsity.patterns import NM, VNM
 from sparsejax.training.branch import Branch

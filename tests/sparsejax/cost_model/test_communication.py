@@ -19,7 +19,7 @@ from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.gated_ffn import gated_ffn
 from sparsejax.feed_forward.layout import FFNLayout
 from sparsejax.feed_forward.operands.weights import pack_ffn
-from sparsejax.feed_forward.spec import DENSE
+from sparsejax.feed_forward.sparsity import DENSE
 from sparsejax.models.transformer import rematerialise
 from tests.support.cost_cases import CUBE, LLAMA_1B, SPLIT, WEIGHTS
 

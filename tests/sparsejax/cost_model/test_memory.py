@@ -14,7 +14,7 @@ from sparsejax.cost_model import (
     parameter_count,
 )
 from sparsejax.feed_forward.ffn import ffn
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.transformer import Transformer
 from sparsejax.sparsity.patterns import VNM
 from tests.support.cost_cases import CUBE, LLAMA_1B, MASKS, SPLIT, TINY, WEIGHTS

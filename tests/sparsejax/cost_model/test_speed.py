@@ -17,7 +17,7 @@ from sparsejax.cost_model import (
     predicted_speedup,
     whole_run_speedup,
 )
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.transformer import Transformer
 from sparsejax.sparsity.patterns import NM, VNM
 from tests.support.cost_cases import BLOCKS, LLAMA_1B, MASKS, TINY

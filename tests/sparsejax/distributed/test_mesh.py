@@ -22,7 +22,7 @@ from sparsejax.distributed.mesh import (
     sharding_of,
     state_shardings,
 )
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.attention import Attention
 from sparsejax.models.transformer import Transformer
 from sparsejax.sparsity.patterns import NM, VNM

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from sparsejax.feed_forward.ffn import ffn
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.sparsity.patterns import VNM
 from tests.support.ffn_cases import (
     TOKENS,

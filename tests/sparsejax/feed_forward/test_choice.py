@@ -18,7 +18,8 @@ from sparsejax.feed_forward.choice import (
     why_slower_than_dense,
 )
 from sparsejax.feed_forward.ffn import ffn
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity, FFNSpec
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
+from sparsejax.feed_forward.spec import FFNSpec
 from sparsejax.ops.backend import Decision
 from sparsejax.ops.gemm_spec import Times
 from sparsejax.sparsity.patterns import NM, VNM

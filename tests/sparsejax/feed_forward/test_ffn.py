@@ -12,7 +12,7 @@ from jax import lax
 from jax.test_util import check_grads
 
 from sparsejax.feed_forward.ffn import ffn
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.routing.dispatch import row_count
 from sparsejax.routing.routers import (
     ROUTERS,

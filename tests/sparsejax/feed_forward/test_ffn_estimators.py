@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.sparsity.patterns import VNM
 from tests.support.ffn_cases import (
     D_HIDDEN,

@@ -8,7 +8,8 @@ import pytest
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.gated_ffn import gated_ffn
 from sparsejax.feed_forward.operands.weights import pack_ffn
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity, FFNSpec
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
+from sparsejax.feed_forward.spec import FFNSpec
 from sparsejax.ops.fp8_matmul import FORWARD, GRADIENT
 from sparsejax.sparsity.patterns import NM
 from tests.support.fp8_oracle import rounded

@@ -15,7 +15,8 @@ from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.gated_ffn import gated_ffn
 from sparsejax.feed_forward.operands.weights import pack_ffn
-from sparsejax.feed_forward.spec import FFNSparsity, FFNSpec
+from sparsejax.feed_forward.sparsity import FFNSparsity
+from sparsejax.feed_forward.spec import FFNSpec
 from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.ops.sparse_matmul import explain_sparse_matmul, sparse_matmul
 from sparsejax.sparsity.compressed import Compressed

@@ -15,7 +15,7 @@ from sparsejax.feed_forward.activation import GatedActivation
 from sparsejax.feed_forward.gated_ffn import GatedFFNSpec, check_gated, gated_ffn
 from sparsejax.feed_forward.operands.token_sparsity import fixed_token_order
 from sparsejax.feed_forward.operands.weights import pack_ffn
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.sparsity.patterns import TWO_FOUR, VNM
 from tests.support.ffn_oracle import (
     along_tokens,

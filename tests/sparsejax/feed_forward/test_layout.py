@@ -9,7 +9,8 @@ from jax.sharding import AbstractMesh, AxisType
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.gated_ffn import gated_ffn
 from sparsejax.feed_forward.layout import FFNLayout
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity, FFNSpec
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
+from sparsejax.feed_forward.spec import FFNSpec
 from sparsejax.sparsity.compressed import pack_positions, unpack_positions
 from sparsejax.sparsity.patterns import NM, VNM
 

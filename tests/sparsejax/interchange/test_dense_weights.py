@@ -9,7 +9,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from sparsejax.config import ModelConfig
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.interchange.dense_weights import dense_weights, export
 from sparsejax.models.transformer import Transformer
 from sparsejax.sparsity.patterns import NM, BlockDiagonal

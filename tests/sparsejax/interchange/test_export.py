@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from sparsejax.config import PhaseConfig
 from sparsejax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.interchange import tensors
 from sparsejax.interchange.export import export_huggingface, export_run
 from sparsejax.interchange.model_card import model_card

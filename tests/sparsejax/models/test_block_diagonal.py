@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from sparsejax.config import ModelConfig
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.models.block_diagonal import (
     contiguous_groups,
     dense_weight,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.generation import empty_cache, generate, nucleus
 from sparsejax.sparsity.patterns import NM, VNM
 from tests.support.exported_models import MODELS, SMALL, some_model

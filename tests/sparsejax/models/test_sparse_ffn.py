@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.sparse_ffn import SparseFFN, sparse_ffns
 from sparsejax.routing.routers import SameExperts, TokenHash
 from sparsejax.sparsity.compressed import decompress

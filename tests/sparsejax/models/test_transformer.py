@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from sparsejax.config import ModelConfig
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.ffn_state import WeightsAsRead
 from sparsejax.models.sparse_ffn import SparseFFN, sparse_ffns
 from sparsejax.models.transformer import Transformer, cross_entropy, greedy_sample

@@ -12,7 +12,8 @@ from pallas_kernels.device import CPU, Device
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.gated_ffn import GatedFFNSpec
 from sparsejax.feed_forward.plan import FFNPlan
-from sparsejax.feed_forward.spec import FFNSparsity, FFNSpec
+from sparsejax.feed_forward.sparsity import FFNSparsity
+from sparsejax.feed_forward.spec import FFNSpec
 from sparsejax.ops.kernels import registry
 from sparsejax.ops.kernels.hopper import HopperKernels
 from sparsejax.ops.kernels.hopper_lookups import one_by_one

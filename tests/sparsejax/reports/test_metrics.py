@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from sparsejax.config import MeshConfig, ModelConfig
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.transformer import Transformer
 from sparsejax.ops.backend import Decision
 from sparsejax.ops.gemm_spec import GemmSpec

@@ -9,7 +9,7 @@ from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.config import Interleaved, PhaseConfig
 from sparsejax.data.corpus import load_corpus
 from sparsejax.distributed.processes import Exchange
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.reports import step_times
 from sparsejax.reports.step_times import (
     NEW_PROCESS_SECONDS,

@@ -15,7 +15,7 @@ from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax import cost_model
 from sparsejax.config import MeshConfig, PhaseConfig, RecipeName, TrainConfig
 from sparsejax.cost_model import parameter_count
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.launch import job
 from sparsejax.presets import PRESETS
 from sparsejax.reports import metrics

@@ -9,7 +9,7 @@ import pytest
 
 from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.config import TrainConfig
-from sparsejax.feed_forward.spec import DENSE
+from sparsejax.feed_forward.sparsity import DENSE
 from sparsejax.reports.records import training_seconds
 from sparsejax.sparsity.patterns import VNM
 from sparsejax.training import resume

@@ -12,7 +12,7 @@ from flax import nnx
 
 from sparsejax.config import ModelConfig
 from sparsejax.feed_forward.operands import weights
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models import attention, sparse_ffn
 from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.models.transformer import Transformer, cross_entropy

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from sparsejax.config import RECIPES, RecipeConfig, TrainConfig
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.presets import tiny
 from sparsejax.routing.routers import ActivationEnergy, NearestCentre
 from sparsejax.sparsity.patterns import NM, VNM

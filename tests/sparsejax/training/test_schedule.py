@@ -11,7 +11,7 @@ import pytest
 from sparsejax import cost_model
 from sparsejax.config import Interleaved, PhaseConfig, TrainConfig
 from sparsejax.config_file import from_json, to_json
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.reports.step_times import PhaseTime, StepTimes
 from sparsejax.reports.throughput import Pace
 from sparsejax.sparsity.patterns import NM, VNM

@@ -7,7 +7,7 @@ import pytest
 
 from sparsejax.config import Interleaved, PhaseConfig, RecipeConfig, TrainConfig
 from sparsejax.config_file import from_json, read_schedule, to_json
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.sparsity.patterns import NM, VNM, name_of, named_pattern
 from sparsejax.training.recipe import phases
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 from sparsejax.config import OptimizerConfig
 from sparsejax.feed_forward import call as call_module
-from sparsejax.feed_forward.spec import DENSE
+from sparsejax.feed_forward.sparsity import DENSE
 from sparsejax.models import sparse_ffn
 from sparsejax.models.transformer import cross_entropy
 from sparsejax.training.optimizer import learning_rate, make_optimizer

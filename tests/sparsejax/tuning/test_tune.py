@@ -11,7 +11,8 @@ from pallas_kernels.device import CPU
 from pallas_kernels.sm90.sparse_matmul_configs import default_config
 from sparsejax.config import TrainConfig
 from sparsejax.feed_forward.gated_ffn import GatedFFNSpec
-from sparsejax.feed_forward.spec import FFNSparsity, FFNSpec
+from sparsejax.feed_forward.sparsity import FFNSparsity
+from sparsejax.feed_forward.spec import FFNSpec
 from sparsejax.ops.kernels.hopper_shapes import tuned_gemm
 from sparsejax.presets import PRESETS
 from sparsejax.routing.routers import ActivationEnergy

@@ -10,7 +10,7 @@ from flax import nnx
 
 from sparsejax.config import Interleaved, PhaseConfig, RecipeConfig
 from sparsejax.feed_forward.experts.observed import MEANS_RATE, initial, moved, sampled
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import NM, VNM

@@ -10,7 +10,7 @@ from flax import nnx
 
 from sparsejax.feed_forward.experts.observed import Sample, initial, moved
 from sparsejax.feed_forward.experts.penalty import gradient_of_products, penalised
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import VNM

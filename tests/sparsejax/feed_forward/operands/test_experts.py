@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sparsejax.feed_forward.ffn import ffn
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import VNM
 from tests.support import hopper

@@ -18,7 +18,8 @@ from sparsejax.feed_forward.operands.packed_activations import GatedActivations
 from sparsejax.feed_forward.operands.weights import ReadWeights, pack_ffn
 from sparsejax.feed_forward.passes.packed import PACKED
 from sparsejax.feed_forward.plan import FFNPlan
-from sparsejax.feed_forward.spec import FFNSparsity, FFNSpec
+from sparsejax.feed_forward.sparsity import FFNSparsity
+from sparsejax.feed_forward.spec import FFNSpec
 from sparsejax.ops.sparse_matmul import sparse_matmul
 from sparsejax.sparsity.packed import Packed, pack
 from sparsejax.sparsity.patterns import NM

@@ -11,7 +11,8 @@ import pytest
 from pallas_kernels import tuning
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.operands.weights import pack_ffn
-from sparsejax.feed_forward.spec import FFNSparsity, FFNSpec
+from sparsejax.feed_forward.sparsity import FFNSparsity
+from sparsejax.feed_forward.spec import FFNSpec
 from sparsejax.ops.kernels.hopper import HopperKernels
 from sparsejax.ops.kernels.hopper_shapes import tuned_gemm
 from sparsejax.routing.routers import ActivationEnergy, TokenHash

@@ -9,7 +9,7 @@ import pytest
 
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.operands.weights import pack_ffn
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.sparsity.compressed import decompress
 from sparsejax.sparsity.patterns import NM
 from tests.support.ffn_cases import (

@@ -10,7 +10,7 @@ import pytest
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.gated_ffn import GatedFFNSpec, gated_ffn
 from sparsejax.feed_forward.plan import FFNPlan
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.routing.routers import ActivationEnergy, TokenHash
 from sparsejax.sparsity.patterns import TWO_FOUR, VNM
 from tests.sparsejax.feed_forward.operands.test_packed_activations import (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sparsejax.feed_forward.gated_ffn import GatedFFNSpec, gated_ffn
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import TWO_FOUR, VNM
 from tests.sparsejax.feed_forward.passes.test_by_expert import sizes_in

@@ -9,7 +9,7 @@ import pytest
 from sparsejax.config import ModelConfig, PhaseConfig, TrainConfig
 from sparsejax.config_file import from_json, to_json
 from sparsejax.cost_model import flops_per_token
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.models.transformer import Transformer
 from sparsejax.reports.step_times import time_steps
 from sparsejax.reports.throughput import Pace

@@ -10,7 +10,7 @@ import pytest
 from sparsejax.config import PhaseConfig, RecipeConfig, TrainConfig
 from sparsejax.config_file import from_json, to_json
 from sparsejax.cost_model import flops_per_token, parameter_count, relative_flops
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.sparsity.patterns import NM, BlockDiagonal
 from sparsejax.training.branch import Branch
 from sparsejax.training.recipe import model_of, phases

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from sparsejax.config import ModelConfig
-from sparsejax.feed_forward.spec import DENSE, FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.sparse_ffn import SparseFFN, sparse_ffns
 from sparsejax.models.transformer import Transformer
 from sparsejax.sparsity.patterns import NM, VNM
