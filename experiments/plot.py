@@ -83,6 +83,8 @@ def plot_comparison(folder: Path) -> str:
     kinds = dict(zip(labels, handles, strict=True))
     by_seconds.legend(kinds.values(), kinds, title="phases, below")
     phases.set_xlabel("tokens")
+    phases.xaxis.set_major_formatter("{x:,.0f}")
+    phases.locator_params(axis="x", nbins=5)
     places = [folder / place for of in runs.values() for place in of]
     phases_by_seconds.set_xlabel(_seconds_label(places))
     figure.suptitle(folder.name)

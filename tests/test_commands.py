@@ -37,8 +37,9 @@ DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "experiments" / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "first-day.md"}),
 ]
+"""But for the first day, whose commands `test_first_day` runs in their order."""
 SCRIPTS = sorted(
     [
         *(ROOT / "experiments").rglob("*.py"),
@@ -57,14 +58,20 @@ OF_HELP = re.compile(r"sparsejax \w+( |$)")
 
 
 def commands_of(path: Path) -> list[Command]:
-    """The commands of a file: in a document every line of its blocks and what else
-    begins like a command; in a script the lines of its docstring that do."""
+    """The commands of a file: of a document those in its text; in a script the lines of
+    its docstring that begin like one."""
     text = path.read_text()
-    if path.suffix == ".py":
-        docstring = ast.get_docstring(ast.parse(text)) or ""
-        lines = [line.strip() for line in _joined(docstring)]
-        begins = lambda line: BEGINS.match(line) or OF_HELP.match(line)
-        return list(_split(filter(begins, lines)))
+    if path.suffix != ".py":
+        return commands_in(text)
+    docstring = ast.get_docstring(ast.parse(text)) or ""
+    lines = [line.strip() for line in _joined(docstring)]
+    begins = lambda line: BEGINS.match(line) or OF_HELP.match(line)
+    return list(_split(filter(begins, lines)))
+
+
+def commands_in(text: str) -> list[Command]:
+    """The commands of a document's text: every line of its blocks and what else begins
+    like a command."""
     fenced = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
     blocks = [of for kind, of in fenced.findall(text) if kind in ("", "sh", "bash")]
     prose = fenced.sub("", text)
@@ -104,6 +111,12 @@ def as_ci_does(words: Command, launcher: Command) -> None:
         if all(word in there for word in wanted):
             return
     raise AssertionError(f"CI runs no {shlex.join(wanted)}")
+
+
+def as_ci_builds_it(words: Command, launcher: Command) -> None:
+    """CI builds the site that the command serves."""
+    assert words == ("mkdocs", "serve")
+    as_ci_does(("mkdocs", "build", "--strict"), launcher)
 
 
 def whole_ci(words: Command, launcher: Command) -> None:
@@ -222,6 +235,7 @@ HOW: dict[str, Callable[[Command, Command], Any]] = {
     "ruff": as_ci_does,
     "pyrefly": as_ci_does,
     "pytest": as_ci_does,
+    "mkdocs": as_ci_builds_it,
     ".ci/run": whole_ci,
     "python": one_case,
     "experiments/tokenize_text.py": into_a_new_folder,

@@ -1,6 +1,7 @@
 """The README and the guides: what they show runs, what they link to is there, and the
 lists that must be whole are."""
 
+import ast
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -17,7 +18,10 @@ README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 EXPERIMENTS = ROOT / "experiments" / "README.md"
 GUIDES = sorted(DOCS.glob("*.md"))
-DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", EXPERIMENTS, *GUIDES]
+FIRST_DAY = DOCS / "first-day.md"
+"""The guide whose programs need its commands: `test_first_day` runs both."""
+REFERENCE = sorted((DOCS / "reference").glob("*.md"))
+DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", EXPERIMENTS, *GUIDES, *REFERENCE]
 PROGRAM = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
@@ -43,7 +47,11 @@ def test_the_readme_has_at_most_900_words():
 
 @pytest.mark.parametrize(
     "guide",
-    [guide for guide in GUIDES if PROGRAM.search(guide.read_text())],
+    [
+        guide
+        for guide in GUIDES
+        if guide != FIRST_DAY and PROGRAM.search(guide.read_text())
+    ],
     ids=name_of,
 )
 def test_the_programs_of_a_guide_run_one_after_the_other(guide, recwarn):
@@ -82,7 +90,7 @@ def test_the_readme_links_to_every_guide():
     assert set(linked) == {name_of(guide) for guide in GUIDES}
 
 
-def test_every_figure_is_shown_and_has_a_white_background():
+def test_every_figure_is_shown_and_drawings_have_a_white_background():
     shown = {
         name
         for document in DOCUMENTS
@@ -90,6 +98,8 @@ def test_every_figure_is_shown_and_has_a_white_background():
     }
     assert shown == {path.name for path in (DOCS / "figures").iterdir()}
     for name in shown:
+        if not name.endswith(".svg"):
+            continue
         root = ElementTree.parse(DOCS / "figures" / name).getroot()
         *_, width, height = root.attrib["viewBox"].split()
         first = root.find("{http://www.w3.org/2000/svg}rect")
@@ -108,6 +118,29 @@ def test_every_file_has_its_line():
     named = [match[1] for line in lines if (match := re.match(r"\| `(\S+\.py)`", line))]
     assert len(named) == len(set(named))
     assert set(named) == {name for name in there if not name.endswith("__init__.py")}
+
+
+def test_the_reference_has_each_public_name_once():
+    tree = ast.parse((ROOT / "sparsejax" / "__init__.py").read_text())
+    public = [
+        f"sparsejax.{name.asname}"
+        for line in tree.body
+        if isinstance(line, ast.ImportFrom)
+        for name in line.names
+    ]
+    pages = "\n".join(path.read_text() for path in REFERENCE)
+    named = re.findall(r"^::: (\S+)$", pages, re.MULTILINE)
+    exported = [name for name in named if name.count(".") == 1]
+    assert sorted(exported) == sorted(public)
+    assert len(set(named)) == len(named)
+
+
+def test_the_notebook_has_no_outputs():
+    (notebook,) = (DOCS / "notebooks").iterdir()
+    cells = json.loads(notebook.read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert code
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in code)
 
 
 def test_every_script_and_every_comparison_has_its_row():

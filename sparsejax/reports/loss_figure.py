@@ -7,7 +7,7 @@ from typing import Any
 
 from sparsejax.reports.records import Record, first_step, read_metrics
 
-SHADES = {"warm-up": "#dddddd", "sparse": "#cfe8cf", "dense": "#eeeeee"}
+SHADES = {"warm-up": "#c8c8c8", "sparse": "#cfe8cf", "dense": "#eeeeee"}
 """The colour of each phase that a recipe has."""
 OTHER_SHADES = ("#d6e4f5", "#f7e3c8", "#e6d9f0", "#d3ede9", "#f6d9dc", "#eceabf")
 """The colours of phases with other names, in the order in which the phases come."""
@@ -30,9 +30,10 @@ def plot_run(folder: Path) -> str:
     shades = shades_of(kind for kind, _, _ in spans)
     for kind, first, last in spans:
         axes.axvspan(first, last, color=shades[kind], alpha=0.6, linewidth=0)
+        # Above the axes, where a name that is wider than its phase hides no curve.
         top = axes.get_xaxis_transform()
         middle = (first + last) / 2
-        axes.text(middle, 0.97, kind, transform=top, ha="center", va="top")
+        axes.text(middle, 1.01, kind, transform=top, ha="center", va="bottom")
     axes.plot(
         [r["step"] for r in steps],
         [r["loss"] for r in steps],
@@ -53,7 +54,8 @@ def plot_run(folder: Path) -> str:
         axes.axhline(unigram[0], color="gray", linestyle="--", label="unigram model")
     axes.set_xlabel("optimiser step")
     axes.set_ylabel("loss, nats per token")
-    axes.set_title(folder.name)
+    axes.set_title(folder.name, pad=22)
+    axes.margins(x=0.01)
     axes.legend()
     figure.savefig(folder / "loss.png", dpi=120)
     plt.close(figure)

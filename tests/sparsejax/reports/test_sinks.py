@@ -1,8 +1,6 @@
 """Sinks: what they get, what is refused before a run, and what never stops one."""
 
-import struct
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +10,7 @@ from sparsejax.reports import sinks
 from sparsejax.reports.records import read_metrics
 from sparsejax.reports.sinks import SinkFailed, identity, numbers_of, opened
 from tests.support.commands import run_train
+from tests.support.event_files import scalars
 from tests.support.micro_run import arguments_of, micro_config
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -132,25 +131,6 @@ def test_a_sink_that_cannot_be_opened_is_told_before_the_run(monkeypatch, tmp_pa
     ):
         pytest.fail("it is open")
     assert closed.closed
-
-
-def scalars(folder: Path) -> list[tuple[int, str, float]]:
-    """The scalars of event files, by the format of their records: the length in eight
-    bytes, four of a checksum, the event, four of another."""
-    from tensorboardX.proto.event_pb2 import Event
-
-    found = []
-    for path in sorted(folder.glob("events.*")):
-        content = path.read_bytes()
-        while content:
-            (length,) = struct.unpack("<Q", content[:8])
-            event = Event.FromString(content[12 : 12 + length])
-            content = content[16 + length :]
-            found += [
-                (event.step, value.tag, value.simple_value)
-                for value in event.summary.value
-            ]
-    return found
 
 
 def test_tensorboard_reads_what_was_logged(tmp_path):
