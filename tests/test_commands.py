@@ -250,6 +250,7 @@ HOW: dict[str, Callable[[Command, Command], Any]] = {
     "experiments/equal_loss.py": as_it_stands,
     "experiments/predict_ratio.py": as_it_stands,
     "experiments/compare_models.py": settings,
+    "experiments/integrations/maxtext_llama.py": settings_only,
     "experiments/integrations/tunix_llama.py": settings_only,
     "experiments/tune_table.py": settings_only,
 }

@@ -4,8 +4,9 @@
     fsdp     parameters and moments are split; a layer's weights are gathered to be read
     tensor   heads, neurons and vocabulary are split
 
-The FFN runs under shard_map (`feed_forward.layout`); everything else is compiled by XLA
-from the annotations that `constrain` and `state_shardings` set.
+A mesh may lack any of the three; nothing is split over an axis that it lacks. The FFN
+runs under shard_map (`feed_forward.layout`); everything else is compiled by XLA from
+the annotations that `constrain` and `state_shardings` set.
 """
 
 import math
@@ -18,7 +19,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array, Int, PyTree
 
 from sparsejax.config import MeshConfig, ModelConfig
-from sparsejax.feed_forward.layout import FFNLayout, check_axis_types
+from sparsejax.distributed.explicit_axes import with_automatic_axes
+from sparsejax.feed_forward.layout import FFNLayout
 from sparsejax.feed_forward.sparsity import FFNSparsity
 
 AXES = ("data", "fsdp", "tensor")
@@ -65,14 +67,14 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 def batch_parts(mesh: Mesh | AbstractMesh | None) -> int:
     """Returns the number of parts that the mesh splits the sequences of a batch into; 1
     without a mesh."""
-    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH)
+    return 1 if mesh is None else math.prod(mesh.shape.get(axis, 1) for axis in BATCH)
 
 
 def ffn_layout(mesh: Mesh | None) -> FFNLayout | None:
     """Returns how the FFN lies on the mesh; None where a single device holds all of it.
 
     Raises:
-      ValueError: the mesh has explicit axes.
+      ValueError: the mesh has none of the axes that this module knows.
     """
     return None if mesh is None or mesh.size == 1 else FFNLayout(mesh=mesh)
 
@@ -81,22 +83,18 @@ def constrain(
     x: Array, mesh: Mesh | AbstractMesh | None, *axes: str | tuple[str, ...] | None
 ) -> Array:
     """Returns `x` split over the mesh, with one entry of `axes` for each axis of x;
-    without a mesh it is not split.
-
-    Raises:
-      ValueError: the mesh has explicit axes.
-    """
+    without a mesh it is not split."""
     if mesh is None or mesh.size == 1:
         return x
-    check_axis_types(mesh)
-    return jax.lax.with_sharding_constraint(x, sharding_of(mesh, *axes))
+    sharding = sharding_of(with_automatic_axes(mesh), *axes)
+    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def sharding_of(
     mesh: Mesh | AbstractMesh, *axes: str | tuple[str, ...] | None
 ) -> NamedSharding:
     """Returns the sharding of an array; the entry for each of its axes names the mesh
-    axes that split it, and those of size 1 are left out.
+    axes that split it; those of size 1, and those that the mesh lacks, are left out.
 
     Equal shardings so have one spelling: `jit` compiles anew where specs differ,
     although they may say the same.
@@ -105,7 +103,7 @@ def sharding_of(
     spec: list[str | tuple[str, ...] | None] = []
     for entry in axes:
         names = (entry,) if isinstance(entry, str) else entry or ()
-        split = tuple(name for name in names if sizes[name] > 1)
+        split = tuple(name for name in names if sizes.get(name, 1) > 1)
         spec.append(split if len(split) > 1 else split[0] if split else None)
     while spec and spec[-1] is None:
         spec.pop()

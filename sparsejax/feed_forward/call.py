@@ -1,14 +1,16 @@
 """One call of an FFN whose operands have been checked: planned, packed and run."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from sparsejax.distributed.explicit_axes import automatically, spec_of
 from sparsejax.feed_forward.choice import warn_if_slower
 from sparsejax.feed_forward.frame import Execution, Static, run
-from sparsejax.feed_forward.layout import FFNLayout
+from sparsejax.feed_forward.layout import FFNLayout, check_placed
 from sparsejax.feed_forward.operands.experts import ExpertOperands
 from sparsejax.feed_forward.operands.weights import FFNWeights, PackedFFN, pack_ffn
 from sparsejax.feed_forward.passes.by_expert import BY_EXPERT
@@ -43,6 +45,8 @@ def call_ffn(
       NotImplementedError: the named backend cannot run a GEMM; says why.
     """
     _check_needed(spec, scales, packed, key)
+    named = {f"w_{name}": weight for name, weight in weights._asdict().items()}
+    check_placed(layout, x=x, **named)
     experts = _operands_of_experts(spec, experts)
     if spec.tokens == 0:
         # Without tokens any FFN is the dense one, and there are no rows to make tiles
@@ -69,7 +73,8 @@ def call_ffn(
     static = Static(plan, layout, _execution(plan))
     key = key if sparsity.needs_key else None
     packed, experts = jax.lax.stop_gradient((packed, experts))
-    return run(static, x, weights, packed, experts, key)
+    operands = x, weights, packed, experts, key
+    return automatically(partial(run, static), *operands, out=spec_of(x))
 
 
 def _execution(plan: FFNPlan) -> Execution:

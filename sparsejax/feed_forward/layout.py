@@ -4,23 +4,26 @@
     W1    (d, F)   F split over `hidden`, and each part again over `stored`
     W2    (F, d)   likewise; S(W1) and S(W2^T) as their weights
 
-A device multiplies its tokens with its F / hidden neurons. Just before, it gathers
+A mesh may lack any of these axes, and nothing is split over those that it lacks. A
+device multiplies its tokens with its F / hidden neurons. Just before, it gathers
 their weights over `stored` (FSDP): a packed weight as it is packed, 9 bits for every 16
 of a bfloat16 weight. Y and dX are sums over `hidden` (tensor parallelism); dW1 and dW2
 are summed over the tokens and scattered over `stored`. The groups of four of a weight
 run along d, which is never split.
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from sparsejax.distributed.explicit_axes import with_automatic_axes
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.fp8_matmul import QuantisedWeight
 from sparsejax.sparsity.compressed import Compressed, pack_positions, unpack_positions
@@ -32,29 +35,49 @@ from sparsejax.sparsity.patterns import NM
 class FFNLayout:
     """The names of the mesh axes that split an FFN's operands.
 
+    A default name that the mesh lacks is dropped: over ("data", "tensor"), `stored` is
+    None, and over ("tensor",) the tokens are split over (). Axes of the mesh that none
+    of the fields names hold copies. Explicit axes become automatic.
+
     Raises:
-      ValueError: the mesh lacks a named axis or has explicit axes, or an axis is named
-        with two meanings.
+      ValueError: the mesh lacks an axis that is named and is no default, or has none
+        of the default axes, or an axis is named with two meanings.
     """
 
     mesh: Mesh | AbstractMesh
     tokens: tuple[str, ...] = ("data", "fsdp")
     """The axes that split the tokens."""
-    hidden: str = "tensor"
+    hidden: str | None = "tensor"
     """The axis that splits the F neurons; every device along it sees the same
     tokens."""
-    stored: str = "fsdp"
+    stored: str | None = "fsdp"
     """The axis over which the stored weights are split further; one of `tokens`."""
 
     def __post_init__(self) -> None:
-        check_axis_types(self.mesh)
-        for axis in (*self.tokens, self.hidden, self.stored):
-            if axis not in self.mesh.axis_names:
+        names = self.mesh.axis_names
+        default = {of.name: of.default for of in fields(self)}
+        given = {name: getattr(self, name) for name in ("tokens", "hidden", "stored")}
+        is_named = {*self.tokens, self.hidden}.intersection(names)
+        if all(given[name] == default[name] for name in given) and not is_named:
+            raise ValueError(
+                f"the mesh has the axes {names} and none of "
+                f"{(*self.tokens, self.hidden)}; name its axes, as FFNLayout(mesh="
+                f"mesh, tokens=({names[0]!r},), hidden=None, stored=None)"
+            )
+        for name, value in given.items():
+            named = value if isinstance(value, tuple) else (value,)
+            kept = tuple(axis for axis in named if axis in names)
+            if value == default[name]:
+                value = kept if isinstance(value, tuple) else next(iter(kept), None)
+                object.__setattr__(self, name, value)
+            elif missing := [axis for axis in named if axis not in (*names, None)]:
                 raise ValueError(
-                    f"axis {axis!r} is not one of the mesh, {self.mesh.axis_names}; "
-                    f"name its axes in FFNLayout, or give the mesh one of size 1"
+                    f"{name}={value!r} names the axis {missing[0]!r}, which is not one "
+                    f"of the mesh, {names}; name one of these, or leave it out "
+                    f"({'()' if isinstance(value, tuple) else 'None'})"
                 )
-        if self.hidden in self.tokens or self.stored not in self.tokens:
+        object.__setattr__(self, "mesh", with_automatic_axes(self.mesh))
+        if self.hidden in self.tokens or self.stored not in (*self.tokens, None):
             raise ValueError(
                 f"hidden={self.hidden!r} must not be among tokens={self.tokens}, and "
                 f"stored={self.stored!r} must be: a device of `stored` has tokens of "
@@ -64,23 +87,27 @@ class FFNLayout:
     @property
     def token_shards(self) -> int:
         """The number of parts that the tokens are split into."""
-        sizes = dict(self.mesh.shape)
-        shards = 1
-        for axis in self.tokens:
-            shards *= sizes[axis]
-        return shards
+        return math.prod(map(self._size, self.tokens))
 
     @property
     def hidden_shards(self) -> int:
         """The number of parts that the neurons are split into while they are
         computed."""
-        return dict(self.mesh.shape)[self.hidden]
+        return self._size(self.hidden)
 
     @property
     def stored_shards(self) -> int:
         """The number of parts that each device's neurons are split into while their
         weights are stored."""
-        return dict(self.mesh.shape)[self.stored]
+        return self._size(self.stored)
+
+    def _size(self, axis: str | None) -> int:
+        return 1 if axis is None else self.mesh.shape[axis]
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """The axes along which devices differ in what they compute."""
+        return self.tokens if self.hidden is None else (*self.tokens, self.hidden)
 
     @property
     def shards(self) -> dict[str, int]:
@@ -124,6 +151,34 @@ class FFNLayout:
             )
 
 
+def check_placed(layout: FFNLayout | None, **arrays: PyTree) -> None:
+    """Raises ValueError where arrays were put on other devices than those of the
+    layout, and says how to bring them there. Arrays that nobody has put anywhere are
+    moved by jax; what arrays inside of a jitted function lie on, jax checks itself."""
+    if layout is None or isinstance(layout.mesh, AbstractMesh):
+        return
+    there = set(layout.mesh.devices.flat)
+    for name, tree in arrays.items():
+        for array in jax.tree.leaves(tree):
+            if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
+                continue
+            if array.committed and array.devices() != there:
+                raise ValueError(
+                    f"{name} lies on {_devices(array.devices())}, and the mesh of the "
+                    f"layout is {_devices(there)}; bring the model there before its "
+                    f"first step: nnx.update(model, jax.device_put(nnx.state(model), "
+                    f"NamedSharding(mesh, PartitionSpec()))), which puts all of it on "
+                    f"each device, and what it is called with likewise"
+                )
+
+
+def _devices(devices: set[jax.Device]) -> str:
+    """Returns devices in words, for an error."""
+    first = min(devices, key=lambda device: device.id)
+    count = len(devices)
+    return f"device {first}" if count == 1 else f"{count} devices from {first} on"
+
+
 def on_mesh(
     layout: FFNLayout | None,
     local: Callable,
@@ -145,38 +200,21 @@ def on_mesh(
     )
 
 
-def check_axis_types(mesh: Mesh | AbstractMesh) -> None:
-    """Raises ValueError where the mesh has explicit axes, which `jax.make_mesh` makes
-    unasked. Arrays would then carry their sharding in their types, and it would have to
-    be the one that the operations expect; with automatic axes they are brought
-    there."""
-    explicit = [
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Explicit
-    ]
-    if explicit:
-        sizes = tuple(mesh.shape[name] for name in mesh.axis_names)
-        raise ValueError(
-            f"mesh has the explicit axes {', '.join(explicit)}, and all have to be "
-            f"automatic; write jax.make_mesh({sizes}, {mesh.axis_names}, axis_types="
-            f"(jax.sharding.AxisType.Auto,) * {len(sizes)}), or use "
-            f"distributed.mesh.make_mesh"
-        )
-
-
 def token_spec(layout: FFNLayout | None) -> PartitionSpec:
     """Returns the spec of arrays whose first axis is the tokens; they are the same on
     all devices along `hidden`."""
-    return PartitionSpec() if layout is None else PartitionSpec(layout.tokens)
+    return _over(() if layout is None else layout.tokens)
+
+
+def _over(axes: tuple[str, ...]) -> PartitionSpec:
+    """Returns the spec of arrays whose first axis is split over these axes."""
+    return PartitionSpec(axes) if axes else PartitionSpec()
 
 
 def device_spec(layout: FFNLayout | None) -> PartitionSpec:
     """Returns the spec of arrays that differ on every device, concatenated along the
     first axis."""
-    if layout is None:
-        return PartitionSpec()
-    return PartitionSpec((*layout.tokens, layout.hidden))
+    return _over(() if layout is None else layout.own)
 
 
 def weight_spec(
@@ -186,8 +224,8 @@ def weight_spec(
     axis `hidden_axis` of the two (0 or 1, or counted from the end)."""
     if layout is None:
         return PartitionSpec()
-    split = (layout.hidden, layout.stored)
-    axes = (split if i == hidden_axis % 2 else None for i in range(2))
+    split = tuple(axis for axis in (layout.hidden, layout.stored) if axis is not None)
+    axes = (split or None if i == hidden_axis % 2 else None for i in range(2))
     return PartitionSpec(*(None,) * stacked, *axes)
 
 
@@ -285,15 +323,15 @@ def sum_over_tokens(layout: FFNLayout | None, dw: Array, hidden_axis: int) -> Ar
 
 def own_key(layout: FFNLayout | None, key: Array | None) -> Array | None:
     """Returns a random key for this device, so that no two devices draw alike."""
-    if layout is None or key is None:
+    if layout is None or key is None or not layout.own:
         return key
-    device = lax.axis_index((*layout.tokens, layout.hidden))
+    device = lax.axis_index(layout.own)
     return jax.random.fold_in(key, device)
 
 
 def own_experts(layout: FFNLayout | None, experts: int) -> tuple[Any, int]:
     """Returns the index of this device's first expert, and how many experts it has."""
-    if layout is None:
+    if layout is None or layout.hidden is None:
         return 0, experts
     count = experts // layout.hidden_shards
     return lax.axis_index(layout.hidden) * count, count

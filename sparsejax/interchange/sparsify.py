@@ -242,6 +242,15 @@ def _form_with(
     candidates = list(_candidates(of_layer))
     if not candidates:
         named = ", ".join(f"{_name(path)} {shape}" for path, shape in of_layer.items())
+        without: dict[Path, tuple[int, ...]] = {
+            path: shape[:1] + shape[2:] for path, shape in of_layer.items()
+        }
+        counts = {shape[1] for shape in of_layer.values()}
+        if len(counts) == 1 and any(_candidates(without)):
+            return (
+                f"its kernels {named} stack {counts.pop()} layers along their second "
+                f"axis; have the model stack them along the first, or not at all"
+            )
         return f"its kernels {named} lead to no hidden layer and back"
     layer = _first_layer(module) if stacked else module
     return _nearest(layer, call, candidates)

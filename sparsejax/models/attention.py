@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device import Device
+from sparsejax.distributed.explicit_axes import inside_automatic_axes
 from sparsejax.distributed.mesh import BATCH, constrain
 from sparsejax.dtypes import Precision
 from sparsejax.models.block_diagonal import (
@@ -149,6 +150,7 @@ class Attention(nnx.Module):
         self.w_value = nnx.Param(initial(rngs.params(), (d_model, kv_width)))
         self.w_out = nnx.Param(initial(rngs.params(), (d_model, d_model), out_scale))
 
+    @inside_automatic_axes(lambda spec: spec)
     def __call__(
         self, x: Float[Array, "batch sequence d_model"], *, offset: int = 0
     ) -> Float[Array, "batch sequence d_model"]:

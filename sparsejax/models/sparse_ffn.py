@@ -12,10 +12,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from sparsejax.annotations import check_value
+from sparsejax.distributed.explicit_axes import (
+    automatically,
+    inside_automatic_axes,
+    spec_of,
+)
 from sparsejax.distributed.mesh import constrain
 from sparsejax.dtypes import Precision
 from sparsejax.feed_forward.activation import ActivationName
@@ -29,7 +35,7 @@ from sparsejax.feed_forward.experts.observed import (
 from sparsejax.feed_forward.experts.penalty import penalised
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.gated_ffn import check_gated, gated_ffn
-from sparsejax.feed_forward.layout import FFNLayout
+from sparsejax.feed_forward.layout import FFNLayout, check_placed
 from sparsejax.feed_forward.operands.weights import PackedFFN, pack_ffn
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity, check_divisible
 from sparsejax.models.block_diagonal import check_precision, dense_weight, ffn_of_groups
@@ -158,6 +164,7 @@ class SparseFFN(nnx.Module):
         self.sparsity = DENSE
         self.compute_as(sparsity)
 
+    @inside_automatic_axes(lambda spec: spec)
     def __call__(
         self,
         x: Float[Array, "*batch d_model"],
@@ -291,8 +298,9 @@ class SparseFFN(nnx.Module):
         return self.observed.get_value()["energy_threshold"]
 
     def check(self, sparsity: FFNSparsity) -> None:
-        """Raises ValueError where groups or experts do not divide the widths, or where
-        a gated FFN, or one of block-diagonal weights, cannot have the sparsity."""
+        """Raises ValueError where groups or experts do not divide the widths, where a
+        gated FFN, or one of block-diagonal weights, cannot have the sparsity, or where
+        the weights were put on other devices than those of the layout."""
         check_value("sparsity", sparsity, FFNSparsity)
         if self.groups > 1 and not sparsity.is_dense:
             raise ValueError(
@@ -303,6 +311,8 @@ class SparseFFN(nnx.Module):
         if self.activation != "relu2":
             check_gated(self.activation, sparsity)
         check_divisible(self.d_model, self.d_hidden, sparsity)
+        weights = {"w_up": self.w_up[...], "w_down": self.w_down[...]}
+        check_placed(self.layout, **weights)
 
     def compute_as(
         self, sparsity: FFNSparsity, *, keep_router_state: bool = False
@@ -328,7 +338,8 @@ class SparseFFN(nnx.Module):
         elif (before.experts, before.router) != (experts, router):
             first = partial(router.initial_state, experts=experts)
             w = self.into_hidden[0][...]
-            state = first(w) if w.ndim == 2 else jax.vmap(first)(w)
+            of_layers = first if w.ndim == 2 else jax.vmap(first)
+            state = automatically(of_layers, w, out=PartitionSpec())
             self.router_state = RouterState(state)
         if experts is None or not sparsity.observes:
             self.observed = self.observed if keep_router_state else None
@@ -413,7 +424,10 @@ class SparseFFN(nnx.Module):
         weights = [w[...] for w in self.into_hidden], self.w_down[...]
         # One layer after the other: k-means holds several copies of W1.
         by_layer = partial(jax.lax.map, of_layer) if weights[1].ndim == 3 else of_layer
-        order, state, into, self.w_down[...] = by_layer(weights)
+        lie = [spec_of(w) for w in weights[0]], spec_of(weights[1])
+        whole = PartitionSpec()
+        found = automatically(by_layer, weights, out=(whole, whole, *lie))
+        order, state, into, self.w_down[...] = found
         for weight, renumbered in zip(self.into_hidden, into, strict=True):
             weight[...] = renumbered
         if self.router_state is not None:
@@ -439,10 +453,15 @@ class SparseFFN(nnx.Module):
             # Such a layer cannot have 2:4 weights: groups of four do not divide d, or
             # its weights are the blocks of a diagonal.
             return jnp.ones((*stack, len(into_hidden) + 1), jnp.float32)
+
         # GEMMs 1 and 3 both reduce over d: axis -2 of W1, the last axis of W2.
-        scales = [soft_threshold_scale(w[...], axis=-2) for w in into_hidden]
-        scales.append(soft_threshold_scale(self.w_down[...], axis=-1))
-        return jnp.stack(scales, axis=-1)
+        def scales(into: list[jax.Array], w_down: jax.Array) -> jax.Array:
+            found = [soft_threshold_scale(w, axis=-2) for w in into]
+            found.append(soft_threshold_scale(w_down, axis=-1))
+            return jnp.stack(found, axis=-1)
+
+        weights = [w[...] for w in into_hidden], self.w_down[...]
+        return automatically(scales, *weights, out=PartitionSpec())
 
 
 def sparse_ffns(module: nnx.Module) -> list[SparseFFN]:

@@ -10,10 +10,14 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.extend.core import Primitive
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
 from sparsejax.config import ModelConfig
+from sparsejax.distributed.explicit_axes import (
+    inside_automatic_axes,
+    with_automatic_axes,
+)
 from sparsejax.distributed.mesh import BATCH, batch_parts, constrain, ffn_layout
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.attention import Attention, KVCache
@@ -124,11 +128,12 @@ class Transformer(nnx.Module):
           config: the sizes of the model, and what it computes.
           sparsity: the sparsity of its FFNs; dense by default.
           backend: what runs the sparse GEMMs; None for the fastest that can.
-          mesh: a mesh of `distributed.mesh.make_mesh`; None for one device.
+          mesh: a mesh with some of the axes of `distributed.mesh`, as `make_mesh`
+            there makes it; None for one device.
           rngs: random streams; `params` is drawn from.
         """
         self.config = config
-        self.mesh = mesh
+        self.mesh = None if mesh is None else with_automatic_axes(mesh)
         width, vocabulary = config.d_model, config.vocab_size
         # The embedding is read by rows of d_model: fan-in as the head of a tied model.
         self.embedding = nnx.Param(fan_in_normal(rngs.params(), (width, vocabulary)).T)
@@ -175,6 +180,9 @@ class Transformer(nnx.Module):
         logits = self.logits(x)
         return (logits, ffn_inputs) if capture_ffn_inputs else logits
 
+    @inside_automatic_axes(
+        lambda of_tokens: (of_tokens, PartitionSpec(None, *of_tokens))
+    )
     def features(
         self,
         tokens: Int[Array, "batch sequence"],
@@ -240,6 +248,7 @@ class Transformer(nnx.Module):
         x = x.astype(self.config.dtype)
         return constrain(x, self.mesh, BATCH, None, None)
 
+    @inside_automatic_axes(lambda spec: spec)
     def logits(
         self, features: Float[Array, "*batch d_model"]
     ) -> Float[Array, "*batch vocab"]:

@@ -1,6 +1,5 @@
 """The weights of an FFN as its GEMMs read them: dense, and packed 2:4."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,8 +8,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from sparsejax.distributed.explicit_axes import automatically, spec_along, split_along
 from sparsejax.dtypes import Precision
-from sparsejax.feed_forward.layout import FFNLayout, on_mesh, weight_spec
+from sparsejax.feed_forward.layout import FFNLayout, check_placed, on_mesh, weight_spec
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops import dense_matmul, fp8_matmul
 from sparsejax.ops.backend import Backend, Decision
@@ -107,8 +107,10 @@ def pack_ffn(
       layout: how the weights lie on a mesh of several devices; None on one device.
       backend: what will run the GEMMs; None for the fastest that can.
     Raises:
-      ValueError: `scales` does not have one beta for each weight.
+      ValueError: `scales` does not have one beta for each weight, or a weight was put
+        on other devices than those of the layout.
     """
+    check_placed(layout, w_up=w_up, w_down=w_down, w_gate=w_gate)
     if sparsity.is_dense and precision != "dtype":
         gate = None if w_gate is None else quantise_weight(w_gate)
         return PackedFFN(quantise_weight(w_up), quantise_weight(w_down), gate)
@@ -130,25 +132,31 @@ def pack_ffn(
     d_model, d_hidden = w_up.shape[-2:]
     shards = 1 if layout is None else layout.hidden_shards * layout.stored_shards
 
-    def packing(by_expert: bool) -> Callable[..., Compressed | Packed]:
+    def packed(w: jax.Array, scale: jax.Array, *, axis: int, by_expert: bool):
         # Rows that lie together: those of a device, and of an expert.
         together = [d_hidden // shards]
         if sparsity.experts and by_expert:
             together.append(d_hidden // sparsity.experts)
+        pack_one, neurons = partial(_compress, pattern=pattern), -3 - axis
         if backend in (None, *registry.names()) and not any(
             why_not_packed(rows, d_model, str(w_up.dtype), dtype) for rows in together
         ):
-            return partial(_pack_on_each_device, layout, dtype=dtype)
-        return partial(_compress, pattern=pattern, dtype=dtype)
+            pack_one, neurons = partial(_pack_on_each_device, layout), -2
+        # On explicit axes its neurons stay where the weight has them.
+        out = spec_along(neurons, split_along(w, -3 - axis), ndim=w.ndim)
+        return automatically(
+            partial(pack_one, axis=axis, dtype=dtype), w, scale, out=out
+        )
 
-    pack_up, pack_down = packing(sparsity.skip_blocks), packing(sparsity.da_by_expert)
-    gate = None
-    if w_gate is not None:
-        gate = pack_up(w_gate, gate_scale[0], axis=-2)
+    into_hidden = partial(packed, axis=-2, by_expert=sparsity.skip_blocks)
     down = None
     if sparsity.backward_weights is not None:
-        down = pack_down(w_down, down_scale, axis=-1)
-    return PackedFFN(up=pack_up(w_up, up_scale, axis=-2), down=down, gate=gate)
+        down = packed(w_down, down_scale, axis=-1, by_expert=sparsity.da_by_expert)
+    return PackedFFN(
+        up=into_hidden(w_up, up_scale),
+        down=down,
+        gate=None if w_gate is None else into_hidden(w_gate, gate_scale[0]),
+    )
 
 
 def _compress(

@@ -13,6 +13,7 @@ is refused before anything is changed.
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int, PyTree
 
+from sparsejax.distributed.explicit_axes import automatically, spec_of
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.sparsity.masks import soft_threshold
@@ -130,8 +132,9 @@ def fold_weights(ffn: SparseFFN) -> None:
     """Sets W to beta S(W), in place, for the weights that GEMM 1 reads (W1; Wg and Wu
     if gated)."""
     for index, w in enumerate(ffn.into_hidden):
-        scale = ffn.scales[...][..., index, None, None]
-        w[...] = scale * soft_threshold(w[...], axis=-2)
+        weight, scale = w[...], ffn.scales[...][..., index, None, None]
+        folded = lambda w, scale: scale * soft_threshold(w, axis=-2)
+        w[...] = automatically(folded, weight, scale, out=spec_of(weight))
 
 
 def _sparse_ffns_by_path(model: nnx.Module) -> dict[Path, SparseFFN]:
@@ -305,10 +308,11 @@ def take_neurons(
 ) -> jax.Array:
     """Returns the array with neuron order[i] in the place of neuron i along `axis`,
     which counts from the end. With stacked layers each layer has its own order."""
-    if order.ndim == 1:
-        return jnp.take(leaf, order, axis=axis)
+    take = partial(jnp.take, axis=axis)
     # Layer by layer: on a mesh, a layer that is permuted is whole on every device.
-    return jax.lax.map(lambda of: take_neurons(of[0], of[1], axis), (leaf, order))
+    by_layer = lambda *stacked: jax.lax.map(lambda of: take(*of), stacked)
+    how = take if order.ndim == 1 else by_layer
+    return automatically(how, leaf, order, out=spec_of(leaf))
 
 
 def _names(keys: Sequence[object]) -> Path:

@@ -13,6 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from sparsejax.config import MeshConfig, ModelConfig
 from sparsejax.distributed.mesh import (
     AXES,
+    BATCH,
+    batch_parts,
     check_shardable,
     constrain,
     ffn_layout,
@@ -23,7 +25,6 @@ from sparsejax.distributed.mesh import (
     state_shardings,
 )
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
-from sparsejax.models.attention import Attention
 from sparsejax.models.transformer import Transformer
 from sparsejax.sparsity.patterns import NM, VNM
 from sparsejax.training.step import Run
@@ -132,13 +133,19 @@ def test_a_model_without_a_mesh_is_one_for_one_device():
     assert model.mesh is None and model.blocks.ffn.layout is None
 
 
-def test_explicit_axes_are_refused_where_the_mesh_is_given():
-    mesh = AbstractMesh((2, 2, 2), AXES, axis_types=(AxisType.Explicit,) * 3)
-    message = "mesh has the explicit axes data, fsdp, tensor, .*AxisType.Auto,"
-    with pytest.raises(ValueError, match=message):
-        Transformer(MODEL, mesh=mesh, rngs=nnx.Rngs(0))
-    attention = Attention(32, heads=2, mesh=mesh, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=message):
-        attention(jnp.ones((2, 4, 32)))
-    with pytest.raises(ValueError, match=message):
-        constrain(jnp.ones((2, 2)), mesh, "data", "tensor")
+def test_explicit_axes_become_automatic_where_the_mesh_is_given():
+    explicit = (AxisType.Explicit,) * 3
+    mesh = AbstractMesh((2, 2, 2), AXES, axis_types=explicit)
+    model = Transformer(MODEL, mesh=mesh, rngs=nnx.Rngs(0))
+    automatic = (AxisType.Auto,) * 3
+    assert model.mesh.axis_types == automatic
+    assert model.blocks.ffn.layout.mesh.axis_types == automatic
+
+
+def test_a_mesh_may_lack_axes_but_not_all_of_them():
+    two = AbstractMesh((2, 4), ("data", "tensor"))
+    assert batch_parts(two) == 2 and batch_parts(AbstractMesh((4,), ("tensor",))) == 1
+    spec = sharding_of(two, BATCH, ("tensor", "fsdp"), "fsdp").spec
+    assert spec == PartitionSpec("data", "tensor")
+    with pytest.raises(ValueError, match=r"the axes \('x',\) and none of .*tokens=\("):
+        ffn_layout(AbstractMesh((8,), ("x",)))

@@ -25,8 +25,8 @@ def layout_of(*sizes: int, **names) -> FFNLayout:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ({"hidden": "model"}, "axis 'model' is not one of the mesh"),
-        ({"tokens": ("data", "expert")}, "axis 'expert' is not one of the mesh"),
+        ({"hidden": "model"}, "hidden='model' names the axis 'model', which"),
+        ({"tokens": ("data", "expert")}, "names the axis 'expert', which is not one"),
         ({"hidden": "data"}, "hidden='data' must not be among tokens"),
         ({"tokens": ("data",)}, "stored='fsdp' must be"),
     ],
@@ -36,16 +36,36 @@ def test_axes_must_be_the_meshs_and_have_one_meaning(names, message):
         layout_of(2, 2, 2, **names)
 
 
-def test_explicit_axes_are_refused_with_the_mesh_to_write():
+def test_explicit_axes_become_automatic():
     types = AxisType.Auto, AxisType.Explicit, AxisType.Auto
     mesh = AbstractMesh((2, 3, 4), AXES, axis_types=types)
-    with pytest.raises(ValueError) as error:
+    assert FFNLayout(mesh=mesh) == layout_of(2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (("tensor",), ((), "tensor", None)),
+        (("data",), (("data",), None, None)),
+        (("fsdp",), (("fsdp",), None, "fsdp")),
+        (("data", "tensor"), (("data",), "tensor", None)),
+    ],
+)
+def test_default_axes_that_the_mesh_lacks_are_dropped(names, expected):
+    layout = FFNLayout(mesh=AbstractMesh((2, 2)[: len(names)], names))
+    assert (layout.tokens, layout.hidden, layout.stored) == expected
+    sizes = layout.token_shards, layout.hidden_shards, layout.stored_shards
+    has = [bool(axis) for axis in expected]
+    assert sizes == tuple(2 if axis else 1 for axis in has)
+
+
+def test_a_mesh_of_other_axes_alone_is_no_layout_unless_they_are_named():
+    mesh = AbstractMesh((4,), ("batch",))
+    with pytest.raises(ValueError, match=r"name its axes, as FFNLayout\(mesh"):
         FFNLayout(mesh=mesh)
-    assert str(error.value) == (
-        "mesh has the explicit axes fsdp, and all have to be automatic; write "
-        "jax.make_mesh((2, 3, 4), ('data', 'fsdp', 'tensor'), axis_types="
-        "(jax.sharding.AxisType.Auto,) * 3), or use distributed.mesh.make_mesh"
-    )
+    # What the message says to write.
+    layout = FFNLayout(mesh=mesh, tokens=("batch",), hidden=None, stored=None)
+    assert layout.token_shards == 4
 
 
 @pytest.mark.parametrize("run", [ffn, gated_ffn])

@@ -286,6 +286,15 @@ def test_layers_that_are_stacked_are_found_and_called_one_at_a_time():
     assert (model(X) != y).any()
 
 
+def test_layers_stacked_along_another_axis_are_refused_with_what_to_do():
+    model = nnx.Dict(mlp=Plain(nnx.Rngs(0)))
+    for kernel in (model.mlp.wi.kernel, model.mlp.wo.kernel):
+        kernel.set_value(jnp.stack([kernel[...]] * 3, axis=1))
+    message = r"wi.kernel \(16, 3, 64\).* stack 3 layers along their second axis; have"
+    with pytest.raises(ValueError, match=message):
+        sparsify(model, ["mlp"])
+
+
 class Normed(Plain):
     def __init__(self, rngs):
         super().__init__(rngs)
