@@ -39,6 +39,7 @@ DOCUMENTS = [
     ROOT / "experiments" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
+WEIGHTS = ROOT / "docs" / "weights.md"
 SCRIPTS = sorted(
     [
         *(ROOT / "experiments").rglob("*.py"),
@@ -308,6 +309,11 @@ def make_place(folder: Path) -> None:
         sequence_length=16,
         tokenizer=ByteTokenizer(),
     )
+    (folder / "tasks").mkdir()
+    (task,) = re.findall(r"```yaml\n(task: .*?)```", WEIGHTS.read_text(), re.DOTALL)
+    (folder / "tasks" / "next-word.yaml").write_text(task)
+    (row,) = re.findall(r'`({"text": .*})`', WEIGHTS.read_text())
+    (folder / "tasks" / "next-word.jsonl").write_text(row + "\n")
     (folder / "experiments").symlink_to(ROOT / "experiments")
     (folder / "shared").mkdir()
     (folder / "shared" / "tokens").symlink_to(folder / "tokens")

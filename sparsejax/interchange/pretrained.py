@@ -81,11 +81,18 @@ class Pretrained:
     def end_tokens(self) -> tuple[int, ...]:
         """Returns the ids that end a text, as generation_config.json says, or without
         one config.json; none where neither names any."""
+        return self._special_tokens("eos_token_id")
+
+    def begin_token(self) -> int | None:
+        """Returns the id that begins a text, by the same files; None where neither
+        names one."""
+        return next(iter(self._special_tokens("bos_token_id")), None)
+
+    def _special_tokens(self, setting: str) -> tuple[int, ...]:
         for name in ("generation_config.json", "config.json"):
             path = self.folder / name
             if path.is_file():
-                found = json.loads(path.read_text(encoding="utf-8"))
-                ids = found.get("eos_token_id")
+                ids = json.loads(path.read_text(encoding="utf-8")).get(setting)
                 return () if ids is None else tuple(np.atleast_1d(ids).tolist())
         return ()
 
@@ -192,7 +199,7 @@ class PretrainedRun(Pretrained):
         trained on shards without one."""
         return self.trained.config.data.tokenizer
 
-    def end_tokens(self) -> tuple[int, ...]:
+    def _special_tokens(self, setting: str) -> tuple[int, ...]:
         """Returns no ids: a run names none."""
         return ()
 
