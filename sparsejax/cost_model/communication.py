@@ -47,7 +47,8 @@ def communication_bytes(
         `gathered_bytes` says, attention's with remat "none" only once; the head once,
         since its backward follows its forward.
       gradients: reduce-scattered over fsdp, then all-reduced over data; those of the
-        embedding, complete for its columns, only over data; of norm scales over both.
+        embedding, complete for its columns, only over data; of norm scales and biases
+        over both.
       activations: per layer, attention's and the FFN's output in the forward, and the
         gradients of their inputs in the backward; with remat "full" attention's output
         once more. Also the gradient of what the head reads, and in float32 the
@@ -68,12 +69,12 @@ def communication_bytes(
     layer += whole.attention * (1 if config.remat == "none" else 2)
     weights = (layers * layer + whole.head) // mesh.tensor
 
-    norms, embedding = 4 * parameters.norms, 4 * parameters.embedding // mesh.tensor
+    vectors, embedding = 4 * parameters.vectors, 4 * parameters.embedding // mesh.tensor
     scattered = 4 * (parameters.attention + parameters.ffn) // mesh.tensor + embedding
     gradients = (
         _received(scattered, mesh.fsdp)
         + 2 * _received((scattered + embedding) // mesh.fsdp, mesh.data)
-        + 2 * _received(norms, mesh.token_shards)
+        + 2 * _received(vectors, mesh.token_shards)
     )
 
     token = tokens_per_device * config.d_model

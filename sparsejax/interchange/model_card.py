@@ -2,7 +2,7 @@
 
 from sparsejax.config import ModelConfig
 from sparsejax.feed_forward.spec import FFNSparsity
-from sparsejax.interchange.architectures import ARCHITECTURES
+from sparsejax.interchange.architectures import CLASSES, model_type_of
 from sparsejax.sparsity.patterns import name_of
 from sparsejax.training.recipe import Phase
 from sparsejax.training.trained_model import TrainedModel
@@ -40,7 +40,7 @@ def model_card(run: TrainedModel, *, name: str, tokenizer: str | None) -> str:
 
 
 def _what_it_is(model: ModelConfig, tokenizer: str | None) -> str:
-    _, architecture, _ = ARCHITECTURES[model.activation]
+    architecture = CLASSES[model_type_of(model)]
     reads = tokenizer or "token ids; no tokenizer turned text into them in this run"
     return (
         f"A decoder-only transformer, `{architecture}` of `transformers`: "

@@ -160,7 +160,7 @@ def empty_cache(model: Transformer, batch: int, capacity: int) -> KVCache:
     """Returns the cache of all layers for `capacity` tokens, (layers, batch, capacity,
     kv_heads, head_dim) in the compute dtype, with nothing in it."""
     config = model.config
-    shape = (config.layers, batch, capacity, config.kv_heads, config.head_dim)
+    shape = (config.layers, batch, capacity, config.kv_heads, config.head_width)
     zeros = partial(jnp.zeros, shape, jnp.dtype(config.dtype))
     return KVCache(keys=zeros(), values=zeros())
 

@@ -52,6 +52,11 @@ def config_for(text: str, variant: str) -> TrainConfig:
     if variant == "swiglu":
         model = replace(model, activation="swiglu", tie_embeddings=True)
         config = replace(config, recipe="weights")
+    if variant == "qkv_bias":
+        model = replace(model, qkv_bias=True)
+    if variant == "qk_norm":
+        model = replace(model, activation="swiglu", qk_norm=True, head_dim=8)
+        config = replace(config, recipe="weights")
     if variant == "reglu2":
         model = replace(model, activation="reglu2")
     if variant == "skip_blocks":
@@ -107,6 +112,8 @@ GATES_AND_ROUTERS = (
     "learned",
     "swiglu",
     "reglu2",
+    "qkv_bias",
+    "qk_norm",
     "skip_blocks",
 )
 
