@@ -309,6 +309,12 @@ def make_place(folder: Path) -> None:
         sequence_length=16,
         tokenizer=ByteTokenizer(),
     )
+    export_huggingface(
+        some_model(MODELS["swiglu"]),
+        folder / "my-silu-model",
+        sequence_length=16,
+        tokenizer=ByteTokenizer(),
+    )
     (folder / "tasks").mkdir()
     (task,) = re.findall(r"```yaml\n(task: .*?)```", WEIGHTS.read_text(), re.DOTALL)
     (folder / "tasks" / "next-word.yaml").write_text(task)

@@ -98,7 +98,7 @@ def announce(
     if branch is not None:
         say(f"a branch: begins with step {begin:,} of {branch.folder}")
     if init_from is not None:
-        say(f"begins with the weights of {init_from.folder}, and a fresh optimiser")
+        say(f"begins with the weights of {init_from.in_words()}, and a fresh optimiser")
     for phase in planned:
         _say_static_weights(phase.kind, model_of(phase, model))
     for sparsity, name in sparsities.items():

@@ -86,6 +86,7 @@ def _begin_with(
 ) -> None:
     """Takes the weights of a folder, with a fresh optimiser, at step 0."""
     folder.check_fits(progress.config.model)
+    folder.check_phases(progress.phases)
     if progress.run_of_phase is not progress.run:
         raise ValueError(
             f"the first phase, {progress.phase.kind!r}, has a smaller model than "
