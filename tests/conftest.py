@@ -44,6 +44,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 # Nobody's own tuning results are read or written.
 NO_CACHE = tempfile.mkdtemp(prefix="sparsejax-cache-")
 os.environ["SPARSEJAX_CACHE"] = NO_CACHE
+# Nor is anything downloaded, or kept of what the packages of Hugging Face prepare.
+os.environ["HF_HOME"] = NO_CACHE
+os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 

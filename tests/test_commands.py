@@ -40,6 +40,7 @@ DOCUMENTS = [
     *sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "first-day.md"}),
 ]
 """But for the first day, whose commands `test_first_day` runs in their order."""
+WEIGHTS = ROOT / "docs" / "weights.md"
 SCRIPTS = sorted(
     [
         *(ROOT / "experiments").rglob("*.py"),
@@ -323,6 +324,17 @@ def make_place(folder: Path) -> None:
         sequence_length=16,
         tokenizer=ByteTokenizer(),
     )
+    export_huggingface(
+        some_model(MODELS["swiglu"]),
+        folder / "my-silu-model",
+        sequence_length=16,
+        tokenizer=ByteTokenizer(),
+    )
+    (folder / "tasks").mkdir()
+    (task,) = re.findall(r"```yaml\n(task: .*?)```", WEIGHTS.read_text(), re.DOTALL)
+    (folder / "tasks" / "next-word.yaml").write_text(task)
+    (row,) = re.findall(r'`({"text": .*})`', WEIGHTS.read_text())
+    (folder / "tasks" / "next-word.jsonl").write_text(row + "\n")
     (folder / "experiments").symlink_to(ROOT / "experiments")
     (folder / "shared").mkdir()
     (folder / "shared" / "tokens").symlink_to(folder / "tokens")

@@ -21,7 +21,7 @@ COMMANDS = {
     "plan": "what a run would be and cost, without running it",
     "tune": "the GEMMs of a run timed on the GPU here, for this run and later ones",
     "explain": "what runs the six GEMMs of an FFN on a GPU, and why",
-    "eval": "loss, perplexity and bits per byte of a model on held-out text",
+    "eval": "loss and bits per byte of a model on held-out text; tasks of a harness",
     "export": "the model of a run as a Hugging Face folder",
     "sample": "text from the model of a run or of a Hugging Face folder",
 }

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sparsejax.annotations import check_fields
-from sparsejax.config.ranges import Count, Positive, check_intervals
+from sparsejax.config.ranges import Count, CountOrNone, Positive, check_intervals
 from sparsejax.dtypes import Precision
 from sparsejax.sparsity.patterns import BlockDiagonal, StaticPattern
 
@@ -24,6 +24,13 @@ class ModelConfig:
     activation: Literal["relu2", "swiglu", "reglu2"] = "relu2"
     """Kind of FFN: W2 relu(W1 x)^2 ("relu2"), or gated Wd (s(Wg x) * Wu x) with s silu
     ("swiglu") or relu^2 ("reglu2")."""
+    head_dim: CountOrNone = None
+    """Width of each head; None: d_model / heads."""
+    qk_norm: bool = False
+    """Whether each head's queries and keys are normalised by their root mean square,
+    with a scale for each feature that the heads share, before they are rotated."""
+    qkv_bias: bool = False
+    """Whether queries, keys and values have biases."""
     tie_embeddings: bool = False
     rope_base: Positive = 10_000.0
     norm_epsilon: Positive = 1e-6
@@ -49,8 +56,19 @@ class ModelConfig:
     is copied into and out of the loop's stacks."""
 
     @property
-    def head_dim(self) -> int:
-        return self.d_model // self.heads
+    def head_width(self) -> int:
+        """The width of each head: `head_dim`, or d_model / heads."""
+        return self.head_dim or self.d_model // self.heads
+
+    @property
+    def query_width(self) -> int:
+        """The width of the queries of all heads, which W_out reads."""
+        return self.heads * self.head_width
+
+    @property
+    def kv_width(self) -> int:
+        """The width of the keys, and of the values, of all their heads."""
+        return self.kv_heads * self.head_width
 
     @property
     def groups(self) -> int:
@@ -66,10 +84,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_fields(self, "model.")
         check_intervals(self, "model.")
-        if self.d_model % self.heads:
+        if self.head_dim is None and self.d_model % self.heads:
             raise ValueError(
                 f"d_model={self.d_model} is not a multiple of heads={self.heads}; "
-                f"change one of them"
+                f"change one of them, or give a head_dim"
             )
         if self.heads % self.kv_heads:
             raise ValueError(
@@ -77,10 +95,11 @@ class ModelConfig:
                 f"grouped-query attention gives each key head the same number of "
                 f"query heads"
             )
-        if self.head_dim % 2:
+        if self.head_width % 2:
+            whose = "" if self.head_dim else " (d_model / heads)"
             raise ValueError(
-                f"head_dim={self.head_dim} (d_model / heads) is odd; rotary position "
-                f"embedding rotates pairs"
+                f"head_dim={self.head_width}{whose} is odd; rotary position embedding "
+                f"rotates pairs"
             )
         self._check_static_weights()
         if self.precision != "dtype" and self.groups > 1:
@@ -103,9 +122,9 @@ class ModelConfig:
                 f"four entries; use NM(2, 4), or BlockDiagonal(4) for a quarter of "
                 f"the FLOPs"
             )
-        kv_width = self.kv_heads * self.head_dim
         pattern.check_divides(self.d_hidden, "model.d_hidden")
-        pattern.check_divides(kv_width, "model.kv_heads x head_dim")
+        pattern.check_divides(self.kv_width, "model.kv_heads x head_dim")
+        pattern.check_divides(self.query_width, "model.heads x head_dim")
         pattern.check_divides(self.d_model, "model.d_model")
         if self.d_model % self.groups**2:
             raise ValueError(

@@ -48,7 +48,8 @@ def communication_bytes(
         in 8-bit floats, and then once more; the head once, since its backward follows
         its forward.
       gradients: reduce-scattered over fsdp, then all-reduced over data; those of the
-        embedding, complete for its columns, only over data; of norm scales over both.
+        embedding, complete for its columns, only over data; of norm scales and biases
+        over both.
       activations: per layer, attention's and the FFN's output in the forward, and the
         gradients of their inputs in the backward; with remat "full" attention's output
         once more. Also the gradient of what the head reads, and in float32 the
@@ -70,12 +71,12 @@ def communication_bytes(
     layer += whole.attention * times
     weights = (layers * layer + whole.head) // mesh.tensor
 
-    norms, embedding = 4 * parameters.norms, 4 * parameters.embedding // mesh.tensor
+    vectors, embedding = 4 * parameters.vectors, 4 * parameters.embedding // mesh.tensor
     scattered = 4 * (parameters.attention + parameters.ffn) // mesh.tensor + embedding
     gradients = (
         _received(scattered, mesh.fsdp)
         + 2 * _received((scattered + embedding) // mesh.fsdp, mesh.data)
-        + 2 * _received(norms, mesh.token_shards)
+        + 2 * _received(vectors, mesh.token_shards)
     )
 
     token = tokens_per_device * config.d_model

@@ -61,7 +61,8 @@ def memory_bytes(
 
     Activations, per token and layer, in elements of the compute dtype, with flash
     attention (scores are never stored):
-      remat "none": x, two normed inputs, query, key, value, attention's result, the
+      remat "none": x, two normed inputs, query, key, value (with qk_norm query and key
+        as they were before it, too), attention's result, the
         residual between the branches, and the FFN's hidden values (relu2: relu(Y1), if
         routed of a token's experts only, and without mask_reuse of all neurons besides
         where the weight gradients are dense; gated: gate and up).
@@ -81,16 +82,18 @@ def memory_bytes(
     d, branches = config.d_model, 2 if config.gated else 1
     element, tensor = element_bytes(config), mesh.tensor
     parameters = parameter_count(config)
-    matrices = (parameters.total - parameters.norms) // (mesh.fsdp * tensor)
-    held = matrices + parameters.norms
-    qkv = (d + 2 * config.kv_heads * config.head_dim) // tensor
-    mixed = d // tensor
+    matrices = (parameters.total - parameters.vectors) // (mesh.fsdp * tensor)
+    held = matrices + parameters.vectors
+    qkv = (config.query_width + 2 * config.kv_width) // tensor
+    mixed = config.query_width // tensor
+    # Besides what attention reads, what has been normalised and rotated to it.
+    normalised = config.qk_norm * (config.query_width + config.kv_width) // tensor
     hidden = branches * config.d_hidden // tensor
     kept_hidden = hidden * sparsity.expert_choices // (sparsity.experts or 1)
     sums_over_rows = sparsity.weight_gradients == "expert_columns"
     if sparsity.experts and not sparsity.mask_reuse and not sums_over_rows:
         kept_hidden += hidden
-    everything = element * (4 * d + mixed + qkv + kept_hidden)
+    everything = element * (4 * d + mixed + qkv + normalised + kept_hidden)
     per_layer, recomputed = {
         "none": (everything, 0),
         "full": (element * d, everything),
@@ -119,7 +122,7 @@ def _moments_bytes(
     """Returns the bytes of an optimiser's moments on one device."""
     count, shards = parameter_count(config), mesh.fsdp * mesh.tensor
     blocks = (count.attention + count.ffn) // shards
-    held = (count.total - count.norms) // shards + count.norms
+    held = (count.total - count.vectors) // shards + count.vectors
     if optimizer == "adafactor":
         return 4 * _factored(config)
     return {
@@ -132,13 +135,13 @@ def _moments_bytes(
 def _factored(config: ModelConfig) -> int:
     """Returns the number of Adafactor's second moments: a row and a column of each
     matrix, and all of one with a side below 128."""
-    d, kv_width = config.d_model, config.kv_heads * config.head_dim
-    in_layer = [(d, d)] * 2 + [(d, kv_width)] * 2
+    d = config.d_model
+    in_layer = [(d, config.query_width), (d, config.kv_width)] * 2
     in_layer += [(d, config.d_hidden)] * (3 if config.gated else 2)
     outside = [(d, config.vocab_size)] * (1 if config.tie_embeddings else 2)
     of = lambda sides: sum(sides) if min(sides) >= 128 else prod(sides)
     moments = config.layers * sum(map(of, in_layer)) + sum(map(of, outside))
-    return moments + parameter_count(config).norms
+    return moments + parameter_count(config).vectors
 
 
 def _largest_gathered(

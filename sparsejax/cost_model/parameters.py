@@ -13,12 +13,18 @@ class ParameterCount:
     attention: int
     ffn: int
     norms: int
+    biases: int
     head: int
     """The number of parameters of the head; 0 where the head is the embedding."""
 
     @property
+    def vectors(self) -> int:
+        """The number of parameters that every device has: all that are no matrices."""
+        return self.norms + self.biases
+
+    @property
     def total(self) -> int:
-        return self.embedding + self.attention + self.ffn + self.norms + self.head
+        return self.embedding + self.attention + self.ffn + self.vectors + self.head
 
 
 def parameter_count(config: ModelConfig) -> ParameterCount:
@@ -26,13 +32,14 @@ def parameter_count(config: ModelConfig) -> ParameterCount:
     that are masked are stored whole and counted so; of those that are blocks on a
     diagonal, only the blocks are."""
     d, layers = config.d_model, config.layers
-    kv_width = config.kv_heads * config.head_dim
+    query_width, kv_width = config.query_width, config.kv_width
     matrices = 3 if config.gated else 2
     vocabulary = config.vocab_size * d
     return ParameterCount(
         embedding=vocabulary,
-        attention=layers * (2 * d * d + 2 * d * kv_width) // config.groups,
+        attention=layers * 2 * d * (query_width + kv_width) // config.groups,
         ffn=layers * matrices * d * config.d_hidden // config.groups,
-        norms=(2 * layers + 1) * d,
+        norms=(2 * layers + 1) * d + layers * config.qk_norm * 2 * config.head_width,
+        biases=layers * config.qkv_bias * (query_width + 2 * kv_width),
         head=0 if config.tie_embeddings else vocabulary,
     )

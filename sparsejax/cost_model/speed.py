@@ -50,8 +50,8 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> FlopsPerToken:
     dense: of weights that are blocks on a diagonal the FLOPs of the blocks, of masked
     weights those of whole ones."""
     parameters = parameter_count(config)
-    # Forward: Q K^T and P V are each 2 * sequence_length * d_model per token.
-    sdpa = 3 * config.layers * 4 * sequence_length * config.d_model
+    # Forward: Q K^T and P V are each 2 * sequence_length * query_width per token.
+    sdpa = 3 * config.layers * 4 * sequence_length * config.query_width
     return FlopsPerToken(
         attention_projections=6 * parameters.attention,
         sdpa_causal=sdpa // 2,

@@ -30,7 +30,8 @@ BATCH = ("data", "fsdp")
 
 _NEURONS = ("tensor", "fsdp")
 # By the name of a parameter: what splits its last two axes. The FFN's weights are never
-# split along d_model, the axis of their groups of four.
+# split along d_model, the axis of their groups of four. Norm scales and biases are
+# whole on every device.
 _PARAMETER_AXES = {
     "embedding": ("tensor", "fsdp"),
     "head": ("fsdp", "tensor"),

@@ -4,8 +4,10 @@ relu2    ArceeForCausalLM   down(relu(up(x))^2)
 swiglu   LlamaForCausalLM   down(silu(gate(x)) * up(x))
 reglu2   LlamaForCausalLM   down(relu(gate(x))^2 * up(x)), with hidden_act "relu2"
 
-All else is the same in both: pre-norm by RMS, grouped-query attention without biases,
-rotary positions with pairs half a head apart.
+A gated model with biases of queries, keys and values is Qwen2ForCausalLM, and one that
+normalises queries and keys, before they are rotated, Qwen3ForCausalLM. All else is the
+same in all: pre-norm by RMS, grouped-query attention, rotary positions with pairs half
+a head apart.
 """
 
 from collections.abc import Mapping
@@ -17,13 +19,52 @@ from sparsejax.feed_forward.activation import ActivationName
 WeightDtype = Literal["float32", "bfloat16"]
 """The dtypes in which weights are stored."""
 
-ARCHITECTURES = {
-    "relu2": ("arcee", "ArceeForCausalLM", "relu2"),
-    "swiglu": ("llama", "LlamaForCausalLM", "silu"),
-    "reglu2": ("llama", "LlamaForCausalLM", "relu2"),
+HIDDEN_ACTS = {"relu2": "relu2", "swiglu": "silu", "reglu2": "relu2"}
+"""For each activation the hidden_act in `transformers`."""
+CLASSES = {
+    "arcee": "ArceeForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
 }
-"""For each activation the model_type, the class and the hidden_act in
-`transformers`."""
+"""For each model_type that is written the class in `transformers`."""
+
+
+def why_no_architecture(model: ModelConfig) -> str | None:
+    """Returns why no architecture of `transformers` computes what a model does; None
+    where one does."""
+    if model.qk_norm and model.qkv_bias:
+        return "qk_norm and qkv_bias together are in none; leave one of them out"
+    for name in ("qk_norm", "qkv_bias"):
+        if getattr(model, name) and not model.gated:
+            return (
+                f"{name} with activation='{model.activation}' is in none; take swiglu "
+                f"or reglu2, or leave {name} out"
+            )
+    plain = not (model.qk_norm or model.qkv_bias)
+    if plain and model.d_model % model.heads:
+        return (
+            f"d_model={model.d_model} that is no multiple of heads={model.heads} is "
+            f"for qk_norm or qkv_bias alone; take other sizes, or one of these"
+        )
+    return None
+
+
+def model_type_of(model: ModelConfig) -> str:
+    """Returns the model_type that computes what a model does, a key of `CLASSES`.
+
+    Raises:
+      ValueError: no architecture of `transformers` computes it.
+    """
+    if (reason := why_no_architecture(model)) is not None:
+        raise ValueError(
+            f"no architecture of transformers is this model's: {reason} in a new run. "
+            f"What this one has learned is not lost: its checkpoints hold all weights, "
+            f"and model.safetensors in its folder the dense ones, under our names"
+        )
+    if model.qk_norm or model.qkv_bias:
+        return "qwen3" if model.qk_norm else "qwen2"
+    return "llama" if model.gated else "arcee"
 
 
 def huggingface_config(
@@ -39,10 +80,13 @@ def huggingface_config(
       model: its sizes and activation.
       sequence_length: tokens that it was trained on at a time.
       dtype: of the stored weights.
+    Raises:
+      ValueError: no architecture of `transformers` computes what the model does.
     """
-    model_type, architecture, hidden_act = ARCHITECTURES[model.activation]
+    model_type = model_type_of(model)
+    is_qwen = model_type.startswith("qwen")
     return {
-        "architectures": [architecture],
+        "architectures": [CLASSES[model_type]],
         "model_type": model_type,
         "vocab_size": model.vocab_size,
         "hidden_size": model.d_model,
@@ -50,15 +94,15 @@ def huggingface_config(
         "num_hidden_layers": model.layers,
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_dim,
-        "hidden_act": hidden_act,
+        "head_dim": model.head_width,
+        "hidden_act": HIDDEN_ACTS[model.activation],
         "max_position_embeddings": sequence_length,
         "rms_norm_eps": model.norm_epsilon,
         "rope_theta": model.rope_base,
         "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_base},
         "tie_word_embeddings": model.tie_embeddings,
-        "attention_bias": False,
-        "mlp_bias": False,
+        **({"use_sliding_window": False} if is_qwen else {"mlp_bias": False}),
+        **({} if model_type == "qwen2" else {"attention_bias": False}),
         "attention_dropout": 0.0,
         "initializer_range": model.d_model**-0.5,
         "use_cache": True,
@@ -69,12 +113,19 @@ def huggingface_config(
     }
 
 
-READ = {"llama": "silu", "arcee": "relu2", "mistral": "silu"}
+READ = {
+    "llama": "silu",
+    "arcee": "relu2",
+    "mistral": "silu",
+    "qwen2": "silu",
+    "qwen3": "silu",
+}
 """The architectures that are read, and the hidden_act that a config.json without one
 means. Mistral's is Llama's with attention that may be limited to a window."""
+KV_HEADS_LEFT_OUT = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+"""The key heads that a config.json without `num_key_value_heads` means, where they are
+not as many as the query heads."""
 WHY_NOT = {
-    "qwen2": "its queries, keys and values have biases, and our attention has none",
-    "qwen3": "it normalises queries and keys, which our attention does not",
     "gemma": "its norms scale by 1 + w and its embeddings are scaled, ours are not",
 }
 """For each model_type that is refused the reason."""
@@ -110,18 +161,22 @@ def model_config_of(settings: Mapping[str, Any], whose: str) -> ModelConfig:
     _refuse_what_is_different(settings, whose)
     activation = _activation(settings, whose)
     missing = [name for name in REQUIRED if name not in settings]
-    if model_type == "mistral" and "num_key_value_heads" not in settings:
-        missing.append("num_key_value_heads")  # would be 8
+    if model_type in KV_HEADS_LEFT_OUT and "num_key_value_heads" not in settings:
+        missing.append("num_key_value_heads")
     if missing:
         raise ValueError(f"{whose}/config.json lacks {missing[0]}; add it")
-    heads = settings["num_attention_heads"]
+    heads, width = settings["num_attention_heads"], settings["hidden_size"]
+    head_dim = settings.get("head_dim", 128 if model_type == "qwen3" else None)
     rope = settings.get("rope_parameters") or {}
     return ModelConfig(
         vocab_size=settings["vocab_size"],
-        d_model=settings["hidden_size"],
+        d_model=width,
         layers=settings["num_hidden_layers"],
         heads=heads,
         kv_heads=settings.get("num_key_value_heads") or heads,
+        head_dim=None if not head_dim or head_dim * heads == width else head_dim,
+        qk_norm=model_type == "qwen3",
+        qkv_bias=model_type == "qwen2",
         d_hidden=settings["intermediate_size"],
         activation=activation,
         tie_embeddings=settings.get("tie_word_embeddings", False),
@@ -138,8 +193,8 @@ def _refuse_what_is_different(settings: Mapping[str, Any], whose: str) -> None:
     for name in ("attention_bias", "mlp_bias"):
         if settings.get(name):
             raise ValueError(
-                f"{whose} has {name}=true, and our transformer has no biases; give a "
-                f"model without them"
+                f"{whose} has {name}=true, and our transformer has biases of queries, "
+                f"keys and values alone, as Qwen2 has; give a model without others"
             )
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -154,21 +209,26 @@ def _refuse_what_is_different(settings: Mapping[str, Any], whose: str) -> None:
             f"{whose} has partial_rotary_factor={settings['partial_rotary_factor']}, "
             f"and ours rotate whole heads; give a model that does"
         )
-    # What a config.json of Mistral leaves out is a window of 4096.
-    left_out = 4096 if settings["model_type"] == "mistral" else None
-    if settings.get("sliding_window", left_out) is not None:
+    if _has_window(settings):
         raise ValueError(
             f"{whose} limits attention to a sliding_window, and ours sees all tokens "
             f"before; give a model whose sliding_window is null"
         )
-    heads, width = settings.get("num_attention_heads"), settings.get("hidden_size")
-    size = settings.get("head_dim")
-    if heads and width and size and size * heads != width:
-        raise ValueError(
-            f"{whose} has head_dim={size} and num_attention_heads={heads}, and ours "
-            f"share hidden_size={width} among the heads; give a model in which "
-            f"head_dim x num_attention_heads is hidden_size"
-        )
+
+
+def _has_window(settings: Mapping[str, Any]) -> bool:
+    """Returns whether attention of some layer is limited to a window."""
+    # What a config.json of these three leaves out is a window of 4096.
+    left_out = None if settings["model_type"] in ("llama", "arcee") else 4096
+    window = settings.get("sliding_window", left_out)
+    if not settings["model_type"].startswith("qwen"):
+        return window is not None
+    if window is None or not settings.get("use_sliding_window", False):
+        return False
+    layers = settings.get("num_hidden_layers", 0)
+    if (kinds := settings.get("layer_types")) is not None:
+        return "sliding_attention" in kinds
+    return settings.get("max_window_layers", 28) < layers
 
 
 def _activation(settings: Mapping[str, Any], whose: str) -> ActivationName:

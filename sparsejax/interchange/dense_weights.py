@@ -5,6 +5,8 @@ extra "hf"). Names and shapes, float32, activations times matrix:
 
     embedding (vocab, d_model)          head (d_model, vocab), unless it is tied
     blocks.I.attention.w_query, w_key, w_value, w_out (d_in, d_out)
+    blocks.I.attention.bias_query, bias_key, bias_value (d_out,), with qkv_bias
+    blocks.I.attention.query_norm.scale, key_norm.scale (head_dim,), with qk_norm
     blocks.I.ffn.w_up (d_model, d_hidden), w_down (d_hidden, d_model), w_gate if gated
     blocks.I.attention_norm.scale, blocks.I.ffn_norm.scale, final_norm.scale (d_model,)
 """

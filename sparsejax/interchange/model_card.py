@@ -2,7 +2,7 @@
 
 from sparsejax.config import ModelConfig
 from sparsejax.feed_forward.sparsity import FFNSparsity
-from sparsejax.interchange.architectures import ARCHITECTURES
+from sparsejax.interchange.architectures import CLASSES, model_type_of
 from sparsejax.sparsity.patterns import name_of
 from sparsejax.training.recipe import Phase
 from sparsejax.training.trained_model import TrainedModel
@@ -40,7 +40,7 @@ def model_card(run: TrainedModel, *, name: str, tokenizer: str | None) -> str:
 
 
 def _what_it_is(model: ModelConfig, tokenizer: str | None) -> str:
-    _, architecture, _ = ARCHITECTURES[model.activation]
+    architecture = CLASSES[model_type_of(model)]
     reads = tokenizer or "token ids; no tokenizer turned text into them in this run"
     return (
         f"A decoder-only transformer, `{architecture}` of `transformers`: "
@@ -57,8 +57,20 @@ def _how_it_was_trained(run: TrainedModel) -> str:
         recipe = "a schedule of its own"
     return (
         f"Pre-trained by sparsejax with {recipe}, {run.step:,} of {config.steps:,} "
-        f"steps. The phases of the whole run:\n\n"
+        f"steps.{_what_it_began_with(run)} The phases of the whole run:\n\n"
         + "\n".join(f"* {_phase(phase)}" for phase in run.phases)
+    )
+
+
+def _what_it_began_with(run: TrainedModel) -> str:
+    """Returns a sentence where the run went on with weights of another function."""
+    starts = [of for of in run.records() if of["event"] == "start"]
+    if not starts or not (starts[0].get("init_from") or {}).get("relufied"):
+        return ""
+    return (
+        " It began with the weights of a model gated by SiLU, and put squared ReLU in "
+        "its place: another function, trained back from a loss of "
+        f"{starts[0]['validation_loss']:.4f} nats per token at its first step."
     )
 
 

@@ -26,6 +26,8 @@ class NamedModel:
     end_tokens: tuple[int, ...]
     """The ids that end a text: those that a folder names, else that of the
     tokenizer."""
+    begin_token: int | None
+    """The id that begins a text, where a folder names one."""
 
 
 def load_named_model(name: str, tokenizer: str | None = None) -> NamedModel:
@@ -46,6 +48,7 @@ def load_named_model(name: str, tokenizer: str | None = None) -> NamedModel:
             model=run.model,
             tokenizer=found,
             end_tokens=_end_of(found),
+            begin_token=None,
             data=run.config.data,
             sequence_length=run.config.data.sequence_length,
         )
@@ -58,6 +61,7 @@ def load_named_model(name: str, tokenizer: str | None = None) -> NamedModel:
         model=pretrained.load(),
         tokenizer=found,
         end_tokens=pretrained.end_tokens() or _end_of(found),
+        begin_token=pretrained.begin_token(),
         data=None,
         sequence_length=pretrained.sequence_length,
     )

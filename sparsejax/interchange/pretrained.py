@@ -4,7 +4,8 @@ tokenizer."""
 import hashlib
 import json
 import os
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -19,6 +20,7 @@ from sparsejax.data.tokenizers import ByteTokenizer
 from sparsejax.interchange.architectures import model_config_of
 from sparsejax.interchange.tensors import Names, read_parameters, weight_files
 from sparsejax.models.transformer import Transformer
+from sparsejax.training.recipe import Phase
 from sparsejax.training.trained_model import (
     TrainedSettings,
     as_dense,
@@ -28,6 +30,9 @@ from sparsejax.training.trained_model import (
 
 HOW_COMPUTED = ("dtype", "precision", "remat", "scan_layers")
 """Settings of a model that say how it is computed, and not what it is."""
+RELUFIED_WARMUP = 0.2
+"""The least share of the steps, where no other is given, that a run is dense first
+whose weights were trained for another activation."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,9 @@ class Pretrained:
     their defaults."""
     sequence_length: int
     """Tokens that the model can see at once (max_position_embeddings)."""
+    relufied: bool = field(default=False, kw_only=True)
+    """Whether squared ReLU takes the place of SiLU in the gate, with which the weights
+    were trained: `with_relu`."""
 
     @classmethod
     def read(cls, folder: Path) -> "Pretrained":
@@ -81,37 +89,88 @@ class Pretrained:
     def end_tokens(self) -> tuple[int, ...]:
         """Returns the ids that end a text, as generation_config.json says, or without
         one config.json; none where neither names any."""
+        return self._special_tokens("eos_token_id")
+
+    def begin_token(self) -> int | None:
+        """Returns the id that begins a text, by the same files; None where neither
+        names one."""
+        return next(iter(self._special_tokens("bos_token_id")), None)
+
+    def _special_tokens(self, setting: str) -> tuple[int, ...]:
         for name in ("generation_config.json", "config.json"):
             path = self.folder / name
             if path.is_file():
-                found = json.loads(path.read_text(encoding="utf-8"))
-                ids = found.get("eos_token_id")
+                ids = json.loads(path.read_text(encoding="utf-8")).get(setting)
                 return () if ids is None else tuple(np.atleast_1d(ids).tolist())
         return ()
 
+    def with_relu(self) -> Self:
+        """Returns the same weights in another function: a model gated by SiLU goes on
+        gated by squared ReLU ("reglu2"), which leaves zeros, so that 2:4 and V:N:M
+        activations become possible. Its loss jumps, and is to be trained back.
+
+        Raises:
+          ValueError: the model's gate is not SiLU.
+        """
+        if self.model.activation != "swiglu":
+            raise ValueError(
+                f"--relufy puts squared ReLU in the place of SiLU, and {self.folder} "
+                f"has activation='{self.model.activation}'; leave --relufy out, or "
+                f"give a model with a gate of SiLU (hidden_act 'silu')"
+            )
+        return replace(
+            self, model=replace(self.model, activation="reglu2"), relufied=True
+        )
+
     def settings(self, start: TrainConfig) -> TrainConfig:
-        """Returns the settings `start` with the folder's model and tokenizer.
+        """Returns the settings `start` with the folder's model and tokenizer. Of
+        weights that were trained for another activation, at least `RELUFIED_WARMUP` of
+        the steps are dense before the sparse ones.
 
         Raises:
           ValueError: the recipe does not fit the model.
         """
         computed = {name: getattr(start.model, name) for name in HOW_COMPUTED}
+        recipe = start.phases
+        if self.relufied and not recipe.schedule:
+            warmup = max(recipe.warmup_share, RELUFIED_WARMUP)
+            sparse = min(recipe.sparse_share, 1 - warmup)
+            recipe = replace(recipe, warmup_share=warmup, sparse_share=sparse)
         return replace(
             start,
+            phases=recipe,
             model=replace(self.model, **computed),
             data=replace(start.data, tokenizer=self.tokenizer),
         )
 
     def check_fits(self, model: ModelConfig) -> None:
         """Raises ValueError where a run's model is another one than the folder's."""
-        for field in fields(ModelConfig):
-            theirs, ours = getattr(self.model, field.name), getattr(model, field.name)
-            if field.name not in HOW_COMPUTED and theirs != ours:
+        for setting in fields(ModelConfig):
+            name = setting.name
+            theirs, ours = getattr(self.model, name), getattr(model, name)
+            if name not in HOW_COMPUTED and theirs != ours:
                 raise ValueError(
-                    f"model.{field.name}={ours!r} is not that of {self.folder}, whose "
+                    f"model.{name}={ours!r} is not that of {self.folder}, whose "
                     f"weights are for {theirs!r}; leave it out, or begin without the "
                     f"folder"
                 )
+
+    def check_phases(self, planned: Sequence[Phase]) -> None:
+        """Raises ValueError where the phases of a run do not begin with a dense one,
+        and the model computes another function than the weights were trained for."""
+        first = planned[0]
+        if self.relufied and not (first.is_dense and first.static_weights is None):
+            raise ValueError(
+                f"--relufy begins with a function that the weights of {self.folder} "
+                f"were not trained for, and the phase {first.kind!r} is sparse from "
+                f"the first step; give a dense one before it: --phases.warmup-share "
+                f"{RELUFIED_WARMUP}, or in a schedule a first phase without sparsity"
+            )
+
+    def in_words(self) -> str:
+        """Returns whose weights these are, and what is computed with them."""
+        function = ", squared ReLU in the place of SiLU" if self.relufied else ""
+        return f"{self.folder}{function}"
 
     def parameters(self) -> dict[Names, np.ndarray]:
         """Returns the weights: see `tensors.read_parameters`."""
@@ -144,17 +203,25 @@ class Pretrained:
         for path in weight_files(self.folder):
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
-        return {"folder": self.path_from(run), "sha256": digest.hexdigest()}
+        return self._origin(run, digest.hexdigest())
+
+    def _origin(self, run: Path, digest: str) -> dict[str, Any]:
+        origin = {"folder": self.path_from(run), "sha256": digest}
+        return origin | ({"relufied": True} if self.relufied else {})
 
     def check_begun(self, origin: dict[str, Any] | None, run: Path) -> None:
         """Raises ValueError where the run in the folder `run`, whose checkpoints say
         `origin`, did not begin with this folder. No weights are read."""
-        if origin is None or origin["folder"] != self.path_from(run):
-            began = "anew" if origin is None else f"with {origin['folder']}"
-            raise ValueError(
-                f"{run} holds a run that began {began}, not with {self.folder}; go on "
-                f"with it by --resume, or choose another run folder"
-            )
+        began = "anew"
+        if origin is not None:
+            relufied = origin.get("relufied", False)
+            if (origin["folder"], relufied) == (self.path_from(run), self.relufied):
+                return
+            began = f"with {origin['folder']}{' and --relufy' if relufied else ''}"
+        raise ValueError(
+            f"{run} holds a run that began {began}, not with {self.in_words()}; go on "
+            f"with it by --resume, or choose another run folder"
+        )
 
     def path_from(self, run: Path) -> str:
         """Returns the way to this folder from that of a run."""
@@ -192,7 +259,7 @@ class PretrainedRun(Pretrained):
         trained on shards without one."""
         return self.trained.config.data.tokenizer
 
-    def end_tokens(self) -> tuple[int, ...]:
+    def _special_tokens(self, setting: str) -> tuple[int, ...]:
         """Returns no ids: a run names none."""
         return ()
 
@@ -214,8 +281,7 @@ class PretrainedRun(Pretrained):
         this run's folder with the step, and the SHA-256 of the checkpoint's
         manifest."""
         manifest = (self.trained.checkpoint / "manifest.json").read_bytes()
-        digest = hashlib.sha256(manifest).hexdigest()
-        return {"folder": self.path_from(run), "sha256": digest}
+        return self._origin(run, hashlib.sha256(manifest).hexdigest())
 
     def path_from(self, run: Path) -> str:
         return f"{super().path_from(run)}@{self.trained.step}"

@@ -1,7 +1,7 @@
 """Weights under the names of `transformers`, in safetensors files, out and in.
 
 A linear layer of PyTorch stores the transpose of ours, (d_out, d_in); the names are
-those of Llama, which Arcee shares.
+those of Llama, which Arcee and Qwen share.
 """
 
 import json
@@ -35,6 +35,11 @@ BLOCK: dict[Names, Place] = {
     ("attention", "w_key"): Place("self_attn.k_proj.weight", transposed=True),
     ("attention", "w_value"): Place("self_attn.v_proj.weight", transposed=True),
     ("attention", "w_out"): Place("self_attn.o_proj.weight", transposed=True),
+    ("attention", "bias_query"): Place("self_attn.q_proj.bias"),
+    ("attention", "bias_key"): Place("self_attn.k_proj.bias"),
+    ("attention", "bias_value"): Place("self_attn.v_proj.bias"),
+    ("attention", "query_norm", "scale"): Place("self_attn.q_norm.weight"),
+    ("attention", "key_norm", "scale"): Place("self_attn.k_norm.weight"),
     ("ffn_norm", "scale"): Place("post_attention_layernorm.weight"),
     ("ffn", "w_gate"): Place("mlp.gate_proj.weight", transposed=True),
     ("ffn", "w_up"): Place("mlp.up_proj.weight", transposed=True),
@@ -245,9 +250,7 @@ def _refuse_strangers(folder: Path, names: set[str], config: ModelConfig) -> Non
     tied = {"lm_head.weight"} if config.tie_embeddings else set()
     strangers = sorted(n for n in names - tied if not n.endswith("rotary_emb.inv_freq"))
     if strangers:
-        why = "a bias, and our transformer has none"
-        if not strangers[0].endswith(".bias"):
-            why = "for which our transformer has no place"
         raise ValueError(
-            f"{folder} has the weight {strangers[0]}, {why}; give a model without it"
+            f"{folder} has the weight {strangers[0]}, for which its config.json gives "
+            f"our transformer no place; give a model without it"
         )

@@ -26,6 +26,7 @@ from sparsejax.presets import PRESETS
 from sparsejax.reports.profile import ProfiledSteps
 from sparsejax.reports.sinks import SinkName
 from sparsejax.training.branch import Branch
+from sparsejax.training.recipe import phases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +41,16 @@ class RunOptions:
     @STEP: the latest), and go on in another folder, with that run's settings where no
     others are given; model, tokens and seeds stay."""
     init_from: Path | None = None
-    """A Hugging Face folder (Llama, Arcee, Mistral, or what `sparsejax export` wrote),
-    a run folder, or RUN@STEP: begin with its weights and a fresh optimiser, with its
-    model and tokenizer where no others are given. Needs --recipe or --model of what its
-    activation allows."""
+    """A Hugging Face folder (Llama, Arcee, Mistral, Qwen2, Qwen3, or what `sparsejax
+    export` wrote), a run folder, or RUN@STEP: begin with its weights and a fresh
+    optimiser, with its model and tokenizer where no others are given. Needs --recipe or
+    --model of what its activation allows."""
+    relufy: bool = False
+    """With --init-from, of a model whose gate is SiLU: go on with squared ReLU in its
+    place (activation reglu2), so that 2:4 and V:N:M activations become possible. This
+    is another function, whose loss jumps at the start and must be trained back, so
+    that --phases.warmup-share, the dense steps before the sparse ones, is 0.2 or more
+    where no other is given; none is refused."""
     schedule: Path | None = None
     """A file, TOML or JSON, with the phases of the run instead of the recipe's: tables
     [[phase]] with name, share of the steps, sparsity, every, learning_rate_scale."""
@@ -54,7 +61,19 @@ class RunOptions:
 
     def weights(self) -> Pretrained | None:
         """Returns the weights that the run begins with; None where it draws its own."""
-        return None if self.init_from is None else Pretrained.read(self.init_from)
+        return _weights(self.init_from, self.relufy)
+
+
+def _weights(folder: Path | None, relufy: bool) -> Pretrained | None:
+    if folder is None:
+        if relufy:
+            raise ValueError(
+                "--relufy changes the function of weights that --init-from names, and "
+                "there is none; add --init-from FOLDER, or leave --relufy out"
+            )
+        return None
+    pretrained = Pretrained.read(folder)
+    return pretrained.with_relu() if relufy else pretrained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,11 +135,12 @@ def parse[T: RunOptions](
     first.add_argument("--resume", type=Path)
     first.add_argument("--branch")
     first.add_argument("--init-from", type=Path)
+    first.add_argument("--relufy", action=argparse.BooleanOptionalAction, default=False)
     first.add_argument("--schedule", type=Path)
     start, _ = first.parse_known_args(arguments)
     check_flags(arguments)
     branch = None if start.branch is None else Branch.named(start.branch)
-    pretrained = None if start.init_from is None else Pretrained.read(start.init_from)
+    pretrained = _weights(start.init_from, start.relufy)
     check_one_beginning(start)
     if start.resume is not None:
         default = settings_in(start.resume, "--resume", "a stopped run")
@@ -158,6 +178,7 @@ def parse[T: RunOptions](
         branch.first_step()
     elif pretrained is not None:
         pretrained.check_fits(options.config.model)
+        pretrained.check_phases(phases(options.config))
     return options
 
 

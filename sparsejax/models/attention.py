@@ -25,6 +25,7 @@ from sparsejax.models.block_diagonal import (
 )
 from sparsejax.models.ffn_state import WeightsAsRead
 from sparsejax.models.initializers import fan_in_normal
+from sparsejax.models.norm import RMSNorm
 from sparsejax.ops.fp8_linear import fp8_linear
 from sparsejax.ops.fp8_matmul import QuantisedWeight, quantise_weight
 
@@ -88,9 +89,10 @@ class KVCache(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query attention with rotary positions, without biases.
+    """Causal grouped-query attention with rotary positions.
 
-    softmax(Q K^T / sqrt(head_dim) + causal mask) V, scores and softmax in float32.
+    softmax(Q K^T / sqrt(head_dim) + causal mask) V, scores and softmax in float32. Q
+    and K are rotated, and before that normalised head by head if asked for.
     """
 
     def __init__(
@@ -99,6 +101,10 @@ class Attention(nnx.Module):
         heads: int,
         *,
         kv_heads: int | None = None,
+        head_dim: int | None = None,
+        qk_norm: bool = False,
+        norm_epsilon: float = 1e-6,
+        qkv_bias: bool = False,
         rope_base: float = 10_000.0,
         dtype: DTypeLike = jnp.float32,
         out_scale: float = 1.0,
@@ -107,12 +113,18 @@ class Attention(nnx.Module):
         mesh: Mesh | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        """Makes the projections, truncated normal by their fan-in.
+        """Makes the projections, truncated normal by their fan-in, and biases of zero.
 
         Args:
-          d_model: width of the residual stream; a multiple of `heads`.
+          d_model: width of the residual stream; without `head_dim` a multiple of
+            `heads`.
           heads: query heads; a multiple of `kv_heads`.
           kv_heads: key and value heads; None for as many as `heads`.
+          head_dim: width of each head; None for d_model / heads.
+          qk_norm: whether queries and keys are normalised over the features of a head,
+            with one scale for all heads of queries, and one for those of keys.
+          norm_epsilon: the epsilon of these norms.
+          qkv_bias: whether queries, keys and values have biases.
           rope_base: base of the rotary frequencies.
           dtype: compute dtype; the parameters are float32.
           out_scale: factor of the initial deviation of the output projection.
@@ -129,13 +141,15 @@ class Attention(nnx.Module):
         """
         self.heads = heads
         self.kv_heads = heads if kv_heads is None else kv_heads
-        if d_model % heads or self.heads % self.kv_heads:
+        shares = head_dim is None and d_model % heads
+        if shares or self.heads % self.kv_heads:
             raise ValueError(
                 f"d_model={d_model}, heads={heads}, kv_heads={self.kv_heads}: d_model "
-                f"must be a multiple of heads, and heads one of kv_heads"
+                f"must be a multiple of heads, unless there is a head_dim, and heads "
+                f"one of kv_heads"
             )
         check_precision(precision, groups)
-        self.head_dim = d_model // heads
+        self.head_dim = head_dim or d_model // heads
         self.rope_base = rope_base
         self.dtype = jnp.dtype(dtype)
         self.groups = groups
@@ -143,12 +157,20 @@ class Attention(nnx.Module):
         self.mesh = mesh
         # Only in the copies of a model that `micro_batches` makes and drops.
         self.as_read: WeightsAsRead | None = nnx.data(None)
-        kv_width = self.kv_heads * self.head_dim
+        width, kv_width = heads * self.head_dim, self.kv_heads * self.head_dim
         initial = partial(fan_in_normal, groups=groups)
-        self.w_query = nnx.Param(initial(rngs.params(), (d_model, d_model)))
+        self.w_query = nnx.Param(initial(rngs.params(), (d_model, width)))
         self.w_key = nnx.Param(initial(rngs.params(), (d_model, kv_width)))
         self.w_value = nnx.Param(initial(rngs.params(), (d_model, kv_width)))
-        self.w_out = nnx.Param(initial(rngs.params(), (d_model, d_model), out_scale))
+        self.w_out = nnx.Param(initial(rngs.params(), (width, d_model), out_scale))
+        norm = partial(RMSNorm, self.head_dim, norm_epsilon, dtype)
+        self.query_norm = nnx.data(norm() if qk_norm else None)
+        self.key_norm = nnx.data(norm() if qk_norm else None)
+        bias = lambda width: nnx.data(
+            nnx.Param(jnp.zeros((width,), jnp.float32)) if qkv_bias else None
+        )
+        self.bias_query, self.bias_key = bias(width), bias(kv_width)
+        self.bias_value = bias(kv_width)
 
     @inside_automatic_axes(lambda spec: spec)
     def __call__(
@@ -159,15 +181,13 @@ class Attention(nnx.Module):
         shape, x = x.shape, self._read(x)
         positions = offset + jnp.arange(x.shape[1])
         rotate = partial(rotary_embedding, positions=positions, base=self.rope_base)
-        project = partial(self._project, x, precision=self.precision)
-        query = rotate(project("w_query", self.heads))
-        key = rotate(project("w_key", self.kv_heads))
-        value = project("w_value", self.kv_heads)
+        query, key, value = self._query_key_value(x, precision=self.precision)
+        query, key = rotate(query), rotate(key)
         implementation, _ = attention_implementation(self.head_dim, self.dtype)
         mixed = jax.nn.dot_product_attention(
             query, key, value, is_causal=True, implementation=implementation
         )
-        out = self._write(mixed.reshape(shape), precision=self.precision)
+        out = self._write(mixed.reshape(*shape[:-1], -1), precision=self.precision)
         return constrain(out, self.mesh, BATCH, None, None)
 
     def with_cache(
@@ -191,9 +211,8 @@ class Attention(nnx.Module):
         def rotate(heads: jax.Array, at: jax.Array) -> jax.Array:
             return rotary_embedding(heads[None], at, base=self.rope_base)[0]
 
-        query = rotate(self._project(x, "w_query", self.heads), positions)
-        key = rotate(self._project(x, "w_key", self.kv_heads), positions)
-        value = self._project(x, "w_value", self.kv_heads)
+        query, key, value = self._query_key_value(x)
+        query, key = rotate(query, positions), rotate(key, positions)
         rows = jnp.arange(x.shape[0])[:, None]
         cache = KVCache(
             keys=cache.keys.at[rows, positions].set(key),
@@ -207,7 +226,7 @@ class Attention(nnx.Module):
             mask=seen <= positions[:, None, :, None],
             implementation="xla",
         )
-        return self._write(mixed.reshape(shape)), cache
+        return self._write(mixed.reshape(*shape[:-1], -1)), cache
 
     def _read(self, x: jax.Array) -> jax.Array:
         """Returns what the projections read of the residual stream."""
@@ -220,10 +239,31 @@ class Attention(nnx.Module):
             mixed = contiguous_groups(mixed, self.groups)
         return self._multiply(mixed, "w_out", "tensor", None, precision=precision)
 
+    def _query_key_value(
+        self, x: jax.Array, *, precision: Precision = "dtype"
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the heads of queries, keys and values, not rotated yet."""
+        project = partial(self._project, x, precision=precision)
+        query = project("w_query", self.bias_query, self.heads)
+        key = project("w_key", self.bias_key, self.kv_heads)
+        value = project("w_value", self.bias_value, self.kv_heads)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        return query, key, value
+
     def _project(
-        self, x: jax.Array, name: str, heads: int, *, precision: Precision = "dtype"
+        self,
+        x: jax.Array,
+        name: str,
+        bias: nnx.Param | None,
+        heads: int,
+        *,
+        precision: Precision,
     ) -> jax.Array:
         projected = self._multiply(x, name, None, "tensor", precision=precision)
+        if bias is not None:
+            along = jnp.expand_dims(bias[...], range(projected.ndim - 1))
+            projected = projected + along.astype(self.dtype)
         by_head = projected.reshape(*projected.shape[:-1], heads, self.head_dim)
         return constrain(by_head, self.mesh, BATCH, None, "tensor", None)
 

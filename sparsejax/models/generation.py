@@ -5,8 +5,9 @@ the keys and values of those before from a cache. `transformer.greedy_sample`, w
 runs a model on a mesh and lets a long text slide through a window, has none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,26 +53,68 @@ def generate(
     Raises:
       ValueError: an argument is out of its range, or the model lies on several devices.
     """
+    return next(
+        generate_in_parts(
+            model,
+            prompts,
+            length,
+            every=length,
+            temperature=temperature,
+            top_p=top_p,
+            vocab_size=vocab_size,
+            seed=seed,
+            end_tokens=end_tokens,
+        )
+    )
+
+
+def generate_in_parts(
+    model: Transformer,
+    prompts: Sequence[Sequence[int] | np.ndarray],
+    length: int,
+    *,
+    every: int,
+    longest: int | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    vocab_size: int | None = None,
+    seed: int = 0,
+    end_tokens: Sequence[int] = (),
+) -> Iterator[Int[np.ndarray, "batch drawn"]]:
+    """Yields all that has been drawn after each prompt, int32, whenever that is `every`
+    tokens more, and when it is `length`. Who stops taking, because of the text that the
+    tokens make, computes no more; and nothing more comes once all have ended.
+
+    Args:
+      model, prompts, length, temperature, top_p, vocab_size, seed, end_tokens: as in
+        `generate`, whose tokens these are.
+      every: tokens between two results, 1 or more.
+      longest: tokens that prompts are padded to, so that those of other lengths need
+        no other program; None: those of the longest.
+    Raises:
+      ValueError: as `generate`.
+    """
     whole = model.config.vocab_size
     vocab_size = whole if vocab_size is None else vocab_size
     _check(model, prompts, length, temperature, top_p, vocab_size)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    tokens = np.zeros((len(prompts), lengths.max()), np.int32)
+    longest = int(lengths.max()) if longest is None else longest
+    tokens = np.zeros((len(prompts), longest), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
-    drawn = _generate(
-        model,
-        tokens,
-        lengths,
-        np.float32(temperature),
-        np.float32(top_p),
-        jax.random.key(seed),
-        np.array(end_tokens, np.int32),
-        length=length,
-        vocab_size=vocab_size,
-        greedy=temperature == 0,
+    how = _How(
+        temperature=jnp.float32(temperature),
+        top_p=jnp.float32(top_p),
+        key=jax.random.key(seed),
+        end_tokens=jnp.array(end_tokens, jnp.int32),
     )
-    return np.asarray(drawn)
+    fixed = {"vocab_size": vocab_size, "greedy": temperature == 0}
+    texts = _begin(model, tokens, lengths, how, length=length, **fixed)
+    upto = 0
+    while upto < length and int(texts.number) >= upto:
+        upto = min(upto + every, length)
+        texts, drawn = _go_on(model, texts, np.int32(upto), how, **fixed)
+        yield np.asarray(drawn)[:, :upto]
 
 
 def _check(
@@ -117,65 +160,112 @@ def empty_cache(model: Transformer, batch: int, capacity: int) -> KVCache:
     """Returns the cache of all layers for `capacity` tokens, (layers, batch, capacity,
     kv_heads, head_dim) in the compute dtype, with nothing in it."""
     config = model.config
-    shape = (config.layers, batch, capacity, config.kv_heads, config.head_dim)
+    shape = (config.layers, batch, capacity, config.kv_heads, config.head_width)
     zeros = partial(jnp.zeros, shape, jnp.dtype(config.dtype))
     return KVCache(keys=zeros(), values=zeros())
 
 
+class _How(NamedTuple):
+    """How tokens are drawn, and which ones end a text."""
+
+    temperature: Float[Array, ""]
+    top_p: Float[Array, ""]
+    key: Key[Array, ""]
+    end_tokens: Int[Array, " ends"]
+
+
+class _Texts(NamedTuple):
+    """Texts that are being drawn."""
+
+    number: Int[Array, ""]
+    """Tokens drawn of each."""
+    token: Int[Array, " batch"]
+    """The last one of each."""
+    positions: Int[Array, " batch"]
+    """Where it stands in its sequence."""
+    cache: KVCache
+    """Of all tokens before it."""
+    drawn: Int[Array, "batch length"]
+    """The tokens by number; what stands behind the first `number` is not drawn yet."""
+
+
+def _draw(
+    model: Transformer,
+    features: Float[Array, "batch d_model"],
+    number: Int[Array, ""] | int,
+    how: _How,
+    *,
+    vocab_size: int,
+    greedy: bool,
+) -> Int[Array, " batch"]:
+    """Returns the token of this number of each text."""
+    logits = model.logits(features)[:, :vocab_size]
+    if greedy:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    of_row = partial(jax.random.fold_in, jax.random.fold_in(how.key, number))
+    keys = jax.vmap(of_row)(jnp.arange(len(logits)))
+    logits = nucleus(logits / how.temperature, how.top_p)
+    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+
 @partial(nnx.jit, static_argnames=("length", "vocab_size", "greedy"))
-def _generate(
+def _begin(
     model: Transformer,
     tokens: Int[Array, "batch longest"],
     lengths: Int[Array, " batch"],
-    temperature: Float[Array, ""],
-    top_p: Float[Array, ""],
-    key: Key[Array, ""],
-    end_tokens: Int[Array, " ends"],
+    how: _How,
     *,
     length: int,
     vocab_size: int,
     greedy: bool,
-) -> Int[Array, "batch length"]:
+) -> _Texts:
+    """Returns the texts with the first token after each prompt."""
     batch, longest = tokens.shape
-
-    def draw(features: jax.Array, number: jax.Array | int) -> jax.Array:
-        logits = model.logits(features)[:, :vocab_size]
-        if greedy:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        of_row = partial(jax.random.fold_in, jax.random.fold_in(key, number))
-        keys = jax.vmap(of_row)(jnp.arange(batch))
-        logits = nucleus(logits / temperature, top_p)
-        return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
-
-    def is_end(token: jax.Array) -> jax.Array:
-        return jnp.any(token[:, None] == end_tokens[None, :], axis=1)
-
-    def step(carry):
-        number, token, positions, cache, drawn = carry
-        features, cache = model.features_with_cache(
-            token[:, None], cache, positions[:, None]
-        )
-        after = draw(features[:, 0], number)
-        after = jnp.where(is_end(token), token, after)
-        drawn = jax.lax.dynamic_update_index_in_dim(drawn, after, number, axis=1)
-        return number + 1, after, positions + 1, cache, drawn
-
-    def goes_on(carry):
-        number, token, _, _, _ = carry
-        return (number < length) & ~jnp.all(is_end(token))
-
     # Shorter prompts are filled up at the end: no token sees what lies behind it, and
     # the places in the cache are taken by what is drawn before anything reads them.
     positions = jnp.broadcast_to(jnp.arange(longest), tokens.shape)
     cache = empty_cache(model, batch, longest + length)
     features, cache = model.features_with_cache(tokens, cache, positions)
     last = features[jnp.arange(batch), lengths - 1]
-    first = draw(last, 0)
-    # What is not drawn any more is the token that has ended the text.
+    first = _draw(model, last, 0, how, vocab_size=vocab_size, greedy=greedy)
     drawn = jnp.broadcast_to(first[:, None], (batch, length))
-    carry = jnp.int32(1), first, lengths, cache, drawn
-    number, token, _, _, drawn = jax.lax.while_loop(goes_on, step, carry)
-    return jnp.where(jnp.arange(length) < number, drawn, token[:, None])
+    return _Texts(jnp.int32(1), first, lengths, cache, drawn)
+
+
+@partial(nnx.jit, static_argnames=("vocab_size", "greedy"))
+def _go_on(
+    model: Transformer,
+    texts: _Texts,
+    upto: Int[Array, ""],
+    how: _How,
+    *,
+    vocab_size: int,
+    greedy: bool,
+) -> tuple[_Texts, Int[Array, "batch length"]]:
+    """Returns the texts with `upto` tokens, or fewer where all have ended; and their
+    tokens, what is not drawn any more filled up with the token that ended the text."""
+
+    def is_end(token: jax.Array) -> jax.Array:
+        return jnp.any(token[:, None] == how.end_tokens[None, :], axis=1)
+
+    def step(texts: _Texts) -> _Texts:
+        number, token, positions, cache, drawn = texts
+        features, cache = model.features_with_cache(
+            token[:, None], cache, positions[:, None]
+        )
+        after = _draw(
+            model, features[:, 0], number, how, vocab_size=vocab_size, greedy=greedy
+        )
+        after = jnp.where(is_end(token), token, after)
+        drawn = jax.lax.dynamic_update_index_in_dim(drawn, after, number, axis=1)
+        return _Texts(number + 1, after, positions + 1, cache, drawn)
+
+    def goes_on(texts: _Texts) -> jax.Array:
+        return (texts.number < upto) & ~jnp.all(is_end(texts.token))
+
+    texts = jax.lax.while_loop(goes_on, step, texts)
+    there = jnp.arange(texts.drawn.shape[1]) < texts.number
+    return texts, jnp.where(there, texts.drawn, texts.token[:, None])
 
 
 def nucleus(

@@ -13,6 +13,7 @@ from sparsejax.config import MeshConfig, ModelConfig, TrainConfig
 from sparsejax.cost_model import parameter_count
 from sparsejax.distributed.mesh import check_shardable
 from sparsejax.feed_forward.sparsity import FFNSparsity
+from sparsejax.interchange.architectures import why_no_architecture
 from sparsejax.interchange.pretrained import Pretrained
 from sparsejax.models.attention import attention_implementation
 from sparsejax.ops.backend import Decision, current_device
@@ -92,15 +93,17 @@ def announce(
     count = parameter_count(model)
     say(
         f"parameters: {count.total:,} (embedding {count.embedding:,}, attention "
-        f"{count.attention:,}, FFN {count.ffn:,}, norms {count.norms:,}, head "
-        f"{count.head:,})"
+        f"{count.attention:,}, FFN {count.ffn:,}, norms {count.norms:,}, "
+        f"{f'biases {count.biases:,}, ' if count.biases else ''}head {count.head:,})"
     )
+    if (reason := why_no_architecture(model)) is not None:
+        say(f"no architecture of transformers is this model's: {reason}")
     console.STDOUT.print(_flops_table(config))
     console.STDOUT.print(_phase_table(config, planned))
     if branch is not None:
         say(f"a branch: begins with step {begin:,} of {branch.folder}")
     if init_from is not None:
-        say(f"begins with the weights of {init_from.folder}, and a fresh optimiser")
+        say(f"begins with the weights of {init_from.in_words()}, and a fresh optimiser")
     for phase in planned:
         _say_static_weights(phase.kind, model_of(phase, model))
     say_attention(planned, model, device)
@@ -175,7 +178,7 @@ class Absent:
     def say(self, config: TrainConfig, mesh: MeshConfig) -> None:
         """Prints which GPUs these are, and the mesh on them."""
         model, device = config.model, self.device
-        attention, why = attention_implementation(model.head_dim, model.dtype, device)
+        attention, why = attention_implementation(model.head_width, model.dtype, device)
         say(
             f"device: {device.kind}, {mesh.devices} that need not be here; compute "
             f"{model.dtype}, masters float32; attention: {attention} ({why})"
@@ -196,7 +199,7 @@ def _mesh_of(config: TrainConfig, *, predicted: bool) -> MeshConfig:
 def _say_devices(config: TrainConfig, mesh: MeshConfig) -> None:
     device = jax.devices()[0]
     model = config.model
-    attention, why = attention_implementation(model.head_dim, model.dtype)
+    attention, why = attention_implementation(model.head_width, model.dtype)
     here = jax.device_count()
     axes = f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}"
     how_many = f"{here} of {here}"

@@ -25,7 +25,8 @@ def make_optimizer(
     config: OptimizerConfig, steps: int, phases: Sequence[Phase] = ()
 ) -> optax.GradientTransformation:
     """Returns the optimiser that `config` names behind a clip of the global norm, with
-    the learning rate of `learning_rate`. Norm scales are not decayed."""
+    the learning rate of `learning_rate`. Norm scales and biases are not
+    decayed."""
     schedule = learning_rate(config, steps, phases)
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
@@ -227,9 +228,15 @@ AFTER_WARMUP: dict[
 ] = {"cosine": cosine, "wsd": warmup_stable_decay}
 
 
+def _is_vector(path: tuple) -> bool:
+    """Returns whether a parameter is a norm's scale or a bias."""
+    names = [str(getattr(entry, "key", "")) for entry in path]
+    return "scale" in names or any(name.startswith("bias_") for name in names)
+
+
 def _is_matrix(params: nnx.State) -> nnx.State:
     def matrix(path: tuple, leaf: Any) -> bool:
-        return "scale" not in [getattr(entry, "key", None) for entry in path]
+        return not _is_vector(path)
 
     return jax.tree_util.tree_map_with_path(matrix, params)
 
@@ -239,6 +246,6 @@ def _muon_or_adamw(params: nnx.State) -> nnx.State:
 
     def label(path: tuple, leaf: Any) -> str:
         names = [getattr(entry, "key", None) for entry in path]
-        return "muon" if "blocks" in names and "scale" not in names else "adamw"
+        return "muon" if "blocks" in names and not _is_vector(path) else "adamw"
 
     return jax.tree_util.tree_map_with_path(label, params)

@@ -86,6 +86,7 @@ def _begin_with(
 ) -> None:
     """Takes the weights of a folder, with a fresh optimiser, at step 0."""
     folder.check_fits(progress.config.model)
+    folder.check_phases(progress.phases)
     own = progress.run_of_phase.config.model
     if not same_size(own, progress.config.model):
         raise ValueError(

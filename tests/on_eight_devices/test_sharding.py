@@ -54,6 +54,11 @@ def config_for(text: str, variant: str) -> TrainConfig:
         config = replace(config, recipe="weights")
     if variant == "fp8":
         model = replace(model, precision="fp8")
+    if variant == "qkv_bias":
+        model = replace(model, qkv_bias=True)
+    if variant == "qk_norm":
+        model = replace(model, activation="swiglu", qk_norm=True, head_dim=8)
+        config = replace(config, recipe="weights")
     if variant == "reglu2":
         model = replace(model, activation="reglu2")
     if variant == "skip_blocks":
@@ -109,6 +114,8 @@ GATES_AND_ROUTERS = (
     "learned",
     "swiglu",
     "reglu2",
+    "qkv_bias",
+    "qk_norm",
     "skip_blocks",
 )
 

@@ -21,18 +21,47 @@ MODELS = {
     "swiglu": replace(SMALL, activation="swiglu", norm_epsilon=1e-3),
     "reglu2": replace(SMALL, activation="reglu2"),
     "blocks on a diagonal": replace(SMALL, static_weights=BlockDiagonal(2)),
+    "qwen2": replace(SMALL, activation="swiglu", qkv_bias=True, tie_embeddings=True),
+    "qwen3": replace(
+        SMALL, activation="swiglu", qk_norm=True, head_dim=6, norm_epsilon=1e-3
+    ),
+    "qwen3 of reglu2, blocks": replace(
+        SMALL,
+        activation="reglu2",
+        qk_norm=True,
+        head_dim=10,
+        static_weights=BlockDiagonal(2),
+    ),
 }
 """By name: each activation, tied and untied embeddings, grouped queries, blocks on a
-diagonal, and settings other than the defaults of `transformers`."""
+diagonal, biases, normalised queries and keys, heads of a width of their own, and
+settings other than the defaults of `transformers`."""
+CLASSES = {
+    "relu2, tied": "Arcee",
+    "swiglu": "Llama",
+    "reglu2": "Llama",
+    "blocks on a diagonal": "Arcee",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3 of reglu2, blocks": "Qwen3",
+}
+"""By the same names: the beginning of the class in `transformers`."""
 TOKENS = np.random.default_rng(0).integers(0, 256, 12)
 
 
 def some_model(config: ModelConfig, sparsity: FFNSparsity = DENSE) -> Transformer:
-    """A model whose norms are no ones."""
+    """A model whose norms are no ones, and whose biases are no zeros."""
     model = Transformer(config, sparsity=sparsity, rngs=nnx.Rngs(0))
-    for norm in (model.final_norm, model.blocks.attention_norm, model.blocks.ffn_norm):
-        shape = norm.scale[...].shape
-        norm.scale[...] = 1 + jax.random.uniform(jax.random.key(1), shape)
+    blocks, attention = model.blocks, model.blocks.attention
+    norms = [model.final_norm, blocks.attention_norm, blocks.ffn_norm]
+    if config.qk_norm:
+        norms += [attention.query_norm, attention.key_norm]
+    vectors = [norm.scale for norm in norms]
+    if config.qkv_bias:
+        vectors += [attention.bias_query, attention.bias_key, attention.bias_value]
+    for vector in vectors:
+        drawn = jax.random.uniform(jax.random.key(1), vector[...].shape)
+        vector[...] = vector[...] + drawn
     return model
 
 

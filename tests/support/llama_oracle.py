@@ -1,7 +1,10 @@
-"""Llama and Arcee in NumPy, float64, from their published equations and a folder alone.
+"""Llama, Arcee and Qwen in NumPy, float64, from their published equations and a folder
+alone.
 
 Sources: arXiv 2302.13971 (Llama), 2104.09864 (rotary positions), 2305.13245 (grouped
-queries), 1910.07467 (RMS norm); the Arcee Foundation Model has an FFN without a gate.
+queries), 1910.07467 (RMS norm), 2407.10671 (Qwen2: biases of queries, keys and values),
+2505.09388 (Qwen3: queries and keys normalised head by head); the Arcee
+Foundation Model has an FFN without a gate.
 Knows nothing of sparsejax: names and sizes are those of the folder.
 """
 
@@ -31,7 +34,9 @@ def logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     config, weights = read_folder(folder)
     x = weights["model.embed_tokens.weight"][tokens]
     for layer in range(config["num_hidden_layers"]):
-        of = lambda name, i=layer: weights[f"model.layers.{i}.{name}.weight"]
+        of = lambda name, kind="weight", i=layer: weights[
+            f"model.layers.{i}.{name}.{kind}"
+        ]
         x = x + _attention(_norm(x, of("input_layernorm"), config), of, config)
         x = x + _ffn(_norm(x, of("post_attention_layernorm"), config), of, config)
     head = weights.get("lm_head.weight")
@@ -50,7 +55,7 @@ def _ffn(x, of, config):
     up = x @ of("mlp.up_proj").T
     if config["model_type"] == "arcee":
         return act(up) @ of("mlp.down_proj").T
-    assert config["model_type"] == "llama"
+    assert config["model_type"] in ("llama", "qwen2", "qwen3")
     return (act(x @ of("mlp.gate_proj").T) * up) @ of("mlp.down_proj").T
 
 
@@ -58,11 +63,20 @@ def _attention(x, of, config):
     size, heads = config["head_dim"], config["num_attention_heads"]
     shared = heads // config["num_key_value_heads"]
     q, k, v = (x @ of(f"self_attn.{name}_proj").T for name in "qkv")
+    if config["model_type"] == "qwen2":
+        q, k, v = (
+            y + of(f"self_attn.{name}_proj", "bias")
+            for y, name in zip((q, k, v), "qkv", strict=True)
+        )
+    normed = lambda y, name: y
+    if config["model_type"] == "qwen3":
+        normed = lambda y, name: _norm(y, of(f"self_attn.{name}_norm"), config)
     head_of = lambda y, i: y[:, i * size : (i + 1) * size]
     outs = []
     for head in range(heads):
-        query = _rotate(head_of(q, head), config)
-        scores = query @ _rotate(head_of(k, head // shared), config).T / size**0.5
+        query = _rotate(normed(head_of(q, head), "q"), config)
+        key = _rotate(normed(head_of(k, head // shared), "k"), config)
+        scores = query @ key.T / size**0.5
         scores[np.triu_indices(len(x), 1)] = -np.inf
         share = np.exp(scores - scores.max(1, keepdims=True))
         share /= share.sum(1, keepdims=True)

@@ -30,6 +30,7 @@ OUT_OF_RANGE = {
         "layers": COUNT,
         "heads": COUNT,
         "kv_heads": COUNT,
+        "head_dim": COUNT,
         "d_hidden": COUNT,
         "rope_base": POSITIVE,
         "norm_epsilon": POSITIVE,

@@ -34,7 +34,7 @@ def paper(**changes):
     [
         (
             lambda: ModelConfig(d_model=100, heads=3, kv_heads=3),
-            "d_model=100 is not a multiple of heads=3; change one of them",
+            "d_model=100 is not a multiple of heads=3; change one of them, or",
         ),
         (
             lambda: ModelConfig(heads=4, kv_heads=3),
@@ -44,6 +44,8 @@ def paper(**changes):
             lambda: ModelConfig(d_model=12, heads=4, kv_heads=4),
             r"head_dim=3 \(d_model / heads\) is odd; rotary",
         ),
+        (lambda: ModelConfig(head_dim=5), "head_dim=5 is odd; rotary"),
+        (lambda: ModelConfig(head_dim=0), "model.head_dim=0 must be at least 1"),
         (
             lambda: RecipeConfig(warmup_share=0.6, sparse_share=0.5),
             r"phases.warmup_share=0.6 \+ sparse_share=0.5 exceed 1; they are shares",

@@ -20,15 +20,23 @@ from sparsejax.sparsity.patterns import VNM
 from tests.support.cost_cases import CUBE, LLAMA_1B, MASKS, SPLIT, TINY, WEIGHTS
 
 
-@pytest.mark.parametrize("activation", ["relu2", "swiglu", "reglu2"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *({"activation": activation} for activation in ("relu2", "swiglu", "reglu2")),
+        {"activation": "swiglu", "qk_norm": True, "head_dim": 6},
+        {"activation": "relu2", "qkv_bias": True},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
-def test_activation_memory_is_what_the_backward_keeps(activation, remat):
+def test_activation_memory_is_what_the_backward_keeps(kind, remat):
     # sizes that no axis of a weight has, to tell activations from weights
     batch, sequence = 3, 7
 
     def config_of(layers):
         return dataclasses.replace(
-            TINY, activation=activation, remat=remat, layers=layers, dtype="bfloat16"
+            TINY, **kind, remat=remat, layers=layers, dtype="bfloat16"
         )
 
     def kept(layers):

@@ -30,6 +30,7 @@ from tests.support.cost_cases import BLOCKS, LLAMA_1B, MASKS, TINY
         dataclasses.replace(TINY, tie_embeddings=True, kv_heads=4),
         dataclasses.replace(TINY, activation="swiglu", d_hidden=48),
         dataclasses.replace(LLAMA_1B, layers=2),
+        dataclasses.replace(TINY, qk_norm=True, qkv_bias=True, head_dim=6),
     ],
 )
 def test_parameter_count_is_that_of_the_model(config):
@@ -43,7 +44,10 @@ def test_parameter_count_is_that_of_the_model(config):
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
 
     assert count.total == size()
-    assert count.attention == size("blocks", "attention")
+    of_blocks = 2 * config.layers * config.d_model
+    assert size("blocks", "attention") == (
+        count.attention + count.vectors - of_blocks - config.d_model
+    )
     assert count.ffn == size("blocks", "ffn")
     assert count.embedding == size("embedding")
 

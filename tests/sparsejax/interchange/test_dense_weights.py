@@ -34,7 +34,7 @@ def rotate(x):
 
 def attention(x, w, prefix):
     q, k, v = (x @ w[f"{prefix}.w_{name}"] for name in ("query", "key", "value"))
-    size = CONFIG.head_dim
+    size = CONFIG.head_width
     outs = []
     for head in range(CONFIG.heads):
         query = rotate(q[:, head * size : (head + 1) * size])

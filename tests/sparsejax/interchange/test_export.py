@@ -56,6 +56,28 @@ def test_sparse_activations_are_refused_with_the_ways_out(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"qk_norm": True}, "qk_norm with activation='relu2'.*take swiglu or reglu2"),
+        ({"qkv_bias": True}, "qkv_bias with activation='relu2'.*take swiglu"),
+        (
+            {"activation": "swiglu", "qk_norm": True, "qkv_bias": True},
+            "qk_norm and qkv_bias together.*leave one",
+        ),
+        ({"heads": 6, "head_dim": 4}, "d_model=16 that is no multiple of heads=6"),
+    ],
+)
+def test_what_no_architecture_computes_is_refused_and_not_lost(
+    changes, reason, tmp_path
+):
+    model = some_model(replace(SMALL, **changes))
+    lost = "not lost: its checkpoints.*model.safetensors"
+    with pytest.raises(ValueError, match=f"{reason}.*{lost}"):
+        export_huggingface(model, tmp_path / "out", sequence_length=LENGTH)
+    assert not list(tmp_path.iterdir())
+
+
 def test_large_models_are_several_files_and_an_index(tmp_path):
     model = some_model(SMALL)
     stored = dict(tensors.huggingface_tensors(model))

@@ -84,10 +84,27 @@ def test_what_version_4_of_transformers_writes_is_read(tmp_path):
 
 
 MISTRAL = {"model_type": "mistral", "hidden_act": "silu", "sliding_window": 8}
+QWEN = {"model_type": "qwen2", "hidden_act": "silu", "sliding_window": 8}
 REFUSED = {
-    "qwen2": ({"model_type": "qwen2"}, "queries, keys and values have biases"),
-    "qwen3": ({"model_type": "qwen3"}, "normalises queries and keys"),
-    "other": ({"model_type": "gpt2"}, "none of llama, arcee, mistral"),
+    "gemma": ({"model_type": "gemma"}, r"scale by 1 \+ w"),
+    "biases of all": (
+        {"model_type": "qwen3", "hidden_act": "silu", "attention_bias": True},
+        "biases of queries, keys and values alone",
+    ),
+    "qwen window": (
+        QWEN | {"use_sliding_window": True, "max_window_layers": 1},
+        "sliding_window",
+    ),
+    "qwen layer types": (
+        QWEN
+        | {
+            "use_sliding_window": True,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+        "sliding_window",
+    ),
+    "qwen heads": (QWEN | {"num_key_value_heads": None}, "lacks num_key_value_heads"),
+    "other": ({"model_type": "gpt2"}, "none of llama, arcee, mistral, qwen2, qwen3"),
     "bias": ({"attention_bias": True}, "attention_bias=true, and our transformer"),
     "act": ({"hidden_act": "gelu"}, "hidden_act='gelu', and ours have relu2"),
     "rope": (
@@ -98,7 +115,6 @@ REFUSED = {
         {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}},
         "rope_type='linear'",
     ),
-    "head": ({"head_dim": 8}, "head_dim=8 and num_attention_heads=4"),
     "window": (MISTRAL, "sliding_window"),
     "no size": ({"vocab_size": None}, "lacks vocab_size"),
 }
@@ -109,6 +125,27 @@ def test_what_the_transformer_cannot_hold_is_refused(what, tmp_path):
     changes, reason = REFUSED[what]
     with pytest.raises(ValueError, match=reason):
         Pretrained.read(exported(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # A window that no layer has.
+        {"use_sliding_window": False, "sliding_window": 8},
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+        {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full"] * 2},
+        # What `transformers` writes that has never heard of windows.
+        {"use_sliding_window": None},
+    ],
+)
+def test_a_qwen_whose_attention_sees_all_is_read(changes, tmp_path):
+    folder = exported(tmp_path, MODELS["qwen2"], **changes)
+    assert Pretrained.read(folder).model == MODELS["qwen2"]
+
+
+def test_what_a_qwen3_leaves_out_is_a_head_of_128(tmp_path):
+    folder = exported(tmp_path, MODELS["qwen3"], head_dim=None)
+    assert Pretrained.read(folder).model == replace(MODELS["qwen3"], head_dim=128)
 
 
 def test_weights_that_do_not_belong_are_named(tmp_path):
@@ -124,9 +161,9 @@ def test_weights_that_do_not_belong_are_named(tmp_path):
 
     refused({n: w for n, w in stored.items() if n != key}, f"no weight {key}")
     bias = {"model.layers.0.self_attn.q_proj.bias": np.ones(16, np.float32)}
-    refused(stored | bias, r"q_proj.bias, a bias, and our transformer has none")
+    refused(stored | bias, r"q_proj.bias, for which.*no place")
     norm = {"model.layers.0.self_attn.q_norm.weight": np.ones(4, np.float32)}
-    refused(stored | norm, r"q_norm.weight, for which our transformer has no place")
+    refused(stored | norm, r"q_norm.weight, for which.*no place")
     refused(stored | {key: stored[key][:4]}, r"has the shape \(16, 4\)")
     path.write_bytes(b"damaged")
     with pytest.raises(ValueError, match="cannot be read"):

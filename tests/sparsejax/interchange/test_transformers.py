@@ -5,7 +5,7 @@ download with CUDA (2.15.0 for Linux on x86), and so a group of its own:
 
     uv run --group torch pytest -n 0 tests/sparsejax/interchange/test_transformers.py
 
-Last result: 2026-11-23, transformers 5.23.0 and torch 2.15.0 on a CPU: 10 passed.
+Last result: 2026-11-24, transformers 5.23.0 and torch 2.15.0 on a CPU: 16 passed.
 """
 
 import jax.numpy as jnp
@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 from sparsejax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from sparsejax.interchange.export import export_huggingface
 from sparsejax.interchange.pretrained import Pretrained
-from tests.support.exported_models import MODELS, SMALL, TOKENS, logits_of, some_model
+from tests.support.exported_models import (
+    CLASSES,
+    MODELS,
+    SMALL,
+    TOKENS,
+    logits_of,
+    some_model,
+)
 from tests.support.tokenizer_file import write_tokenizer
 
 TEXTS = ["", "the sparse tensor core", " é\n\t 🙂 <s> the\r\n", "don't  stop\x00"]
@@ -78,8 +85,7 @@ def test_the_model_computes_the_same_there(name, tmp_path):
         tmp_path, output_loading_info=True
     )
     assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys"))
-    expected_class = "Arcee" if name.startswith("relu2") else "Llama"
-    assert type(loaded).__name__ == f"{expected_class}ForCausalLM"
+    assert type(loaded).__name__ == f"{CLASSES[name]}ForCausalLM"
     assert loaded.dtype == torch.float32
     with torch.no_grad():
         found = loaded(torch.from_numpy(TOKENS)[None]).logits[0].numpy()
@@ -98,6 +104,8 @@ SIZES = {
 THEIRS = {
     "Llama": {"tie_word_embeddings": True, "rms_norm_eps": 1e-4},
     "Mistral": {"sliding_window": None},
+    "Qwen2": {"tie_word_embeddings": True, "max_window_layers": 1},
+    "Qwen3": {"head_dim": 6, "hidden_act": "relu2"},
     "Arcee": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
 }
 
@@ -122,11 +130,12 @@ def test_a_model_made_there_computes_the_same_here(name, tmp_path):
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_a_qwen_made_there_is_refused(tmp_path):
+def test_a_qwen_with_a_window_made_there_is_refused(tmp_path):
     pytest.importorskip("torch", reason="uv run --group torch pytest")
     import transformers
 
-    qwen = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES))
-    qwen.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="queries, keys and values have biases"):
+    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    config = transformers.Qwen2Config(**SIZES, **window)
+    transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="limits attention to a sliding_window"):
         Pretrained.read(tmp_path)

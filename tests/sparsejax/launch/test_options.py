@@ -76,6 +76,38 @@ def test_weights_of_a_folder_bring_their_model(text, tmp_path, capsys):
             read_options([*begin, *more])
 
 
+def test_a_gate_of_silu_becomes_squared_relu_and_begins_dense(text, tmp_path, capsys):
+    export_huggingface(
+        some_model(MODELS["qwen2"]), tmp_path / "silu", sequence_length=16
+    )
+    export_huggingface(
+        some_model(MODELS["reglu2"]), tmp_path / "relu", sequence_length=16
+    )
+    begin = ["--init-from", str(tmp_path / "silu"), "--relufy"]
+    config = read_options(begin).config
+    assert config.model == replace(MODELS["qwen2"], activation="reglu2")
+    assert config.recipe == "default" and config.phases.warmup_share == 0.2
+    longer = read_options([*begin, "--phases.warmup-share", "0.3"]).config
+    assert longer.phases.warmup_share == 0.3
+    planned = [*begin, "--data.text", text, "--dry-run"]
+    assert run_train([*planned, "--data.sequence-length=16", "--batch-size=4"]) == 0
+    assert "silu, squared ReLU in the place of SiLU, and" in capsys.readouterr().out
+    sparse = tmp_path / "sparse.toml"
+    sparse.write_text('[[phase]]\nname = "a"\nsparsity = { weights = "2:4" }\n')
+    for arguments, reason in [
+        (["--relufy"], "add --init-from FOLDER, or leave --relufy out"),
+        (["--init-from", str(tmp_path / "relu"), "--relufy"], "activation='reglu2'"),
+        ([*begin, "--phases.warmup-share", "0"], "'sparse' is sparse from the first"),
+        ([*begin, "--schedule", str(sparse)], "'a' is sparse from the first step"),
+        (
+            [*begin, "--recipe", "dense", "--model.activation", "swiglu"],
+            "activation='swiglu' is not that of",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            read_options(arguments)
+
+
 def test_no_flags_are_the_tiny_preset():
     assert read_options([]).config == TrainConfig()
 

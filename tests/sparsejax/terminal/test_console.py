@@ -32,6 +32,13 @@ pytestmark = pytest.mark.usefixtures("quick")
 # The plan.
 
 
+def test_a_plan_says_that_a_model_cannot_be_exported(capsys):
+    assert run_train(["--preset", "tiny", "--dry-run", "--model.qkv-bias"]) == 0
+    shown = capsys.readouterr().out
+    assert "transformers is this model's: qkv_bias with activation='relu2'" in shown
+    assert "biases 1,536, head" in shown
+
+
 @pytest.mark.parametrize("recipe", get_args(RecipeName))
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_dry_run_prints_the_plan_and_allocates_nothing(

@@ -9,6 +9,7 @@ import pytest
 
 from sparsejax.config import PhaseConfig
 from sparsejax.interchange.export import export_run
+from sparsejax.interchange.model_card import model_card
 from sparsejax.interchange.pretrained import Pretrained
 from sparsejax.sparsity.masks import soft_threshold_scale
 from sparsejax.training.branch import Branch
@@ -62,6 +63,44 @@ def test_weights_that_begin_sparse_have_scales_of_their_own(exported, quick_loop
     expected = [soft_threshold_scale(up, axis=-2), soft_threshold_scale(down, axis=-1)]
     np.testing.assert_allclose(scales, np.stack(expected, -1), rtol=1e-6)
     assert int(state.step) == 0
+
+
+def test_a_gate_of_squared_relu_is_trained_back_from_weights_of_silu(
+    quick_loop, text, tmp_path
+):
+    silu = replace(micro_config(text).model, activation="swiglu")
+    config = replace(micro_config(text, recipe="dense"), model=silu)
+    train(config, tmp_path / "silu")
+    source = Pretrained.read(tmp_path / "silu")
+    relufied = source.with_relu()
+    # The same weights, to the bit.
+    theirs, ours = source.parameters(), relufied.parameters()
+    assert theirs.keys() == ours.keys()
+    assert all(theirs[name].tobytes() == ours[name].tobytes() for name in theirs)
+    config = relufied.settings(micro_config(text))
+    assert config.model.activation == "reglu2" and config.sparsity.activations
+    with pytest.raises(ValueError, match="'sparse' is sparse from the first step"):
+        no_warmup = replace(config.phases, warmup_share=0.0)
+        train(replace(config, phases=no_warmup), tmp_path / "a", init_from=relufied)
+    with pytest.raises(Killed):
+        train(
+            config,
+            tmp_path / "run",
+            init_from=relufied,
+            observe=kill_at("checkpoint", 3),
+        )
+    start, *others = read_records(tmp_path / "run")
+    assert start["init_from"]["relufied"] and start["kind"] == "warm-up"
+    last = [of["loss"] for of in read_records(tmp_path / "silu") if "loss" in of][-1]
+    # Another function: the loss jumps, and comes down before the sparse phase.
+    assert start["validation_loss"] > last + 0.01
+    (switched,) = [of for of in others if of["event"] == "switch"]
+    assert switched["before"] < start["validation_loss"]
+    trained = load_trained_model(tmp_path / "run")
+    card = model_card(trained, name="it", tokenizer=None)
+    assert f"trained back from a loss of {start['validation_loss']:.4f}" in card
+    with pytest.raises(ValueError, match="and --relufy, not with"):
+        train(config, tmp_path / "run", init_from=source)
 
 
 def test_two_beginnings_are_refused(exported, tmp_path):

@@ -44,7 +44,11 @@ def one_update(config: OptimizerConfig):
     optimizer = make_optimizer(flat, 10)
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = {
-        "blocks": {"w_up": (2, 8, 16), "norm": {"scale": (2, 8)}},
+        "blocks": {
+            "w_up": (2, 8, 16),
+            "norm": {"scale": (2, 8)},
+            "bias_key": (2, 8),
+        },
         "embedding": (12, 8),
     }
     is_shape = lambda of: isinstance(of, tuple)
@@ -63,8 +67,9 @@ def test_lion_takes_the_sign_and_decays_matrices_alone():
     w, g = params["blocks"]["w_up"], gradient["blocks"]["w_up"]
     expected = -0.1 * (np.sign(g) + 0.5 * np.asarray(w))
     np.testing.assert_allclose(updates["blocks"]["w_up"], expected, rtol=1e-5)
-    scale = -0.1 * np.sign(gradient["blocks"]["norm"]["scale"])
-    np.testing.assert_allclose(updates["blocks"]["norm"]["scale"], scale, rtol=1e-6)
+    for of in (lambda t: t["norm"]["scale"], lambda t: t["bias_key"]):
+        sign = -0.1 * np.sign(of(gradient["blocks"]))
+        np.testing.assert_allclose(of(updates["blocks"]), sign, rtol=1e-6)
 
 
 def test_muon_makes_each_matrix_orthogonal_and_leaves_others_to_adamw():
@@ -80,7 +85,11 @@ def test_muon_makes_each_matrix_orthogonal_and_leaves_others_to_adamw():
         cosine = np.sum(update * expected) / np.linalg.norm(update)
         assert cosine / np.linalg.norm(expected) > 0.95
     _, _, adamw = one_update(replace(rule, name="adamw"))
-    for of in (lambda t: t["embedding"], lambda t: t["blocks"]["norm"]["scale"]):
+    for of in (
+        lambda t: t["embedding"],
+        lambda t: t["blocks"]["norm"]["scale"],
+        lambda t: t["blocks"]["bias_key"],
+    ):
         np.testing.assert_allclose(of(updates), of(adamw), rtol=1e-6)
 
 
@@ -92,6 +101,7 @@ def test_the_decay_of_adafactor_is_times_the_learning_rate():
     w = np.asarray(params["blocks"]["w_up"])
     np.testing.assert_allclose(more["blocks"]["w_up"], -0.05 * w, rtol=1e-4, atol=1e-7)
     assert not more["blocks"]["norm"]["scale"].any()
+    assert not more["blocks"]["bias_key"].any()
 
 
 @pytest.mark.parametrize(

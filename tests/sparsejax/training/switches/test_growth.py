@@ -79,11 +79,18 @@ def by_name(model: Transformer) -> dict[str, np.ndarray]:
     return {name: np.asarray(of[...]) for name, of in found.items() if of is not None}
 
 
-@pytest.mark.parametrize("activation", ["relu2", "reglu2"])
+KINDS = {
+    "relu2": {},
+    "reglu2": {"activation": "reglu2"},
+    "qwen": {"activation": "swiglu", "qk_norm": True, "qkv_bias": True, "head_dim": 6},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["neurons", "layers", "both"])
-def test_a_model_that_grows_computes_what_it_did(name, activation, text):
+def test_a_model_that_grows_computes_what_it_did(name, kind, text):
     config = growing(text, name)
-    model = replace(config.model, activation=activation)
+    model = replace(config.model, **KINDS[kind])
     run = Run(replace(config, model=model))
     first, second, state = before_and_after(run)
     small = run.of_phase(first)
