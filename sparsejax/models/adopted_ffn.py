@@ -21,7 +21,8 @@ from sparsejax.feed_forward.activation import ActivationName
 from sparsejax.feed_forward.layout import FFNLayout
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.ffn_state import SoftThresholdScale
-from sparsejax.models.sparse_ffn import NeuronAxis, SparseFFN
+from sparsejax.models.neuron_axes import NeuronAxis
+from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.ops.backend import Backend
 
 type Path = tuple[str | int, ...]

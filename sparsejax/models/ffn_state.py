@@ -1,12 +1,16 @@
 """The state of layers that is not trained, a Flax NNX variable for each kind."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from sparsejax.feed_forward.experts.observed import Observed
 from sparsejax.routing.routers import State
+from sparsejax.sparsity.masks import soft_threshold_scale
 
 
 class SoftThresholdScale(nnx.Variable[jax.Array]):
@@ -25,3 +29,14 @@ class ObservedState(nnx.Variable[Observed]):
 class WeightsAsRead(nnx.Variable[Any]):
     """The weights of a layer in the form that its GEMMs read, 2:4 or in 8-bit floats,
     made from the masters: see `micro_batches`."""
+
+
+def soft_threshold_scales(
+    into_hidden: Sequence[Float[Array, "*layers d_model d_hidden"]],
+    w_down: Float[Array, "*layers d_hidden d_model"],
+) -> Float[Array, "*layers matrices"]:
+    """Returns beta of an FFN's present weights, in the order (gate,) up, down. GEMMs 1
+    and 3 both reduce over d_model: axis -2 of W1, the last axis of W2."""
+    scales = [soft_threshold_scale(w, axis=-2) for w in into_hidden]
+    scales.append(soft_threshold_scale(w_down, axis=-1))
+    return jnp.stack(scales, axis=-1)

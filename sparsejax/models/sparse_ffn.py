@@ -7,7 +7,7 @@ and is called one layer at a time by the scan over them.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,25 +44,13 @@ from sparsejax.models.ffn_state import (
     RouterState,
     SoftThresholdScale,
     WeightsAsRead,
+    soft_threshold_scales,
 )
 from sparsejax.models.initializers import fan_in_normal
+from sparsejax.models.neuron_axes import NEURON_AXES, NeuronAxis
 from sparsejax.ops.backend import Backend
 from sparsejax.routing.clusters import balanced_clusters, contiguous_order
 from sparsejax.routing.routers import NO_STATE, State
-from sparsejax.sparsity.masks import soft_threshold_scale
-
-NEURON_AXES = {"w_up": -1, "w_gate": -1, "w_down": -2}
-"""The axis of an FFN's weight that counts its neurons."""
-
-
-class NeuronAxis(NamedTuple):
-    """The place of an FFN's neurons in a parameter."""
-
-    axis: int
-    """The axis that counts them, from the end."""
-    copies: int = 1
-    """How often all neurons lie one after the other along it: twice where a gate and an
-    up projection are one parameter."""
 
 
 class SparseFFN(nnx.Module):
@@ -453,15 +441,8 @@ class SparseFFN(nnx.Module):
             # Such a layer cannot have 2:4 weights: groups of four do not divide d, or
             # its weights are the blocks of a diagonal.
             return jnp.ones((*stack, len(into_hidden) + 1), jnp.float32)
-
-        # GEMMs 1 and 3 both reduce over d: axis -2 of W1, the last axis of W2.
-        def scales(into: list[jax.Array], w_down: jax.Array) -> jax.Array:
-            found = [soft_threshold_scale(w, axis=-2) for w in into]
-            found.append(soft_threshold_scale(w_down, axis=-1))
-            return jnp.stack(found, axis=-1)
-
         weights = [w[...] for w in into_hidden], self.w_down[...]
-        return automatically(scales, *weights, out=PartitionSpec())
+        return automatically(soft_threshold_scales, *weights, out=PartitionSpec())
 
 
 def sparse_ffns(module: nnx.Module) -> list[SparseFFN]:

@@ -252,24 +252,6 @@ def test_a_plan_for_gpus_that_are_not_here(capsys):
     assert "= 1 device, " in a100
 
 
-def test_the_plan_says_which_gemms_are_of_8_bit_floats(capsys):
-    of_model = "--preset", "llama-1b", "--recipe", "dense", "--model.precision", "fp8"
-    shown = planned(capsys, *of_model, "--device", "NVIDIA H200")
-    assert "dense GEMM of 8-bit floats, e5m2 x e4m3fn" in shown
-    assert "attention's four weights, dense phase: GEMMs of 8-bit floats" in shown
-    assert "bfloat16 for those of weights" in shown
-    plain = planned(capsys, *of_model[:-2], "--device", "NVIDIA H200")
-    assert "8-bit" not in plain and "attention's four weights" not in plain
-    made = "packed"
-    ready = float(memory_row(shown, made)[0]), float(memory_row(plain, made)[0])
-    model = PRESETS["llama-1b"]().model
-    count = parameter_count(model)
-    assert ready[1] == 0
-    assert ready[0] == pytest.approx(2 * (count.attention + count.ffn) / 2**30, 0.01)
-    a100 = planned(capsys, *of_model, "--device", "NVIDIA A100-SXM4-80GB")
-    assert "A100-SXM4-80GB has no tensor cores for 8-bit floats" in a100
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -52,3 +52,31 @@ def test_what_is_dense_inside_an_expert_is_told_likewise(capsys, monkeypatch):
     rows = "2  Y = A W2        mosaic_sm90: dense rows by the weights of 4 experts on"
     assert rows in shown
     assert UNTIMED in shown and SLOWER not in shown
+
+
+def planned(capsys, *arguments: str) -> str:
+    assert run_train([*arguments, "--dry-run"]) == 0
+    return capsys.readouterr().out
+
+
+def made_ready(shown: str) -> str:
+    """The GiB of weights that are made ready once per step, dense."""
+    (row,) = (line for line in shown.splitlines() if line.startswith("│ packed "))
+    return row.split("│")[2].strip()
+
+
+def test_the_plan_says_which_gemms_are_of_8_bit_floats(capsys):
+    of_model = "--preset", "llama-1b", "--recipe", "dense", "--model.precision", "fp8"
+    shown = planned(capsys, *of_model, "--device", "NVIDIA H200")
+    assert "dense GEMM of 8-bit floats, e5m2 x e4m3fn" in shown
+    assert "attention's four weights, dense phase: GEMMs of 8-bit floats" in shown
+    assert "bfloat16 for those of weights" in shown
+    plain = planned(capsys, *of_model[:-2], "--device", "NVIDIA H200")
+    assert "8-bit" not in plain and "attention's four weights" not in plain
+    ready = float(made_ready(shown)), float(made_ready(plain))
+    model = PRESETS["llama-1b"]().model
+    count = parameter_count(model)
+    assert ready[1] == 0
+    assert ready[0] == pytest.approx(2 * (count.attention + count.ffn) / 2**30, 0.01)
+    a100 = planned(capsys, *of_model, "--device", "NVIDIA A100-SXM4-80GB")
+    assert "A100-SXM4-80GB has no tensor cores for 8-bit floats" in a100
