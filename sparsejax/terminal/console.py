@@ -1,4 +1,4 @@
-"""The output of a run: a progress bar during it, the result after; errors.
+"""The output of a run: how it goes (on a terminal: `live`), the result after; errors.
 
 The plan before it is printed by `printed_plan`.
 """
@@ -8,22 +8,16 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
 from sparsejax.config import TrainConfig
+from sparsejax.terminal import live
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 """The flag with which XLA's GPU kernels repeat their bits."""
@@ -61,46 +55,32 @@ def fail(error: Exception, reason: str | None = None) -> int:
 
 @contextmanager
 def progress(config: TrainConfig) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Shows a progress bar inside the block; the function that it yields takes the
+    """Shows how a run goes inside the block; the function that it yields takes the
     records of `sparsejax.training.train`.
 
-    Where standard output is no terminal there is no bar, but a line per record.
+    On a terminal it is the view of `live`; elsewhere a line per record of a step.
     """
-    bar = Progress(
-        TextColumn("{task.fields[phase]:>8}"),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}"),
-        TextColumn("{task.fields[rate]} tokens/s"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=STDOUT,
-        disable=not STDOUT.is_terminal,
-    )
-    task = bar.add_task("", total=config.steps, phase="", loss="-", rate="-")
+    on_terminal = STDOUT.is_terminal
+    say_step = partial(_say_step, config.steps)
+    shown = live.view(config, STDOUT) if on_terminal else nullcontext(say_step)
+    with shown as see:
 
-    def observe(record: dict[str, Any]) -> None:
-        event = record["event"]
-        if event == "step":
-            rate = record.get("tokens_per_second", math.nan)
-            rate = "-" if math.isnan(rate) else f"{rate:,.0f}"
-            loss = f"{record['loss']:.3f}"
-            bar.update(
-                task,
-                completed=record["step"],
-                phase=record["kind"],
-                loss=loss,
-                rate=rate,
-            )
-            if not STDOUT.is_terminal:
-                where = f"step {record['step']}/{config.steps} {record['kind']}"
-                say(f"{where}: loss {loss}, {rate} tokens/s")
-        elif (line := _line_of(record)) is not None:
-            alarming = event == "damaged" or record.get("large")
-            say(line, style="yellow" if alarming else None)
+        def observe(record: dict[str, Any]) -> None:
+            if on_terminal or record["event"] == "step":
+                see(record)
+            if (line := _line_of(record)) is not None:
+                alarming = record["event"] == "damaged" or record.get("large")
+                say(line, style="yellow" if alarming else None)
 
-    with bar:
         yield observe
+
+
+def _say_step(steps: int, record: dict[str, Any]) -> None:
+    """Prints a line about the record of a step."""
+    rate = record.get("tokens_per_second", math.nan)
+    rate = "-" if math.isnan(rate) else f"{rate:,.0f}"
+    where = f"step {record['step']}/{steps} {record['kind']}"
+    say(f"{where}: loss {record['loss']:.3f}, {rate} tokens/s")
 
 
 def _line_of(record: dict[str, Any]) -> str | None:

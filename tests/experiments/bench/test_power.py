@@ -1,31 +1,74 @@
 """Clock and power: read while something runs, and absent where nothing can be read."""
 
 import time
+from itertools import count
+from types import SimpleNamespace
 
+import pytest
+
+from experiments.bench import power as power_module
 from experiments.bench.power import Draw, PowerSampler
 from sparsejax.tuning.timing import time_queued
 
-FAKE = """#!/bin/sh
-case "$*" in *--id=1*) clock=1410 ;; *) clock=300 ;; esac
-while :; do echo "$clock, 699.5"; echo "[N/A], 0"; sleep 0.01; done
-"""
+
+class FakeNvml:
+    """NVML of two GPUs, every third reading of which fails in one way or the other."""
+
+    NVML_CLOCK_SM, NVML_FI_DEV_POWER_INSTANT, NVML_SUCCESS = 1, 186, 0
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *, has_driver: bool = True) -> None:
+        self.has_driver = has_driver
+        self.is_open = False
+        self.reading = count()
+
+    def nvmlInit(self):
+        if not self.has_driver:
+            raise self.NVMLError
+        self.is_open = True
+
+    def nvmlShutdown(self):
+        self.is_open = False
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, name: str) -> int:
+        return {"GPU-first": 0, "GPU-second": 1}[name]
+
+    def nvmlDeviceGetClockInfo(self, gpu: int, kind: int) -> int:
+        assert self.is_open and kind == self.NVML_CLOCK_SM
+        if next(self.reading) % 3 == 0:
+            raise self.NVMLError
+        return [300, 1410][gpu]
+
+    def nvmlDeviceGetFieldValues(self, gpu: int, fields: list[int]) -> list:
+        assert fields == [self.NVML_FI_DEV_POWER_INSTANT]
+        if next(self.reading) % 4 == 0:
+            value = SimpleNamespace(uiVal=0)
+            return [SimpleNamespace(nvmlReturn=3, value=value)]
+        return [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=699_500))]
 
 
-def test_a_span_has_the_medians_of_what_was_read_of_the_own_gpu(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
-    (tmp_path / "nvidia-smi").write_text(FAKE)
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+@pytest.mark.parametrize("visible", ["1,0", "GPU-second"])
+def test_a_span_has_the_medians_of_what_was_read_of_the_own_gpu(visible, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    nvml = FakeNvml()
+    monkeypatch.setattr(power_module, "nvml", nvml)
     with PowerSampler() as power:
         start = time.perf_counter()
-        time.sleep(1.0)
+        time.sleep(0.5)
         end = time.perf_counter()
     assert power.between(start, end) == Draw(clock_mhz=1410, watts=699.5)
     assert power.between(end + 10, end + 11) is None
+    assert not nvml.is_open
 
 
-def test_without_the_command_nothing_is_read(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
+@pytest.mark.parametrize("nvml", [None, FakeNvml(has_driver=False)])
+def test_without_the_package_or_a_driver_nothing_is_read(nvml, monkeypatch):
+    monkeypatch.setattr(power_module, "nvml", nvml)
     with PowerSampler() as power:
         assert power.between(0, time.perf_counter()) is None
 

@@ -1,9 +1,11 @@
-"""The GEMMs of the printed plan: those of experts."""
+"""The GEMMs of the printed plan: those of experts, and those of 8-bit floats."""
 
 import pytest
 
 from pallas_kernels import tuning
 from pallas_kernels.device import CPU
+from sparsejax.cost_model import parameter_count
+from sparsejax.presets import PRESETS
 from tests.support import hopper
 from tests.support.commands import run_train
 
