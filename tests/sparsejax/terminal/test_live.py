@@ -8,7 +8,7 @@ from rich.console import Console
 
 from sparsejax.config import DataConfig, PhaseConfig, TrainConfig
 from sparsejax.cost_model import flops_per_token
-from sparsejax.feed_forward.spec import FFNSparsity
+from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.sparsity.patterns import NM
 from sparsejax.terminal import console, live
 from sparsejax.terminal.live import Standing
