@@ -142,7 +142,7 @@ class Standing:
           elapsed: the seconds since the view began.
         """
         steps, last = self.config.steps, self.last
-        kind = last.get("kind", self.phases[self.phase].kind)
+        kind = self.phases[self.phase].kind
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
@@ -154,7 +154,7 @@ class Standing:
             parts.append(f"{last['tokens_per_second']:,.0f} tokens/s")
         if self.peak_is_known and "mfu_executed" in last:
             parts.append(f"MFU {last['mfu_executed']:.1%}")
-        if last and (speedup := self.speedup(last["phase"])) is not None:
+        if (speedup := self.speedup(self.phase)) is not None:
             parts.append(f"{speedup:.2f}x dense")
         left = self.seconds_left()
         times = [f"{_clock(elapsed)} gone", f"{_clock(left)} left"]

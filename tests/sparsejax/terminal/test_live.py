@@ -123,6 +123,14 @@ def test_the_view_at_a_fixed_width():
     assert times == "0:01:05 gone  0:01:30 left  dense from step 70, in 0:00:30"
 
 
+def test_at_a_switch_the_view_is_of_the_steps_to_come():
+    bar, speed, _ = shown(standing_after(TIMED, step(70, 1, 1000.0)))
+    assert bar.startswith("dense ━") and "x dense" not in speed
+    bar, speed, times = shown(standing_after(TIMED, step(10, 0, 500.0)))
+    assert bar.startswith("sparse ━") and speed.endswith("1.50x dense")
+    assert times.endswith("dense from step 70, in 0:01:20")
+
+
 def test_what_is_not_known_is_not_shown():
     _, speed, times = shown(standing_after())
     assert speed == "loss -"
