@@ -1,6 +1,7 @@
 """`sparsejax eval` of a run and of what it is exported as."""
 
 import json
+import sys
 
 import pytest
 
@@ -37,3 +38,12 @@ def test_a_run_and_its_export_have_one_loss(uninterrupted, text, tmp_path, capsy
     (out / "tokenizer.json").unlink()
     assert main.run(["eval", str(out), "--text", text]) == 1
     assert "has no tokenizer, and --text is text" in capsys.readouterr().err
+
+
+def test_tasks_without_their_package_say_how_to_install_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "sparsejax.reports.harness", raising=False)
+    assert main.run(["eval", "my-model", "--tasks", "x"]) == 1
+    assert (
+        "needs the package `lm-eval`; run `uv sync --extra" in capsys.readouterr().err
+    )
