@@ -7,7 +7,7 @@ and is called one layer at a time by the scan over them.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,23 +45,11 @@ from sparsejax.models.ffn_state import (
     SoftThresholdScale,
 )
 from sparsejax.models.initializers import fan_in_normal
+from sparsejax.models.neuron_axes import NEURON_AXES, NeuronAxis
 from sparsejax.ops.backend import Backend
 from sparsejax.routing.clusters import balanced_clusters, contiguous_order
 from sparsejax.routing.routers import NO_STATE, State
 from sparsejax.sparsity.masks import soft_threshold_scale
-
-NEURON_AXES = {"w_up": -1, "w_gate": -1, "w_down": -2}
-"""The axis of an FFN's weight that counts its neurons."""
-
-
-class NeuronAxis(NamedTuple):
-    """The place of an FFN's neurons in a parameter."""
-
-    axis: int
-    """The axis that counts them, from the end."""
-    copies: int = 1
-    """How often all neurons lie one after the other along it: twice where a gate and an
-    up projection are one parameter."""
 
 
 class SparseFFN(nnx.Module):

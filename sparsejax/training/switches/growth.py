@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 
 from sparsejax.config import ModelConfig
 from sparsejax.models.block_diagonal import ENDS_OF_BRANCHES, stacked_dense_weight
-from sparsejax.models.sparse_ffn import NEURON_AXES
+from sparsejax.models.neuron_axes import NEURON_AXES
 
 
 def check_grows(before: ModelConfig, after: ModelConfig) -> None:
