@@ -46,7 +46,7 @@ class Config:
     sequence_length: int = 16
     """Tokens of a sequence, the second half of which repeats the first."""
     scan_layers: bool = False
-    """Whether MaxText stacks the parameters of its layers, along their first axis."""
+    """Whether MaxText stacks the parameters of its layers, along their second axis."""
     fused_mlp: bool = False
     """Whether MaxText keeps gate and up projection in one kernel, (64, 2, 256)."""
     seed: int = 0
@@ -90,7 +90,6 @@ def llama(config: Config) -> nnx.Module:
         mlp_activations=["silu", "linear"],
         fused_mlp=config.fused_mlp,
         scan_layers=config.scan_layers,
-        param_scan_axis=0,
         dropout_rate=0.0,
         dtype="float32",
         weight_dtype="float32",

@@ -9,6 +9,7 @@ knows these; `densify` goes back, and `explain` says of every module what it is 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -66,8 +67,8 @@ def sparsify(
     d_out) or transposed.
     The parameters keep their paths, shapes and places: checkpoints, shardings and an
     optimiser's state stay valid. The FFNs are dense at first; `switch(model, optimizer,
-    sparsity)` makes them sparse. Layers may be stacked along a first axis of all their
-    parameters.
+    sparsity)` makes them sparse. Layers may be stacked along the first or the second
+    axis of all their parameters.
 
     Args:
       model: any module.
@@ -209,24 +210,33 @@ def form_of(module: nnx.Module, call: Call) -> Form | str:
         return f"it keeps state that is no parameter ({', '.join(sorted(kinds))})"
     shapes = {path: jnp.shape(value) for path, value in _parameters(module).items()}
     reasons: list[str] = []
-    for stacked in (0, 1):
-        found = _form_with(module, call, shapes, stacked)
+    for layers_axis in (None, 0, 1):
+        found = _form_with(module, call, shapes, layers_axis)
         if isinstance(found, Form):
             return found
         reasons.append(found)
     # What is said of single layers, unless all is stacked.
-    stacks = {shape[:1] for shape in shapes.values()}
-    is_stacked = len(stacks) == 1 and all(len(shape) > 2 for shape in shapes.values())
-    return reasons[is_stacked]
+    if all(len(shape) > 2 for shape in shapes.values()):
+        for axis in (0, 1):
+            if len({shape[axis] for shape in shapes.values()}) == 1:
+                return reasons[1 + axis]
+    return reasons[0]
 
 
 def _form_with(
-    module: nnx.Module, call: Call, shapes: dict[Path, tuple[int, ...]], stacked: int
+    module: nnx.Module,
+    call: Call,
+    shapes: dict[Path, tuple[int, ...]],
+    layers_axis: int | None,
 ) -> Form | str:
-    """Returns the form where the parameters have so many leading axes of layers."""
-    if stacked and len({shape[:1] for shape in shapes.values()}) != 1:
-        return "its parameters do not stack the same number of layers"
-    of_layer = {path: shape[stacked:] for path, shape in shapes.items()}
+    """Returns the form where the parameters stack layers along an axis; None stands for
+    a single layer."""
+    of_layer = shapes
+    if layers_axis is not None:
+        if len({shape[layers_axis : layers_axis + 1] for shape in shapes.values()}) > 1:
+            return "its parameters do not stack the same number of layers"
+        without = lambda shape: shape[:layers_axis] + shape[layers_axis + 1 :]
+        of_layer = {path: without(shape) for path, shape in shapes.items()}
     flat = [path for path, shape in of_layer.items() if len(shape) < 2]
     if flat:
         named = ", ".join(f"{_name(path)} {shapes[path]}" for path in flat)
@@ -242,18 +252,11 @@ def _form_with(
     candidates = list(_candidates(of_layer))
     if not candidates:
         named = ", ".join(f"{_name(path)} {shape}" for path, shape in of_layer.items())
-        without: dict[Path, tuple[int, ...]] = {
-            path: shape[:1] + shape[2:] for path, shape in of_layer.items()
-        }
-        counts = {shape[1] for shape in of_layer.values()}
-        if len(counts) == 1 and any(_candidates(without)):
-            return (
-                f"its kernels {named} stack {counts.pop()} layers along their second "
-                f"axis; have the model stack them along the first, or not at all"
-            )
         return f"its kernels {named} lead to no hidden layer and back"
-    layer = _first_layer(module) if stacked else module
-    return _nearest(layer, call, candidates)
+    if layers_axis is None:
+        return _nearest(module, call, candidates)
+    found = _nearest(_first_layer(module, layers_axis), call, candidates)
+    return found if isinstance(found, str) else found.stacked(layers_axis)
 
 
 class _Candidate(NamedTuple):
@@ -427,15 +430,13 @@ def _with_random_parameters(module: nnx.Module) -> nnx.Module:
     return nnx.merge(graph, jax.tree.unflatten(structure, drawn), rest, copy=True)
 
 
-def _first_layer(module: nnx.Module) -> nnx.Module:
-    """Returns the first of the layers that a module's parameters stack."""
+def _first_layer(module: nnx.Module, axis: int) -> nnx.Module:
+    """Returns the first of the layers that a module's parameters stack along an
+    axis."""
     graph, params, rest = nnx.split(module, nnx.Param, ...)
-    one = lambda x: x[0] if isinstance(x, jax.Array) else _without_first_axis(x)
+    first = partial(jnp.take, indices=0, axis=axis)
+    one = lambda x: first(x) if isinstance(x, jax.Array) else jax.eval_shape(first, x)
     return nnx.merge(graph, jax.tree.map(one, params), rest, copy=True)
-
-
-def _without_first_axis(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape.shape[1:], shape.dtype)
 
 
 def _name(path: Path) -> str:

@@ -8,7 +8,7 @@ it, (d_in, d_out).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -42,6 +42,9 @@ class Stored:
     halves_axis: int | None = None
     """The axis of the parameter, from its end, that has one entry for each of the two
     weights; None where they lie one after the other along the axis of d_out."""
+    layers_axis: int = 0
+    """The axis that counts the layers where the parameter stacks them. All other axes
+    are those of one layer."""
 
     @property
     def out_axis(self) -> int:
@@ -50,7 +53,7 @@ class Stored:
 
     def read(self, parameter: jax.Array) -> Float[Array, "*layers d_in d_out"]:
         """Returns the weight that the parameter holds."""
-        weight = parameter
+        weight = parameter = self._moved(parameter, self.layers_axis, 0)
         if self.half is not None and self.halves_axis is not None:
             weight = jnp.take(parameter, self.half, axis=self.halves_axis)
         elif self.half is not None:
@@ -61,6 +64,18 @@ class Stored:
         self, parameter: jax.Array, weight: Float[Array, "*layers d_in d_out"]
     ) -> jax.Array:
         """Returns the parameter with another weight in its place."""
+        parameter = self._moved(parameter, self.layers_axis, 0)
+        return self._moved(self._replaced(parameter, weight), 0, self.layers_axis)
+
+    def _moved(self, parameter: jax.Array, axis: int, to: int) -> jax.Array:
+        """Returns a parameter that stacks layers with their axis elsewhere; that of one
+        layer, which a loop over the layers sees, as it is."""
+        rank = 2 if self.halves_axis is None else 3
+        return (
+            parameter if parameter.ndim == rank else jnp.moveaxis(parameter, axis, to)
+        )
+
+    def _replaced(self, parameter: jax.Array, weight: jax.Array) -> jax.Array:
         weight = weight.swapaxes(-1, -2) if self.transposed else weight
         if self.half is None:
             return weight
@@ -77,11 +92,12 @@ class Stored:
     def neuron_axis(self, *, of_output: bool) -> NeuronAxis:
         """Returns where the neurons lie in the parameter: along d_out (`of_output`) or
         along d_in."""
+        layers = {"layers_axis": self.layers_axis}
         if self.half is not None and self.halves_axis is None:
-            return NeuronAxis(self.out_axis, copies=2)
+            return NeuronAxis(self.out_axis, copies=2, **layers)
         if of_output:
-            return NeuronAxis(self.out_axis)
-        return NeuronAxis(-1 if self.transposed else -2)
+            return NeuronAxis(self.out_axis, **layers)
+        return NeuronAxis(-1 if self.transposed else -2, **layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +112,13 @@ class Form:
     gate: Stored | None = None
     dtype: str
     """The dtype of its output, which is the compute dtype of the adopted FFN."""
+
+    def stacked(self, layers_axis: int) -> "Form":
+        """Returns the form of layers that are stacked along an axis of all their
+        parameters."""
+        of = lambda stored: stored and replace(stored, layers_axis=layers_axis)
+        kernels = {"up": of(self.up), "down": of(self.down), "gate": of(self.gate)}
+        return replace(self, **kernels)
 
     def __str__(self) -> str:
         """Returns the form in words, such as "swiglu, (gate_proj.kernel,

@@ -10,7 +10,9 @@ class NeuronAxis(NamedTuple):
     """The place of an FFN's neurons in a parameter."""
 
     axis: int
-    """The axis that counts them, from the end."""
+    """The axis that counts them, from the end, with the layers on the first axis."""
     copies: int = 1
     """How often all neurons lie one after the other along it: twice where a gate and an
     up projection are one parameter."""
+    layers_axis: int = 0
+    """The axis that counts the layers, where they are stacked."""

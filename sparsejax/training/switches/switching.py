@@ -168,9 +168,12 @@ class _Neurons(NamedTuple):
 
     ffn: Path
     axis: int
-    """The axis of the leaf that counts the neurons, from the end."""
+    """The axis of the leaf that counts the neurons, from the end, with the layers on
+    the first axis."""
     copies: int
     """How often all neurons lie one after the other along it."""
+    layers_axis: int
+    """The axis of the leaf that counts the layers, where they are stacked."""
 
 
 class _Moments[O](NamedTuple):
@@ -217,11 +220,13 @@ class _Moments[O](NamedTuple):
             names, shape = _names(keys), jnp.shape(leaf)
             param = _longest_ending(names, shapes)
             if param in weights:
-                path, axis, copies = weights[param]
-                layers = len(shapes[param]) - 2
+                path, axis, copies, layers_axis = weights[param]
+                # Which axis a factored moment lacks is known with layers in front.
+                layers = len(shapes[param]) - (0 if layers_axis else 2)
                 own_axis = _axis_in(shape, shapes[param], axis, layers, names)
                 if own_axis is not None:
-                    neurons[number] = _Neurons(path, own_axis, copies)
+                    found = _Neurons(path, own_axis, copies, layers_axis)
+                    neurons[number] = found
             elif param is None and math.prod(shape) >= smallest:
                 raise ValueError(
                     f"{_name_of(names)}, a leaf of shape {shape} of the optimiser's "
@@ -237,9 +242,11 @@ class _Moments[O](NamedTuple):
         if not self.neurons:
             return self.optimizer
         leaves, structure = jax.tree.flatten(self.state)
-        for number, (path, axis, copies) in self.neurons.items():
+        for number, (path, axis, copies, layers_axis) in self.neurons.items():
             order = repeated(orders[path], copies)
-            leaves[number] = take_neurons(leaves[number], order, axis)
+            by_layer = jnp.moveaxis(leaves[number], layers_axis, 0)
+            renumbered = take_neurons(by_layer, order, axis)
+            leaves[number] = jnp.moveaxis(renumbered, 0, layers_axis)
         state = jax.tree.unflatten(structure, leaves)
         if not isinstance(self.optimizer, nnx.Optimizer):
             return state

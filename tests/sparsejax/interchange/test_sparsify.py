@@ -262,21 +262,27 @@ def test_training_through_a_sparse_phase_and_back():
         densify(model)
 
 
-def test_layers_that_are_stacked_are_found_and_called_one_at_a_time():
+@pytest.mark.parametrize("axis", [0, 1])
+def test_layers_that_are_stacked_are_found_and_called_one_at_a_time(axis):
+    in_axis = nnx.StateAxes({nnx.Param: axis, ...: 0})
+
     class Stacked(nnx.Module):
         def __init__(self):
-            make = nnx.split_rngs(splits=3)(nnx.vmap(lambda rngs: Gated(rngs)))
-            self.layers = make(nnx.Rngs(0))
+            make = nnx.vmap(lambda rngs: Gated(rngs), out_axes=in_axis)
+            self.layers = nnx.split_rngs(splits=3)(make)(nnx.Rngs(0))
 
         def __call__(self, x):
             scan = nnx.scan(
                 lambda x, layer: x + layer(x),
-                in_axes=(nnx.Carry, 0),
+                in_axes=(nnx.Carry, in_axis),
                 out_axes=nnx.Carry,
             )
             return scan(x, self.layers)
 
     model = Stacked()
+    shapes = [jnp.shape(of) for of in jax.tree.leaves(nnx.state(model, nnx.Param))]
+    assert all(shape[axis] == 3 for shape in shapes)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
     y = model(X)
     (explained,) = sparsify(model, ["layers"])
     assert explained.reason.startswith("swiglu of parts.a.kernel, parts.b.kernel, ")
@@ -284,15 +290,21 @@ def test_layers_that_are_stacked_are_found_and_called_one_at_a_time():
     np.testing.assert_allclose(model(X), y, atol=1e-5)
     switch(model, None, TWO_FOUR)
     assert (model(X) != y).any()
-
-
-def test_layers_stacked_along_another_axis_are_refused_with_what_to_do():
-    model = nnx.Dict(mlp=Plain(nnx.Rngs(0)))
-    for kernel in (model.mlp.wi.kernel, model.mlp.wo.kernel):
-        kernel.set_value(jnp.stack([kernel[...]] * 3, axis=1))
-    message = r"wi.kernel \(16, 3, 64\).* stack 3 layers along their second axis; have"
-    with pytest.raises(ValueError, match=message):
-        sparsify(model, ["mlp"])
+    switch(model, None, FFNSparsity(), fold=False)
+    # Renumbered neurons leave the dense function as it was, and so do moments that
+    # went with them: here they are the weights themselves.
+    weights = nnx.state(model, nnx.Param)
+    before = list(map(np.asarray, jax.tree.leaves(weights)))
+    nnx.update(optimizer.opt_state[0].mu, weights)
+    switch(model, optimizer, FFNSparsity(activations=VNM(8, 4, 16)))
+    switch(model, optimizer, FFNSparsity())
+    np.testing.assert_allclose(model(X), y, atol=1e-5)
+    moments = jax.tree.leaves(nnx.state(optimizer.opt_state[0].mu))
+    renumbered = jax.tree.leaves(nnx.state(model, nnx.Param))
+    for moment, weight in zip(moments, renumbered, strict=True):
+        np.testing.assert_array_equal(moment, weight)
+    assert [jnp.shape(of) for of in renumbered] == shapes
+    assert any((a != b).any() for a, b in zip(before, renumbered, strict=True))
 
 
 class Normed(Plain):
