@@ -1,6 +1,10 @@
 """Sinks: what they get, what is refused before a run, and what never stops one."""
 
+import json
+import re
+import sqlite3
 import sys
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -157,3 +161,36 @@ def test_a_resumed_run_goes_on_in_its_own(name, tmp_path, monkeypatch):
     assert all(how["resume"] == "allow" for how in began)
     assert began[0]["project"] == "sparsejax" and began[0]["config"] == {"steps": 9}
     assert logged[:2] == [(3, numbers_of(STEP)), "end"]
+
+
+# The packages themselves, without a server.
+
+
+def test_wandb_keeps_a_run_offline_and_goes_on_in_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for loss in (2.5, 1.25):
+        with opened(("wandb",), tmp_path, {"steps": 9}) as observe:
+            observe(STEP | {"loss": loss})
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert {path.stem for path in files} == {f"run-{identity(tmp_path)}"}
+    # A record's name and its value as JSON stand next to each other.
+    logged = b"".join(path.read_bytes() for path in files)
+    found = re.findall(rb"train/loss\x82\x01.(\d\.\d+)", logged)
+    assert b"2.5" in found and b"1.25" in found
+
+
+def test_trackio_keeps_a_run_on_this_machine_and_goes_on_in_it(tmp_path, monkeypatch):
+    # It reads this when it is imported, and nothing else imports it.
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for step in (3, 4):
+        with opened(("trackio",), tmp_path, {"steps": 9}) as observe:
+            observe(STEP | {"step": step})
+    with closing(sqlite3.connect(tmp_path / "trackio" / "sparsejax.db")) as data:
+        rows = data.execute("select run_name, step, metrics from metrics").fetchall()
+    values = numbers_of(STEP)
+    name = identity(tmp_path)
+    assert [(of, step, json.loads(logged)) for of, step, logged in rows] == [
+        (name, 3, values),
+        (name, 4, values),
+    ]
