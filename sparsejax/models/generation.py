@@ -180,11 +180,11 @@ class _Texts(NamedTuple):
     number: Int[Array, ""]
     """Tokens drawn of each."""
     token: Int[Array, " batch"]
-    """The last one of each."""
+    """The last token of each sequence."""
     positions: Int[Array, " batch"]
-    """Where it stands in its sequence."""
+    """The position of the last token in its sequence."""
     cache: KVCache
-    """Of all tokens before it."""
+    """The keys and values of all tokens before the last one."""
     drawn: Int[Array, "batch length"]
     """The tokens by number; what stands behind the first `number` is not drawn yet."""
 

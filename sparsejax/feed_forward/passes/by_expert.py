@@ -65,8 +65,8 @@ class Residuals(NamedTuple):
     """What the activation keeps of each row, (rows, d_hidden / E) each; masked where A
     is 2:4 and the backward re-uses the mask."""
     kept: Hidden | None
-    """The same for every neuron, (tokens, d_hidden) each; None unless the weight
-    gradients are dense and the forward's mask is not re-used."""
+    """What the activation keeps of all neurons, (tokens, d_hidden) each, not masked;
+    None unless the weight gradients are dense and the forward's mask is not re-used."""
     routed: Dispatch
     x_rows: jax.Array | None
     """The rows of X as GEMM 1 read them, (rows, d_model); None unless
