@@ -2,7 +2,9 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 
+from experiments.comparing.comparison_file import read_comparison
 from sparsejax.config import PhaseConfig, PresetName, RecipeName
 from sparsejax.config_file import from_plain
 from sparsejax.dtypes import Precision
@@ -79,6 +81,40 @@ def choose(
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"{unknown[0]!r} is no mode; choose from {', '.join(known)}")
     return {name: known[name] for name in known if name in names}
+
+
+def sparsities_of_runs(
+    comparison: Path | None, runs: Collection[str]
+) -> dict[str, FFNSparsity]:
+    """Returns what the sparse phases of some runs in a comparison file compute, by the
+    names of run and phase.
+
+    Raises:
+      ValueError: there is no such run in the file, a run has no sparse phase, or runs
+        are named without a file.
+    """
+    if comparison is None:
+        if runs:
+            raise ValueError(
+                f"runs={list(runs)} are those of a comparison file; give comparison too"
+            )
+        return {}
+    trials = {trial.name: trial for trial in read_comparison(comparison).trials}
+    sparse: dict[str, FFNSparsity] = {}
+    for run in runs:
+        if run not in trials:
+            raise ValueError(
+                f"runs={run!r} is none of {comparison}; choose from {', '.join(trials)}"
+            )
+        of_run = {
+            f"{run}, {phase.kind}": phase.sparsity
+            for phase in phases(trials[run].config)
+            if not phase.is_dense
+        }
+        if not of_run:
+            raise ValueError(f"runs={run!r} has no sparse phase; leave it out")
+        sparse |= of_run
+    return sparse
 
 
 def steps_to_time(

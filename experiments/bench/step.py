@@ -55,6 +55,7 @@ from experiments.bench.sparse_modes import (
     DENSE_STEP,
     choose,
     sparse_modes,
+    sparsities_of_runs,
     steps_to_time,
 )
 from sparsejax.config import (
@@ -73,7 +74,7 @@ from sparsejax.ops.backend import Backend
 from sparsejax.presets import PRESETS
 from sparsejax.reports import metrics
 from sparsejax.reports.provenance import commit
-from sparsejax.sparsity.patterns import name_of
+from sparsejax.sparsity.patterns import VNM, name_of
 from sparsejax.training.micro_batches import loss_and_gradient
 from sparsejax.training.recipe import Phase, model_of
 from sparsejax.training.step import Run, TrainState, train_step
@@ -95,13 +96,19 @@ class Config:
     modes."""
     static_weights: tuple[str, ...] = ()
     """Patterns of static weights in all linear layers, after those."""
+    comparison: Path | None = None
+    """A comparison file, such as `experiments/comparisons/changes-5m.toml`."""
+    runs: tuple[str, ...] = ()
+    """Runs of that file whose sparse phases are timed, after the modes, in the model of
+    this benchmark."""
     precisions: tuple[Precision, ...] = ("fp8",)
     """Precisions besides the compute dtype in which every step is timed, too; those of
     static weights are not."""
     experts: int = 4
-    """Number of experts E, clusters of neurons; a token uses 1 of E (or 2 of 2 E)."""
+    """Number of experts E of the modes, clusters of neurons; a token uses 1 of E (or 2 of
+    2 E)."""
     v: int = 128
-    """Rows of a V:N:M block."""
+    """Rows of a V:N:M block in the modes."""
     backend: Backend | None = None
     """The backend that runs the sparse GEMMs; None: the fastest for each."""
     layers: int | None = None
@@ -267,7 +274,8 @@ def main(config: Config) -> list[dict]:
     """Checks, times, prints and records the dense step and every sparse one; returns
     the rows."""
     modes = steps_to_time(
-        choose(config.modes, sparse_modes(experts=config.experts, v=config.v)),
+        choose(config.modes, sparse_modes(experts=config.experts, v=config.v))
+        | sparsities_of_runs(config.comparison, config.runs),
         preset=config.preset,
         recipes=config.recipes,
         static_weights=config.static_weights,
@@ -393,7 +401,8 @@ def _row(config: Config, steps: Steps, timing: Timing, alone: Timing) -> dict:
         "precision": model.precision,
         "static_weights": None if static is None else name_of(static),
         "experts": sparsity.experts,
-        "v": config.v if sparsity.experts else None,
+        "experts_per_token": sparsity.experts_per_token if sparsity.experts else None,
+        "v": _block_rows(sparsity),
         "switch_seconds": steps.switch_seconds if sparsity.experts else None,
         "step_ms": step_ms,
         "speedup": 1 / timing.ratio,
@@ -414,6 +423,12 @@ def _row(config: Config, steps: Steps, timing: Timing, alone: Timing) -> dict:
         "commit": commit(),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
     }
+
+
+def _block_rows(sparsity: FFNSparsity) -> int | None:
+    """Returns the rows of a V:N:M block, None where there are no experts."""
+    pattern = sparsity.activations
+    return pattern.v if isinstance(pattern, VNM) else None
 
 
 def _line(row: dict) -> str:

@@ -228,3 +228,48 @@ def test_the_sparse_step_runs_on_the_kernels_of_a_gpu_that_has_them(
     backends = [gemm.split(": ")[1] for gemm in sparse["gemms"]]
     assert backends == ["mosaic_sm90", "xla"] * 2 + ["xla"] * 2
     assert sparse["mfu_executed"] < sparse["mfu_dense_equivalent"]
+
+
+COMPARISON = """
+seeds = [0]
+[base]
+preset = "tiny"
+[runs.dense]
+recipe = "dense"
+[runs.two-of-four]
+[[runs.two-of-four.phases.schedule]]
+name = "experts"
+share = 0.5
+sparsity = { activations = "64:4:16", experts_per_token = 2, router = "activation_energy" }
+[[runs.two-of-four.phases.schedule]]
+name = "dense"
+"""
+
+
+def test_the_sparse_phases_of_a_comparisons_runs_are_timed(config, tmp_path):
+    file = tmp_path / "comparison.toml"
+    file.write_text(COMPARISON)
+    of_runs = replace(config, modes=(), comparison=file, runs=("two-of-four",))
+    dense, sparse = step.main(of_runs)
+    assert sparse["name"] == "two-of-four, experts"
+    assert (sparse["experts"], sparse["experts_per_token"], sparse["v"]) == (4, 2, 64)
+    assert dense["experts_per_token"] is None
+
+
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [
+        (("four-of-two",), "runs='four-of-two' is none of .*choose from dense, two-of"),
+        (("dense",), "runs='dense' has no sparse phase"),
+    ],
+)
+def test_runs_that_cannot_be_timed_are_named(runs, message, config, tmp_path):
+    file = tmp_path / "comparison.toml"
+    file.write_text(COMPARISON)
+    with pytest.raises(ValueError, match=message):
+        step.main(replace(config, comparison=file, runs=runs))
+
+
+def test_runs_need_a_comparison_file(config):
+    with pytest.raises(ValueError, match="give comparison too"):
+        step.main(replace(config, runs=("two-of-four",)))
