@@ -105,8 +105,8 @@ class Config:
     """Precisions besides the compute dtype in which every step is timed, too; those of
     static weights are not."""
     experts: int = 4
-    """Number of experts E of the modes, clusters of neurons; a token uses 1 of E (or 2 of
-    2 E)."""
+    """Number of experts E of the modes, clusters of neurons; a token uses 1 of E (or 2
+    of 2 E)."""
     v: int = 128
     """Rows of a V:N:M block in the modes."""
     backend: Backend | None = None

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.extend.core import Primitive
 from jax.sharding import Mesh, PartitionSpec
@@ -23,6 +22,7 @@ from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.attention import Attention, KVCache
 from sparsejax.models.ffn_state import ObservedState, RouterState
 from sparsejax.models.initializers import fan_in_normal
+from sparsejax.models.loss import token_losses
 from sparsejax.models.norm import RMSNorm
 from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.ops.backend import Backend
@@ -330,11 +330,7 @@ def cross_entropy(
     key: Key[Array, ""] | None = None,
 ) -> Float[Array, ""]:
     """Returns the mean loss in nats per token of predicting tokens[:, 1:], float32."""
-    logits = model(tokens[:, :-1], key=key)
-    # XLA makes the one-hot targets on the fly. By index, the gradient of the logits
-    # would be scattered into a float32 array of their size.
-    targets = jax.nn.one_hot(tokens[:, 1:], logits.shape[-1], dtype=logits.dtype)
-    return optax.softmax_cross_entropy(logits, targets).mean()
+    return token_losses(model(tokens[:, :-1], key=key), tokens[:, 1:]).mean()
 
 
 def greedy_sample(

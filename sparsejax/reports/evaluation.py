@@ -8,12 +8,12 @@ from itertools import batched
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from sparsejax.data.held_out import bytes_of
 from sparsejax.data.tokenizers import Tokenizer, Tokens
+from sparsejax.models.loss import token_losses
 from sparsejax.models.transformer import Transformer
 
 
@@ -112,6 +112,6 @@ def _of_batch(
     all of them were the most likely."""
     logits = model(tokens[:, :-1], key=jax.random.key(0))
     targets = tokens[:, 1:]
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    losses = token_losses(logits, targets)
     hits = known & (jnp.argmax(logits, axis=-1) == targets)
     return jnp.sum(losses * known, axis=1), jnp.sum(hits)

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from sparsejax.models.loss import token_losses
 from sparsejax.models.transformer import Transformer
 
 SHORTEST = 32
@@ -99,6 +99,6 @@ def _score(
     whether each was the most likely one."""
     logits = model(tokens[:, :-1], key=jax.random.key(0))
     targets = tokens[:, 1:]
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    losses = token_losses(logits, targets)
     right = jnp.argmax(logits, axis=-1) == targets
     return -jnp.sum(losses * asked, axis=1), jnp.all(right | ~asked, axis=1)

@@ -240,7 +240,10 @@ recipe = "dense"
 [[runs.two-of-four.phases.schedule]]
 name = "experts"
 share = 0.5
-sparsity = { activations = "64:4:16", experts_per_token = 2, router = "activation_energy" }
+[runs.two-of-four.phases.schedule.sparsity]
+activations = "64:4:16"
+experts_per_token = 2
+router = "activation_energy"
 [[runs.two-of-four.phases.schedule]]
 name = "dense"
 """
