@@ -4,6 +4,7 @@ import json
 import re
 import sqlite3
 import sys
+import time
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -172,6 +173,8 @@ def test_wandb_keeps_a_run_offline_and_goes_on_in_it(tmp_path, monkeypatch):
     for loss in (2.5, 1.25):
         with opened(("wandb",), tmp_path, {"steps": 9}) as observe:
             observe(STEP | {"loss": loss})
+        # Its folders are named by the second, and the next would write into this one.
+        time.sleep(1)
     files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert {path.stem for path in files} == {f"run-{identity(tmp_path)}"}
     # A record's name and its value as JSON stand next to each other.
