@@ -20,6 +20,9 @@ from sparsejax.feed_forward.plan import FFNPlan
 from sparsejax.feed_forward.sparsity import DENSE
 from sparsejax.feed_forward.spec import FFNCall
 from sparsejax.ops.backend import Backend
+from sparsejax.ops.fp8_matmul import QuantisedWeight
+from sparsejax.sparsity.compressed import Compressed
+from sparsejax.sparsity.packed import Packed
 
 
 def call_ffn(
@@ -45,6 +48,7 @@ def call_ffn(
       NotImplementedError: the named backend cannot run a GEMM; says why.
     """
     _check_needed(spec, scales, packed, key)
+    _check_packed(spec, packed)
     named = {f"w_{name}": weight for name, weight in weights._asdict().items()}
     check_placed(layout, x=x, **named)
     experts = _operands_of_experts(spec, experts)
@@ -57,7 +61,7 @@ def call_ffn(
     if backend is None:
         warn_if_slower(plan.gemms)
     if sparsity.weights is None and not spec.quantises:
-        packed = None
+        packed = None if packed is None else PackedFFN(dense=packed.dense)
     elif packed is None:
         packed = pack_ffn(
             weights.up,
@@ -101,6 +105,24 @@ def _check_needed(
         raise ValueError(
             f"token_sparsity={sparsity.token_sparsity!r} draws random numbers; pass "
             f"key, a new one at every step"
+        )
+
+
+def _check_packed(spec: FFNCall, packed: PackedFFN | None) -> None:
+    """Raises ValueError where packed weights are not in the form that the call reads,
+    because they were made for another one."""
+    if packed is None:
+        return
+    read, named = None, ""
+    if spec.sparsity.weights is not None:
+        read, named = Compressed | Packed, "compressed weights"
+    elif spec.quantises:
+        read, named = QuantisedWeight, "8-bit floats"
+    if read is not None and not isinstance(packed.up, read):
+        raise ValueError(
+            f"packed.up is a {type(packed.up).__name__}, but an FFN with "
+            f"weights={spec.sparsity.weights} and precision={spec.precision!r} reads "
+            f"{named}; make packed by pack_ffn with that sparsity and precision"
         )
 
 

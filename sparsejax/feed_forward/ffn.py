@@ -55,9 +55,9 @@ def ffn(
         neurons of expert e are columns e F / E to (e + 1) F / E.
       precision: the precision of a dense FFN's GEMMs: "fp8" and "fp8_all" round their
         operands to 8-bit floats (`ops.fp8_matmul`). Not read where the FFN is sparse.
-      packed: S(W1) and S(W2^T), or W1 and W2 in 8-bit floats, from `pack_ffn`, made
-        once per optimiser step. They must belong to w_up and w_down, which the
-        gradients refer to.
+      packed: S(W1) and S(W2^T), or W1 and W2 in 8-bit floats or in the dtype of x, from
+        `pack_ffn`, made once per optimiser step. They must belong to w_up and w_down,
+        which the gradients refer to.
       scales: the frozen beta of W1 and W2^T, for packing here if `packed` is None.
       expert_index: V:N:M with a router before GEMM 1: the experts of each token,
         integers. An expert counts once for a token however often it is named, and a

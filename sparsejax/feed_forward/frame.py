@@ -167,6 +167,8 @@ def _as_read(
 ) -> ReadWeights:
     """Returns the weights of this device's neurons as its GEMMs read them. Each weight
     is gathered where it is stored split; XLA drops those that no GEMM reads."""
+    copies = None if packed is None else packed.dense
+    stored = weights if copies is None else copies
 
     def dense(weight: jax.Array, hidden_axis: int) -> jax.Array:
         return gather_weight(layout, weight.astype(dtype), hidden_axis)
@@ -178,9 +180,9 @@ def _as_read(
 
     return ReadWeights(
         quantised=_quantised(layout, packed),
-        up=dense(weights.up, 1),
-        down=dense(weights.down, 0),
-        gate=None if weights.gate is None else dense(weights.gate, 1),
+        up=dense(stored.up, 1),
+        down=dense(stored.down, 0),
+        gate=None if stored.gate is None else dense(stored.gate, 1),
         packed_up=compressed("up"),
         packed_down=compressed("down"),
         packed_gate=compressed("gate"),

@@ -231,17 +231,21 @@ def weight_spec(
 
 def packed_specs(layout: FFNLayout | None, packed: PyTree) -> PyTree:
     """Returns the specs of the weights as GEMMs read them, those of a `PackedFFN`: the
-    `weight_spec` of every 2:4 weight, and those of the arrays of a quantised one."""
+    `weight_spec` of every 2:4 or dense weight, and those of the arrays of a quantised
+    one."""
     if packed is None:
         return None
-    return type(packed)(
-        **{name: _specs_of(layout, name, w) for name, w in packed._asdict().items()}
-    )
+    specs = {name: _specs_of(layout, name, w) for name, w in packed._asdict().items()}
+    return type(packed)(**specs)
 
 
 def _specs_of(layout: FFNLayout | None, name: str, weight: Any) -> Any:
     if weight is None:
         return None
+    if name == "dense":
+        into, down = weight_spec(layout, 1), weight_spec(layout, 0)
+        gate = None if weight.gate is None else into
+        return type(weight)(up=into, down=down, gate=gate)
     if not isinstance(weight, QuantisedWeight):
         return weight_spec(layout, _hidden_axis(weight))
     axis = 0 if name == "down" else 1

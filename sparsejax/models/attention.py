@@ -17,6 +17,7 @@ from pallas_kernels.device import Device
 from sparsejax.distributed.explicit_axes import inside_automatic_axes
 from sparsejax.distributed.mesh import BATCH, constrain
 from sparsejax.dtypes import Precision
+from sparsejax.models import weight_copies
 from sparsejax.models.block_diagonal import (
     check_precision,
     contiguous_groups,
@@ -274,24 +275,31 @@ class Attention(nnx.Module):
         `axes` while it is read: over fsdp it is gathered as it is read, and not
         before."""
         w = getattr(self, name)[...]
+        all_read = {} if self.as_read is None else self.as_read.get_value()
         if precision != "dtype":
-            all_read = None if self.as_read is None else self.as_read.get_value()
-            read = quantise_weight(w) if all_read is None else all_read[name]
+            quantised = all_read.get(name)
+            if quantised is None:
+                quantised = quantise_weight(w)
             gathered = QuantisedWeight(
-                constrain(read.values, self.mesh, *axes),
-                constrain(read.transposed, self.mesh, *reversed(axes)),
-                read.step,
+                constrain(quantised.values, self.mesh, *axes),
+                constrain(quantised.transposed, self.mesh, *reversed(axes)),
+                quantised.step,
             )
             return fp8_linear(x, w, gathered, precision=precision)
-        weight = w.astype(self.dtype)
+        weight = weight_copies.read(w, all_read.get(name), self.dtype)
         if self.groups > 1:
             return multiply(x, constrain(weight, self.mesh, "tensor", None, None))
         return x @ constrain(weight, self.mesh, *axes)
 
-    def weights_as_read(self) -> dict[str, QuantisedWeight] | None:
-        """Returns the weights in the form that the calls read, by name; None where that
-        is the parameters themselves."""
-        if self.precision == "dtype":
-            return None
+    def weights_as_read(
+        self,
+    ) -> dict[str, QuantisedWeight] | dict[str, jax.Array | None]:
+        """Returns the weights in the form that the calls read, by name: in 8-bit floats
+        or in the compute dtype, and None where that is the parameter itself."""
         names = "w_query", "w_key", "w_value", "w_out"
-        return {name: quantise_weight(getattr(self, name)[...]) for name in names}
+        weights = {name: getattr(self, name)[...] for name in names}
+        if self.precision != "dtype":
+            return {name: quantise_weight(w) for name, w in weights.items()}
+        return {
+            name: weight_copies.rounded(w, self.dtype) for name, w in weights.items()
+        }

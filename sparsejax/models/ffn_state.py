@@ -27,8 +27,8 @@ class ObservedState(nnx.Variable[Observed]):
 
 
 class WeightsAsRead(nnx.Variable[Any]):
-    """The weights of a layer in the form that its GEMMs read, 2:4 or in 8-bit floats,
-    made from the masters: see `micro_batches`."""
+    """The weights of a layer in the form that its GEMMs read, 2:4, in the compute dtype
+    or in 8-bit floats, made from the masters: see `micro_batches`."""
 
 
 def soft_threshold_scales(

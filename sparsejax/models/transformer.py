@@ -19,8 +19,9 @@ from sparsejax.distributed.explicit_axes import (
 )
 from sparsejax.distributed.mesh import BATCH, batch_parts, constrain, ffn_layout
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
+from sparsejax.models import weight_copies
 from sparsejax.models.attention import Attention, KVCache
-from sparsejax.models.ffn_state import ObservedState, RouterState
+from sparsejax.models.ffn_state import ObservedState, RouterState, WeightsAsRead
 from sparsejax.models.initializers import fan_in_normal
 from sparsejax.models.loss import token_losses
 from sparsejax.models.norm import RMSNorm
@@ -147,6 +148,8 @@ class Transformer(nnx.Module):
             else nnx.Param(fan_in_normal(rngs.params(), (width, vocabulary)))
         )
         self.final_norm = RMSNorm(width, config.norm_epsilon, config.dtype)
+        # Only in the copies of a model that `micro_batches` makes and drops.
+        self.as_read: WeightsAsRead | None = nnx.data(None)
 
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(in_axes=0, out_axes=0)
@@ -260,12 +263,21 @@ class Transformer(nnx.Module):
 
         In the backward the gradient of the logits is rounded to `config.dtype`.
         """
-        head = self.embedding[...].T if self.head is None else self.head[...]
-        head = constrain(head.astype(self.config.dtype), self.mesh, None, "tensor")
+        copy = None if self.as_read is None else self.as_read.get_value()
+        head = weight_copies.read(self._head_weight, copy, self.config.dtype)
+        head = constrain(head, self.mesh, None, "tensor")
         logits = _accumulate_in_float32(features, head)
         if features.ndim < 3:
             return logits
         return constrain(logits, self.mesh, BATCH, None, "tensor")
+
+    @property
+    def _head_weight(self) -> Float[Array, "d_model vocab"]:
+        return self.embedding[...].T if self.head is None else self.head[...]
+
+    def weights_as_read(self) -> Float[Array, "d_model vocab"] | None:
+        """Returns the head in the compute dtype, None where it has that already."""
+        return weight_copies.rounded(self._head_weight, self.config.dtype)
 
 
 @jax.custom_vjp

@@ -1,10 +1,10 @@
 """The gradient over several micro-batches, whose weights are made ready once for all.
 
-A `SparseFFN` compresses its 2:4 weights at every call, and layers in 8-bit floats round
-theirs. Over the micro-batches of one optimiser step the weights are the same, so once
-is enough. The weights as they are read are made here, read by the calls inside, and
-dropped: no caller ever holds any, and so none can meet weights that they were not made
-from. These calls, and no others, also move
+A `SparseFFN` compresses its 2:4 weights at every call, and layers in bfloat16 or 8-bit
+floats round theirs. Over the micro-batches of one optimiser step the weights are the
+same, so once is enough. The weights as they are read are made here, read by the calls
+inside, and dropped: no caller ever holds any, and so none can meet weights that they
+were not made from. These calls, and no others, also move
 what training steps observe of experts (`feed_forward.experts.observed`).
 """
 
@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, PyTree
 from sparsejax.models.attention import Attention
 from sparsejax.models.ffn_state import WeightsAsRead
 from sparsejax.models.sparse_ffn import SparseFFN
+from sparsejax.models.transformer import Transformer
 
 
 def loss_and_gradient(
@@ -53,7 +54,7 @@ def loss_and_gradient(
     count = _leading_size(batches)
     reading = nnx.clone(model)
     for _, layer in nnx.iter_modules(reading):
-        if isinstance(layer, SparseFFN | Attention):
+        if isinstance(layer, SparseFFN | Attention | Transformer):
             as_read = layer.weights_as_read()
             layer.as_read = None if as_read is None else WeightsAsRead(as_read)
         if isinstance(layer, SparseFFN):

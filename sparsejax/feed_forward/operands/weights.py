@@ -28,22 +28,6 @@ from sparsejax.sparsity.packed import Packed, pack, unpack
 from sparsejax.sparsity.patterns import NM
 
 
-class PackedFFN(NamedTuple):
-    """The weights of an FFN in the form that its GEMMs read: the matrices beta S(W),
-    compressed along d_model, the axis that GEMMs 1 and 3 reduce over, and `Packed`
-    where sparse tensor cores will read them; or the weights of a dense FFN in 8-bit
-    floats."""
-
-    up: Compressed | Packed | QuantisedWeight
-    """S(W1), of logical shape (d_model, d_hidden), with groups along axis -2; `Packed`
-    holds its transpose. Or W1."""
-    down: Compressed | Packed | QuantisedWeight | None
-    """S(W2^T)^T, of logical shape (d_hidden, d_model), with groups along axis -1; None
-    where GEMM 3 reads a dense weight. Or W2."""
-    gate: Compressed | Packed | QuantisedWeight | None = None
-    """S(Wg) or Wg of a gated FFN, stored as `up`; None of a plain FFN."""
-
-
 class FFNWeights[T](NamedTuple):
     """The weights of an FFN; or one value of another type for each of them, such as its
     gradient or its spec on a mesh."""
@@ -54,6 +38,26 @@ class FFNWeights[T](NamedTuple):
     """The value for W2 (d_hidden, d_model)."""
     gate: T | None = None
     """The value for Wg (d_model, d_hidden) of a gated FFN; None of a plain FFN."""
+
+
+class PackedFFN(NamedTuple):
+    """The weights of an FFN in the form that its GEMMs read: the matrices beta S(W),
+    compressed along d_model, the axis that GEMMs 1 and 3 reduce over, and `Packed`
+    where sparse tensor cores will read them; or the weights of a dense FFN in 8-bit
+    floats. Beside them stand the dense weights, where they are rounded to the compute
+    dtype."""
+
+    up: Compressed | Packed | QuantisedWeight | None = None
+    """S(W1), of logical shape (d_model, d_hidden), with groups along axis -2; `Packed`
+    holds its transpose. Or W1 in 8-bit floats. None where W1 is read dense."""
+    down: Compressed | Packed | QuantisedWeight | None = None
+    """S(W2^T)^T, of logical shape (d_hidden, d_model), with groups along axis -1; None
+    where GEMM 3 reads a dense weight. Or W2 in 8-bit floats."""
+    gate: Compressed | Packed | QuantisedWeight | None = None
+    """S(Wg) or Wg of a gated FFN, stored as `up`; None of a plain FFN."""
+    dense: FFNWeights[jax.Array] | None = None
+    """The weights in the compute dtype; None where the masters have it, or where every
+    GEMM that reads a weight reads it in 8-bit floats."""
 
 
 class ReadWeights(NamedTuple):
@@ -89,8 +93,9 @@ def pack_ffn(
     layout: FFNLayout | None = None,
     backend: Backend | None = None,
 ) -> PackedFFN | None:
-    """Returns beta S(W) of every weight, compressed, or the weights of a dense FFN in
-    8-bit floats; None where they are read as they are.
+    """Returns the weights as GEMMs read them: beta S(W) of every weight, compressed, or
+    the weights of a dense FFN in 8-bit floats, and what is read dense in the compute
+    dtype. Returns None where they are read as they are.
 
     S is the soft threshold of arXiv 2409.09099, beta its frozen scale. Packing reads
     and writes each weight once: do it once per optimiser step, not per micro-batch.
@@ -103,7 +108,7 @@ def pack_ffn(
       precision: the precision of the GEMMs where the FFN is dense.
       scales: beta of (up, down), or of (gate, up, down) for a gated FFN; not read where
         the weights are dense.
-      dtype: dtype of the packed values.
+      dtype: the compute dtype, which packed values and dense copies have.
       layout: how the weights lie on a mesh of several devices; None on one device.
       backend: what will run the GEMMs; None for the fastest that can.
     Raises:
@@ -114,8 +119,12 @@ def pack_ffn(
     if sparsity.is_dense and precision != "dtype":
         gate = None if w_gate is None else quantise_weight(w_gate)
         return PackedFFN(quantise_weight(w_up), quantise_weight(w_down), gate)
+    dense = None
+    if w_up.dtype != dtype:
+        read = FFNWeights(w_up, w_down, w_gate)
+        dense = jax.tree.map(lambda w: jax.lax.stop_gradient(w).astype(dtype), read)
     if sparsity.weights is None:
-        return None
+        return None if dense is None else PackedFFN(dense=dense)
     if scales is None:
         raise ValueError(
             f"weights={sparsity.weights} needs scales, the frozen beta of each weight; "
@@ -156,6 +165,7 @@ def pack_ffn(
         up=into_hidden(w_up, up_scale),
         down=down,
         gate=None if w_gate is None else into_hidden(w_gate, gate_scale[0]),
+        dense=dense,
     )
 
 

@@ -146,7 +146,8 @@ def test_values_and_gradients_are_those_of_the_reference(calls, gated, packed_be
                 backend=backend,
             )
             kind = Packed if backend is None else Compressed
-            assert all(isinstance(c, kind) for c in packed if c is not None)
+            sparse = [packed.up, packed.down] + [packed.gate] * gated
+            assert all(isinstance(c, kind) for c in sparse)
         options = {"packed": packed, "scales": scales, "backend": backend}
         y = op(x, *weights, sparsity=WEIGHTS, **options)
         return jnp.sum((y * target).astype(jnp.float32)), y
@@ -193,9 +194,11 @@ def test_the_layer_packs_for_the_kernel_without_a_dense_copy(calls):
     packed = layer.weights_as_read()
     assert isinstance(packed.up, Packed) and packed.up.shape == (F, D)
     assert isinstance(packed.down, Packed) and packed.down.shape == (F, D)
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(packed))
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves((packed.up, packed.down)))
     assert held * 16 == 9 * 2 * D * F * 2
     assert calls.count("compress") == 2
+    # Beside it the two weights that GEMMs 2 and 4 read, rounded once.
+    assert {leaf.dtype for leaf in jax.tree.leaves(packed.dense)} == {jnp.bfloat16}
 
 
 # Packings, and products: forward, again for remat, backward.

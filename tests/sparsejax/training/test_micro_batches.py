@@ -106,6 +106,44 @@ def test_8_bit_weights_are_made_once_and_are_those_of_every_call(
     )
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_are_rounded_to_bfloat16_outside_of_the_loop(tied):
+    sizes = {"d_model": 16, "layers": 2, "heads": 2, "kv_heads": 1, "d_hidden": 48}
+    config = ModelConfig(dtype="bfloat16", tie_embeddings=tied, **sizes)
+    model = Transformer(config, rngs=nnx.Rngs(0))
+    tokens = jax.random.randint(jax.random.key(0), (3, 2, 9), 0, 256)
+    each = [nnx.value_and_grad(cross_entropy)(model, batch) for batch in tokens]
+    run = nnx.jit(partial(loss_and_gradient, cross_entropy))
+    wanted = jax.tree.map(lambda *of: sum(of) / 3, *each)
+    # Sums of bfloat16 products in another order.
+    chex.assert_trees_all_close(
+        jax.tree.leaves(run(model, tokens)),
+        jax.tree.leaves(wanted),
+        rtol=2**-6,
+        atol=2**-10,
+    )
+    graph, state = nnx.split(model)
+    step = jax.make_jaxpr(
+        lambda state, t: loss_and_gradient(cross_entropy, nnx.merge(graph, state), t)
+    )(state, tokens)
+    (over_batches,) = (e for e in step.eqns if e.primitive is jax.lax.scan_p)
+    weights = {(2, 16, 16), (2, 16, 8), (2, 16, 48), (2, 48, 16), (16, 256)}
+    weights |= {shape[1:] for shape in weights if len(shape) == 3} | {(256, 16)}
+
+    def roundings(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive is jax.lax.convert_element_type_p:
+                before, after = equation.invars[0].aval, equation.outvars[0].aval
+                down = before.dtype == jnp.float32 and after.dtype == jnp.bfloat16
+                if down and before.shape in weights:
+                    yield before.shape
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                yield from roundings(inner)
+
+    assert list(roundings(over_batches.params["jaxpr"].jaxpr)) == []
+    assert len(list(roundings(step.jaxpr))) == 4 + 2 + 1
+
+
 def test_a_loop_of_ones_own_trains_as_one_without_packing():
     x = normal(4, 16, D, seed=2)
 

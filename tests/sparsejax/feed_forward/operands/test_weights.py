@@ -134,7 +134,7 @@ def test_gate_has_its_own_scale():
 
 
 def test_dense_weights_are_not_packed():
-    _, w_up, w_down, _ = make_inputs()
+    _, w_up, w_down, _ = (a.astype(np.float32) for a in make_inputs())
     for sparsity in (DENSE, FFNSparsity(activations=NM(2, 4))):
         scales = jnp.asarray(SCALES)
         packed = pack_ffn(
@@ -149,3 +149,40 @@ def test_one_scale_for_each_weight():
         pack(w_up, w_down, scales=(1.0, 1.0, 1.0))
     with pytest.raises(ValueError, match="2 scales for 3 weight matrices"):
         pack(w_up, w_down, w_gate=w_up)
+
+
+def test_what_is_read_dense_is_rounded_once():
+    _, w_up, w_down, _ = (a.astype(np.float32) for a in make_inputs())
+    for gate, sparsity in ((None, DENSE), (w_up, FFNSparsity(weights=NM(2, 4)))):
+        scales = jnp.ones(2 if gate is None else 3)
+        packed = pack_ffn(
+            w_up,
+            w_down,
+            w_gate=gate,
+            sparsity=sparsity,
+            scales=scales,
+            dtype=jnp.bfloat16,
+        )
+        assert (packed.up is None) == sparsity.is_dense
+        copies = zip((w_up, w_down, gate), packed.dense, strict=True)
+        for weight, copy in copies:
+            if weight is not None:
+                expected = weight.astype(jnp.bfloat16)
+                np.testing.assert_array_equal(copy, expected)
+                assert copy.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("given", ["dense", "fp8"])
+def test_weights_packed_for_another_call_are_refused(given):
+    x, w_up, w_down, _ = (a.astype(np.float32) for a in make_inputs())
+    x = x.astype(jnp.bfloat16)
+    precision = "fp8" if given == "fp8" else "dtype"
+    packed = pack_ffn(
+        w_up, w_down, sparsity=DENSE, precision=precision, dtype=jnp.bfloat16
+    )
+    with pytest.raises(ValueError, match=r"packed.up is a .* by pack_ffn"):
+        ffn(x, w_up, w_down, sparsity=FFNSparsity(weights=NM(2, 4)), packed=packed)
+    other = "dtype" if given == "fp8" else "fp8"
+    if other == "fp8":
+        with pytest.raises(ValueError, match="reads 8-bit floats"):
+            ffn(x, w_up, w_down, precision=other, packed=packed)
