@@ -71,6 +71,7 @@ def gpt_124m() -> TrainConfig:
             d_hidden=3072,
             tie_embeddings=True,
             dtype="bfloat16",
+            scan_layers=False,
         ),
         data=DataConfig(sequence_length=1024),
         optimizer=OptimizerConfig(
@@ -102,6 +103,7 @@ def llama_1b() -> TrainConfig:
             d_hidden=8192,
             rope_base=500_000.0,
             dtype="bfloat16",
+            scan_layers=False,
             remat="dots",
         ),
         data=DataConfig(sequence_length=4096),
@@ -137,6 +139,7 @@ def llama_7b() -> TrainConfig:
             d_hidden=16_384,
             rope_base=500_000.0,
             dtype="bfloat16",
+            scan_layers=False,
             remat="full",
         ),
         data=DataConfig(sequence_length=4096),

@@ -19,6 +19,9 @@ given_flags = os.environ.get("XLA_FLAGS", "")
 if QUICK_COMPILATION not in given_flags:
     os.environ["XLA_FLAGS"] = f"{QUICK_COMPILATION} {given_flags}".strip()
 
+# The workers of `-n 16` share one GPU, whose memory the first would take.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 if EIGHT_DEVICES not in os.environ.get("XLA_FLAGS", ""):
     # test_eight_devices runs them, in processes that have the devices.
     collect_ignore = ["on_eight_devices"]
