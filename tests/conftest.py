@@ -128,13 +128,14 @@ def pytest_unconfigure():
 def pytest_terminal_summary(terminalreporter, config):
     if hasattr(config, "workerinput"):  # of pytest-xdist: sees a part of the tests
         return
-    counts = {
-        outcome: len(terminalreporter.getreports(outcome))
-        for outcome in ("passed", "failed", "error")
-    }
     on_a_gpu = config.option.markexpr == "gpu" and jax.default_backend() == "gpu"
-    if on_a_gpu and sum(counts.values()):
-        counts["failed"] += counts.pop("error")
-        terminalreporter.write_line(f"recorded: {gpu_record.append(counts)}")
+    passed, failed, errors = (
+        [report.nodeid.partition("::")[0] for report in terminalreporter.getreports(of)]
+        for of in ("passed", "failed", "error")
+    )
+    whole = on_a_gpu and gpu_record.is_of_whole_files(config)
+    if whole and passed + failed + errors:
+        row = gpu_record.append(passed, failed + errors)
+        terminalreporter.write_line(f"recorded: {row}")
     elif stale := gpu_record.what_is_stale():
         terminalreporter.write_line(stale, yellow=True, bold=True)
