@@ -17,12 +17,16 @@ from sparsejax.ops.kernels import registry
 from sparsejax.ops.kernels.base import KernelSet
 from sparsejax.ops.kernels.registry import KernelSetName, Registered
 
-Backend = Literal["reference", "xla", KernelSetName]
+Backend = Literal["reference", "xla", "tokamax", KernelSetName]
+
+
+FIRST = "the first that can run it"
+"""The reason of a choice without a request; the refusals of others follow it."""
 
 
 def preference() -> tuple[Backend, ...]:
     """Returns the names of all backends, the one to be preferred first."""
-    return (*registry.names(), "xla", "reference")
+    return (*registry.names(), "tokamax", "xla", "reference")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +141,7 @@ def choose_backend(
             refused = "; ".join(f"{name}: {text}" for name, text in refusals.items())
             reason = "as requested"
             if requested is None:
-                reason = "the first that can run it" + (f"; {refused}" * bool(refused))
+                reason = FIRST + (f"; {refused}" * bool(refused))
             times = _times(spec, implementations)
             if times is not None and times.measured_on is not None:
                 reason += (

@@ -72,6 +72,9 @@ class GemmSpec:
     why_not_packed: str | None = None
     """Why nothing packs the sparse operand for tensor cores; None where something
     does."""
+    why_not_by_expert: str | None = None
+    """Why the GEMM multiplies the neurons of all experts, though tokens use those of
+    some experts only; None where no expert need be skipped, or where others are."""
     device: Device = CPU
     """The device that runs the GEMM."""
 
@@ -84,6 +87,16 @@ class GemmSpec:
     def reads_activations(self) -> bool:
         """Whether the sparse operand is an activation, a row per token."""
         return self.sparse_operand == "input" and not self.is_weight_gradient
+
+    @property
+    def widths_of_expert(self) -> tuple[int, int]:
+        """The d_in and d_out of the GEMM of one expert: the one of them that counts the
+        neurons counts those of one expert, in place of all."""
+        if not self.expert_features:
+            return self.d_in, self.d_out
+        if self.role in ("down", "d_input", "d_input_gate", "d_down"):
+            return self.expert_features, self.d_out
+        return self.d_in, self.expert_features
 
     @property
     def in_words(self) -> str:

@@ -1,5 +1,5 @@
-"""Grouped GEMMs as loops of XLA: over the tiles of rows on CPUs, over chunks of rows
-elsewhere."""
+"""Grouped GEMMs by XLA: as loops over the tiles of rows on CPUs and over chunks of rows
+on GPUs, and as its ragged dot on TPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ from jax import lax
 
 from sparsejax.dtypes import accumulation_dtype
 from sparsejax.ops.dense_matmul import dense_matmul
+from sparsejax.ops.gemm_spec import GemmSpec
 
 
 def tile_rows(rows: int, tile_expert: jax.Array) -> int:
@@ -80,6 +81,18 @@ dense GEMM's, for 512, 1024, 2048 rows, on an H200 in bfloat16 with E = 4: (1638
 x 16384) 0.95, 0.74, 0.76; (8192 x 2048 x 8192) 1.51, 1.21, 1.14
 (experiments/bench/gemm.py)."""
 
+CHUNK_COST: float = 2.3
+"""The most that a FLOP of that loop took, chunks of 2048 rows, over one of the dense
+GEMM: of the two sizes above, the second."""
+
+
+def chunks_of(spec: GemmSpec) -> tuple[int, float]:
+    """Returns how many rows a chunk of a GEMM has, and the FLOPs that all its chunks
+    execute over those of the dense GEMM."""
+    experts, rows = spec.experts or 1, spec.tokens * spec.experts_per_token
+    size = min(CHUNK_ROWS, rows)
+    return size, (rows // size + experts) * size / (spec.tokens * experts)
+
 
 def _chunks(rows: int, v: int, tile_expert, used_tiles, experts: int):
     """Returns for each chunk its expert, its first row, and how many of its rows belong
@@ -146,3 +159,37 @@ def outer_by_chunks(lhs, rhs, tile_expert, used_tiles, experts):
 
     out = jnp.zeros((experts, lhs.shape[1], rhs.shape[1]), accumulate)
     return lax.scan(chunk, out, chunks)[0]
+
+
+OVER_ROWS = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
+)
+"""The ragged dot of (rows, m) and (rows, n), (experts, m, n): summed over the rows of
+each expert."""
+
+
+def matmul_by_ragged_dot(rows, weights, tile_expert, used_tiles, out_dtype):
+    """Multiplies every row by its expert's weights in the one instruction that XLA has
+    for it on TPUs. Elsewhere XLA multiplies every row by the weights of all experts."""
+    sizes = group_sizes(rows, tile_expert, used_tiles, weights.shape[0])
+    out = lax.ragged_dot(rows, weights, sizes, preferred_element_type=out_dtype)
+    return jnp.where(jnp.arange(rows.shape[0])[:, None] < jnp.sum(sizes), out, 0)
+
+
+def outer_by_ragged_dot(lhs, rhs, tile_expert, used_tiles, experts):
+    return lax.ragged_dot_general(
+        lhs,
+        rhs,
+        group_sizes(lhs, tile_expert, used_tiles, experts),
+        OVER_ROWS,
+        preferred_element_type=accumulation_dtype(lhs.dtype),
+    )
+
+
+def group_sizes(rows: jax.Array, tile_expert, used_tiles, experts: int) -> jax.Array:
+    """Returns how many of the rows each expert has, those that only pad its tiles
+    included, (experts,) int32."""
+    first, end = tile_ranges(tile_expert, used_tiles, experts)
+    return tile_rows(rows.shape[0], tile_expert) * (end - first)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from sparsejax.annotations import check_value
 from sparsejax.dtypes import accumulation_dtype
-from sparsejax.ops import grouped_loops, sparse_matmul
+from sparsejax.ops import grouped_loops, sparse_matmul, tokamax_matmul
 from sparsejax.ops.backend import (
     Backend,
     Implementation,
@@ -56,9 +56,7 @@ def grouped_matmul(
       ValueError: the shapes do not fit.
       NotImplementedError: the named backend cannot run this GEMM; says why.
     """
-    spec = _spec(rows, weights, tile_expert)
-    decision = choose_backend(spec, backend, implementations())
-    how = decision.backend, jnp.dtype(rows.dtype if out_dtype is None else out_dtype)
+    how = backend, jnp.dtype(rows.dtype if out_dtype is None else out_dtype)
     return _grouped_matmul(how, rows, weights, tile_expert, used_tiles)
 
 
@@ -113,7 +111,7 @@ def grouped_outer(
     )
 
 
-def _spec(rows, weights, tile_expert) -> GemmSpec:
+def _spec(rows, weights, tile_expert, out_dtype: jnp.dtype) -> GemmSpec:
     if rows.shape[1] != weights.shape[1]:
         raise ValueError(
             f"rows have {rows.shape[1]} columns but the experts' weights "
@@ -127,14 +125,16 @@ def _spec(rows, weights, tile_expert) -> GemmSpec:
         dtype=str(rows.dtype),
         experts=weights.shape[0],
         group_tile=grouped_loops.tile_rows(rows.shape[0], tile_expert),
+        float32_out=out_dtype == jnp.float32 and rows.dtype != out_dtype,
         device=current_device(),
     )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped_matmul(how, rows, weights, tile_expert, used_tiles):
-    backend, out_dtype = how
-    run = implementations()[backend].run
+    named, out_dtype = how
+    spec = _spec(rows, weights, tile_expert, out_dtype)
+    run = implementations()[choose_backend(spec, named, implementations()).backend].run
     return run(rows, weights.astype(rows.dtype), tile_expert, used_tiles, out_dtype)
 
 
@@ -144,16 +144,15 @@ def _fwd(how, rows, weights, tile_expert, used_tiles):
 
 
 def _bwd(how, residuals, dout):
-    backend, _ = how
+    named, _ = how
     rows, weights, tile_expert, used_tiles = residuals
     dout = dout.astype(rows.dtype)
+    tiles = tile_expert, used_tiles
     # (rows, k) = (rows, n) @ (experts, n, k)
     transposed = weights.swapaxes(1, 2)
-    of_rows = backend, jnp.dtype(rows.dtype)
-    drows = _grouped_matmul(of_rows, dout, transposed, tile_expert, used_tiles)
+    drows = _grouped_matmul((named, jnp.dtype(rows.dtype)), dout, transposed, *tiles)
     # (experts, k, n) = (k, rows of the expert) @ (rows of the expert, n)
-    run = outer_implementations()[backend].run
-    dweights = run(rows, dout, tile_expert, used_tiles, weights.shape[0], 0)
+    dweights = grouped_outer(rows, dout, *tiles, weights.shape[0], backend=named)
     return drows, dweights.astype(weights.dtype), None, None
 
 
@@ -161,20 +160,20 @@ _grouped_matmul.defvjp(_fwd, _bwd)
 
 
 def _matmul_xla(rows, weights, tile_expert, used_tiles, out_dtype):
-    run = (
-        grouped_loops.matmul_by_tiles
-        if current_device().platform == "cpu"
-        else grouped_loops.matmul_by_chunks
-    )
+    runs = {
+        "cpu": grouped_loops.matmul_by_tiles,
+        "tpu": grouped_loops.matmul_by_ragged_dot,
+    }
+    run = runs.get(current_device().platform, grouped_loops.matmul_by_chunks)
     return run(rows, weights, tile_expert, used_tiles, out_dtype)
 
 
 def _outer_xla(lhs, rhs, tile_expert, used_tiles, experts, expert_axis):
-    run = (
-        grouped_loops.outer_by_tiles
-        if current_device().platform == "cpu"
-        else grouped_loops.outer_by_chunks
-    )
+    runs = {
+        "cpu": grouped_loops.outer_by_tiles,
+        "tpu": grouped_loops.outer_by_ragged_dot,
+    }
+    run = runs.get(current_device().platform, grouped_loops.outer_by_chunks)
     out = run(lhs, rhs, tile_expert, used_tiles, experts)
     return jnp.moveaxis(out, 0, expert_axis)
 
@@ -211,19 +210,28 @@ def _outer_reference(lhs, rhs, tile_expert, used_tiles, experts, expert_axis):
 
 def _describe(spec: GemmSpec) -> tuple[str, float]:
     experts = spec.experts or 1
-    what = f"grouped GEMM over {experts} experts"
+    what, share = (
+        f"grouped GEMM over {experts} experts",
+        spec.experts_per_token / experts,
+    )
     if spec.device.platform == "cpu":
-        share = spec.experts_per_token / experts
         return f"{what}, a loop over row tiles", share
-    rows = spec.tokens * spec.experts_per_token
-    size = min(grouped_loops.CHUNK_ROWS, rows)
-    share = (rows // size + experts) * size / (spec.tokens * experts)
+    if spec.device.platform == "tpu":
+        return f"{what}, XLA's ragged dot", share
+    size, share = grouped_loops.chunks_of(spec)
     return f"{what}, a loop over chunks of {size} rows", share
 
 
 def _describe_reference(spec: GemmSpec) -> tuple[str, float]:
     return f"{spec.experts} dense GEMMs, each row's own one kept", 1.0
 
+
+_TOKAMAX = Implementation(
+    run=tokamax_matmul.matmul,
+    why_unsupported=tokamax_matmul.why_unsupported,
+    describe=tokamax_matmul.describe,
+    why_slower=tokamax_matmul.why_not_unasked,
+)
 
 # Sparse tensor cores.
 
@@ -304,6 +312,22 @@ def _dense_outer_on_kernels() -> dict[Backend, Implementation]:
     }
 
 
+def why_slower_than_dense(spec: GemmSpec) -> str | None:
+    """Returns why XLA takes no less time for a GEMM by expert than for the dense one of
+    all neurons, by what was measured of its loop on GPUs; None where it may, and on
+    other devices."""
+    if spec.device.platform != "gpu":
+        return None
+    size, share = grouped_loops.chunks_of(spec)
+    if share * grouped_loops.CHUNK_COST < 1:
+        return None
+    return (
+        f"XLA's loop over chunks of {size} rows executes {share:.0%} of the dense "
+        f"FLOPs, and took up to {grouped_loops.CHUNK_COST} times as long for each "
+        f"(H200)"
+    )
+
+
 def sparse_implementations() -> Implementations:
     """Returns the implementations of a GEMM by expert with a 2:4 operand, by backend.
     Where rows or weights are packed for a set of kernels, an FFN calls these kernels
@@ -320,6 +344,7 @@ def implementations() -> Implementations:
             why_unsupported=lambda spec: None,
             describe=_describe_reference,
         ),
+        "tokamax": replace(_TOKAMAX, run=tokamax_matmul.matmul),
         "xla": Implementation(
             run=_matmul_xla, why_unsupported=lambda spec: None, describe=_describe
         ),
@@ -336,6 +361,7 @@ def outer_implementations() -> Implementations:
             why_unsupported=lambda spec: None,
             describe=_describe_reference,
         ),
+        "tokamax": replace(_TOKAMAX, run=tokamax_matmul.outer),
         "xla": Implementation(
             run=_outer_xla, why_unsupported=lambda spec: None, describe=_describe
         ),

@@ -75,14 +75,8 @@ class HopperKernels(HopperPacking):
         return dense_over_rows.why_unsupported(sizes, gemm.group_tile, gemm.dtype)
 
     def why_no_dense_rows(self, gemm: GemmSpec) -> str | None:
-        sizes = {gemm.d_in, gemm.d_out}
-        if gemm.expert_features:
-            # The one of them that counts the neurons of all experts.
-            assert gemm.role is not None
-            neurons_in = gemm.role in ("down", "d_input", "d_input_gate")
-            d_model = gemm.d_out if neurons_in else gemm.d_in
-            sizes = {d_model, gemm.expert_features}
-        return dense_rows.why_unsupported(sorted(sizes), gemm.group_tile, gemm.dtype)
+        sizes = sorted(set(gemm.widths_of_expert))
+        return dense_rows.why_unsupported(sizes, gemm.group_tile, gemm.dtype)
 
     def why_slower(self, gemm: GemmSpec) -> str | None:
         if gemm.experts is not None:

@@ -28,6 +28,13 @@ def in_chunks(run, size):
     return with_size
 
 
+def ragged_dot(rows, weights, tile_expert, used, *, out_dtype=None):
+    """What "xla" is on a TPU."""
+    out_dtype = rows.dtype if out_dtype is None else out_dtype
+    operands = rows, weights, tile_expert, used
+    return grouped_loops.matmul_by_ragged_dot(*operands, out_dtype)
+
+
 def matmul_in_chunks(size):
     def run(rows, weights, tile_expert, used, *, out_dtype=None):
         out_dtype = rows.dtype if out_dtype is None else out_dtype
@@ -40,12 +47,16 @@ def matmul_in_chunks(size):
 MATMULS = {
     "xla": functools.partial(grouped_matmul, backend="xla"),
     "reference": functools.partial(grouped_matmul, backend="reference"),
+    "tokamax": functools.partial(grouped_matmul, backend="tokamax"),
+    "ragged dot": ragged_dot,
     "chunks of 3": matmul_in_chunks(3),
     "chunks of 2048": matmul_in_chunks(2048),
 }
 OUTERS = {
     "xla": functools.partial(grouped_outer, backend="xla"),
     "reference": functools.partial(grouped_outer, backend="reference"),
+    "tokamax": functools.partial(grouped_outer, backend="tokamax"),
+    "ragged dot": grouped_loops.outer_by_ragged_dot,
     "chunks of 3": in_chunks(grouped_loops.outer_by_chunks, 3),
     "chunks of 2048": in_chunks(grouped_loops.outer_by_chunks, 2048),
 }
@@ -242,7 +253,7 @@ def test_any_group_sizes(path, data):
     assert_close(dweights, expected_outer(rows, np.asarray(out), row_expert))
 
 
-@pytest.mark.parametrize("backend", ["xla", "reference"])
+@pytest.mark.parametrize("backend", ["xla", "tokamax", "reference"])
 @ROUTING
 def test_gradient(backend, sizes):
     rows, weights, tile_expert, used, row_expert = make(sizes, v=4)
