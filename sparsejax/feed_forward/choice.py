@@ -12,7 +12,13 @@ from functools import cache
 from itertools import combinations
 
 from sparsejax.ops import dense_matmul, fp8_matmul, grouped_matmul, sparse_matmul
-from sparsejax.ops.backend import Backend, Decision, Implementations, choose_backend
+from sparsejax.ops.backend import (
+    FIRST,
+    Backend,
+    Decision,
+    Implementations,
+    choose_backend,
+)
 from sparsejax.ops.gemm_spec import GemmSpec
 from sparsejax.ops.kernels import registry
 
@@ -29,13 +35,14 @@ def decide(
     gemms: Sequence[GemmSpec], backend: Backend | None, with_epilogues: Epilogues
 ) -> tuple[Decision, ...]:
     """Returns what runs each of the GEMMs, and why. A named backend that has no dense
-    GEMM runs the sparse GEMMs alone.
+    GEMM runs the sparse GEMMs alone, and tokamax those by expert.
 
     The activations are packed for all GEMMs that read them token by token, and from
     that for the weight gradients, or for none of them. Unasked, the kernels are taken
     whose GEMMs, packing included, take the least time together, by what was measured or
-    estimated. GEMMs by expert take their kernel wherever it can run them: without it
-    they are no dense GEMM, but loops over several.
+    estimated. GEMMs by expert take their kernel, or tokamax, wherever it can run them.
+    Where neither runs any of them, XLA's loop over the experts does if it is expected
+    to take less time than the dense GEMM of all neurons, and else that one.
 
     Raises:
       NotImplementedError: the named backend cannot run one of them; says why.
@@ -43,22 +50,25 @@ def decide(
     decisions = with_epilogues(_one_by_one(gemms, backend))
     if backend is not None:
         return decisions
-    return _fastest_together(gemms, decisions, with_epilogues)
+    decisions = _fastest_together(gemms, decisions, with_epilogues)
+    if any(decision.on_kernels for decision in decisions):
+        return decisions
+    return _dense_where_loops_lose(decisions)
 
 
 def why_slower_than_dense(decisions: Sequence[Decision]) -> str | None:
     """Returns why a sparse FFN is no faster than a dense one by what is known of its
     GEMMs, or None where it is faster. The cost of routing and of masks, and the clock
     of the GPU, are not part of what is known."""
-    sparse = [of for of in decisions if of.spec.pattern is not None or of.spec.experts]
+    sparse = [of for of in decisions if _stands_for_sparse(of.spec)]
     if not sparse:
         return None
     device = sparse[0].spec.device.kind
-    if all(not of.on_kernels for of in sparse):
+    if all(not of.on_kernels and of.executed_share >= 1 for of in sparse):
         reasons = "; ".join(dict.fromkeys(of.reason for of in sparse))
         return (
-            f"none of its sparse GEMMs runs on sparse tensor cores of {device}, and "
-            f"masks cost a little time ({reasons})"
+            f"none of its sparse GEMMs runs on sparse tensor cores of {device}, none "
+            f"skips an expert, and masks cost a little time ({reasons})"
         )
     known = [of for of in decisions if of.on_kernels and of.times is not None]
     us = sum(map(_us_on_kernel, known))
@@ -165,6 +175,43 @@ def _us_on_kernel(decision: Decision) -> float:
     return (times.kernel_us + packing) * times.least_gain
 
 
+def _dense_where_loops_lose(decisions: tuple[Decision, ...]) -> tuple[Decision, ...]:
+    """Returns the decisions, with a dense GEMM of all neurons in the place of each GEMM
+    by expert that XLA would run no faster. Of the weight gradients all go the same way,
+    and those that are 2:4 along an expert's rows stay by expert."""
+    reasons = {
+        i: grouped_matmul.why_slower_than_dense(of.spec)
+        for i, of in enumerate(decisions)
+        if of.spec.experts and of.backend == "xla"
+    }
+    over_tokens = [i for i, of in enumerate(decisions) if of.spec.is_weight_gradient]
+    if any(decisions[i].spec.pattern or not reasons.get(i) for i in over_tokens):
+        reasons |= dict.fromkeys(over_tokens)
+    told = list(decisions)
+    for i, reason in reasons.items():
+        if reason is not None:
+            of_all = replace(
+                decisions[i].spec,
+                experts=None,
+                experts_per_token=1,
+                expert_features=0,
+                group_tile=0,
+                why_not_by_expert=reason,
+            )
+            refused = decisions[i].reason.removeprefix(FIRST)
+            told[i] = replace(
+                _choose(of_all, "xla"), reason=f"dense: {reason}{refused}"
+            )
+    return tuple(told)
+
+
+def _stands_for_sparse(gemm: GemmSpec) -> bool:
+    """Returns whether the GEMM is one that kernels could run in less time than the
+    dense GEMM: it has a sparse operand, or tokens use the neurons of some experts."""
+    skips = gemm.experts is not None or gemm.why_not_by_expert is not None
+    return gemm.pattern is not None or skips
+
+
 def _free_groups(gemms: Sequence[GemmSpec]) -> list[tuple[int, ...]]:
     """Returns the indices of the GEMMs that a kernel can run and a dense GEMM could, in
     groups that are packed together."""
@@ -241,7 +288,9 @@ def _why_slower_together(decisions: Sequence[Decision]) -> str | None:
 
 def _choose(gemm: GemmSpec, backend: Backend | None) -> Decision:
     implementations = _implementations_of(gemm)
-    if gemm.pattern is None and backend in registry.names():
+    if (gemm.pattern is None and backend in registry.names()) or (
+        backend == "tokamax" and gemm.experts is None
+    ):
         backend = None
     return choose_backend(gemm, backend, implementations)
 

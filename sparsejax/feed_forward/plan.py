@@ -104,9 +104,16 @@ class FFNPlan:
     @property
     def keeps_rows_of_x(self) -> bool:
         """Whether the residuals hold the rows of X sorted by expert, as GEMM 1 read
-        them, in place of X. With several experts per token the rows would take several
-        times the memory of X."""
-        return self.sparsity.skip_blocks and self.sparsity.expert_choices == 1
+        them and GEMM 5 does, in place of X. With several experts per token the rows
+        would take several times the memory of X."""
+        read = self.up.spec.experts and self.sums_over_rows
+        return bool(read) and self.sparsity.expert_choices == 1
+
+    @property
+    def sums_over_rows(self) -> bool:
+        """Whether GEMMs 5 and 6 sum each expert's columns over that expert's rows;
+        otherwise they sum all columns over all tokens."""
+        return self.d_up.spec.experts is not None
 
     @property
     def packs_activations(self) -> bool:

@@ -130,34 +130,21 @@ def _say_reasons(decisions: tuple[Decision, ...]) -> None:
     """Prints what may make the GEMMs slow, and why each of them runs as it does."""
     if any(map(_untimed_by_expert, decisions)):
         say(
-            "  kernels of experts that nobody timed at this size on this GPU: "
+            "  GEMMs by expert that nobody timed at this size on this device: "
             "experiments/bench/ffn.py tells whether they are faster than dense"
-        )
-    if any(map(_loops_over_chunks, decisions)):
-        say(
-            "  a GEMM by expert on xla is a loop of dense ones: steps with it were "
-            "slower than dense (H200)"
         )
     for reason in dict.fromkeys(f"{d.backend}: {d.reason}" for d in decisions):
         say(f"  why: {reason}")
 
 
 def _untimed_by_expert(decision: Decision) -> bool:
-    """Returns whether the GEMM runs on a kernel of experts that nobody has compared
-    with a dense GEMM at its size. Dense weight gradients, of which no times are kept,
-    are not meant."""
+    """Returns whether the GEMM runs by expert on an accelerator and nobody has compared
+    it with a dense GEMM at its size there. Dense weight gradients on kernels, of which
+    no times are kept, are not meant."""
     spec = decision.spec
-    not_meant = spec.is_weight_gradient and spec.pattern is None
-    untimed = decision.times is None and not not_meant
-    return bool(spec.experts) and untimed and decision.on_kernels
-
-
-def _loops_over_chunks(decision: Decision) -> bool:
-    """Returns whether the GEMM is 2 or 4 and multiplies expert by expert on a GPU
-    without its kernel."""
-    spec = decision.spec
-    by_expert = bool(spec.experts) and spec.role in ("down", "d_input", "d_input_gate")
-    return by_expert and spec.device.platform == "gpu" and decision.backend == "xla"
+    of_kernels = spec.is_weight_gradient and spec.pattern is None
+    not_meant = (of_kernels and decision.on_kernels) or spec.device.platform == "cpu"
+    return bool(spec.experts) and decision.times is None and not not_meant
 
 
 def _say_expected(

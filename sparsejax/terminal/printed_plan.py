@@ -150,8 +150,8 @@ def _say_step_times(
             why = "would lose time here"
             own = planned[of.phase].sparsities
             chosen = [d for (_, of), ds in decisions.items() if of in own for d in ds]
-            if not any(decision.on_kernels for decision in chosen):
-                why = f"has no kernels on {times.device}, would lose time"
+            if all(of.executed_share >= 1 for of in chosen):
+                why = f"skips nothing on {times.device}, would lose time"
             say(
                 f"  the {kind} phase {why} and is trained dense; --keep-slower trains "
                 f"it sparse",

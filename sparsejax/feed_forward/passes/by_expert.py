@@ -6,6 +6,7 @@ Tokens are sorted by expert and padded to tiles of V rows; a row is one (token, 
 pair and holds F / E neurons. A gated FFN has two products with X in each row, G and U.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -30,14 +31,13 @@ from sparsejax.feed_forward.passes.dense_by_expert import (
 )
 from sparsejax.feed_forward.passes.expert_rows import (
     all_neurons,
-    by_neurons_of_experts,
-    grouped,
+    from_hidden,
     hidden_gradient,
+    into_tokens,
     own_neurons,
     packed_for_kernels,
     rows_into_hidden,
     rows_of_tokens,
-    sums_over_rows,
     weight_gradients_by_expert,
 )
 from sparsejax.feed_forward.passes.masked import (
@@ -50,8 +50,7 @@ from sparsejax.feed_forward.passes.packed_by_expert import (
     down_of_packed,
 )
 from sparsejax.feed_forward.plan import FFNPlan
-from sparsejax.ops.backend import Decision
-from sparsejax.ops.expert_rows import combine_rows, gather_rows, looked_up
+from sparsejax.ops.expert_rows import gather_rows, looked_up
 from sparsejax.routing.dispatch import Dispatch
 from sparsejax.routing.routers import NO_STATE
 from sparsejax.sparsity.masks import magnitude_mask
@@ -118,7 +117,7 @@ def _forward(
         kept = plan.kernels.keep_features(y_up, rows, by_token=True)
         return down_of_packed(plan, w, counted(routed, kept, None))
     unmasked = None
-    if not sparsity.mask_reuse and not sums_over_rows(sparsity):
+    if not sparsity.mask_reuse and sparsity.weight_gradients == "dense":
         unmasked = plan.activation.keep(products)
     of_rows = tuple(own_neurons(product, routed) for product in products)
     if plan.keeps_dense_rows:
@@ -134,9 +133,13 @@ def _forward_of_rows(
     w: ReadWeights,
     expert_index: jax.Array | None,
 ) -> tuple[jax.Array, Residuals | PackedRows | DenseRows]:
-    """Computes `forward` where GEMM 1 multiplies each row by the neurons of its expert
-    alone."""
+    """Computes `forward` where the experts are known before GEMM 1, which multiplies
+    each row by the neurons of its expert alone, or else each token by all of them."""
     routed = rows_of_tokens(plan, expert_index, layout)
+    if plan.up.spec.experts is None:
+        products = into_hidden(plan, x, w)
+        of_rows = tuple(own_neurons(product, routed) for product in products)
+        return _down(plan, w, of_rows, routed, None, None)
     x_rows = gather_rows(plan.kernels, x, routed)
     kept_x = x_rows if plan.keeps_rows_of_x else None
     rows = looked_up(routed)
@@ -173,11 +176,8 @@ def _down(
     inside the experts. `unmasked` and `kept_x` become `Residuals.kept` and
     `Residuals.x_rows`."""
     kept = kept_where_masked(plan.activation, products, plan.sparsity.in_expert)
-    # (rows, d) = (rows, F / E) @ (E, F / E, d)
-    w_down = by_neurons_of_experts(w.down, routed, axis=0)
-    a = plan.activation.apply(kept)
-    y = grouped(plan, plan.down, a, w_down, routed, expert_axis=0)
-    y = combine_rows(plan.kernels, y, routed)
+    y = from_hidden(plan, plan.down, plan.activation.apply(kept), w.down, routed)
+    y = into_tokens(plan, plan.down, y, routed)
     if not plan.sparsity.mask_reuse:
         kept = plan.activation.keep(products)
     return y, Residuals(kept, unmasked, routed, kept_x)
@@ -211,7 +211,7 @@ def _backward(
 ) -> tuple[jax.Array, FFNWeights]:
     """Computes `backward` without what skipped neurons give on average."""
     sparsity, activation = plan.sparsity, plan.activation
-    routed, by_rows = residuals.routed, sums_over_rows(sparsity)
+    routed, by_rows = residuals.routed, plan.sums_over_rows
     # X as GEMM 5 reads it: of the rows or of the tokens.
     x_read = x if residuals.x_rows is None else residuals.x_rows
     assert x_read is not None
@@ -223,14 +223,13 @@ def _backward(
     if isinstance(residuals, DenseRows):
         return backward_of_dense_rows(plan, x_read, residuals, w, dy, dy_rows, key)
     da = hidden_gradient(plan, w, dy, dy_rows, routed)
-    da_rows = da if sparsity.da_by_expert else own_neurons(da, routed)
+    da_rows = da if plan.d_hidden.spec.experts else own_neurons(da, routed)
     a_rows, of_rows = activation.with_gradients(da_rows, residuals.kept_rows)
     selected = of_rows
     if sparsity.in_expert is not None and not sparsity.mask_reuse:
         pattern = sparsity.in_expert
         selected = tuple(jnp.where(magnitude_mask(g, pattern), g, 0) for g in of_rows)
-    dx_rows = _input_gradient(plan, w, selected, routed)
-    dx = combine_rows(plan.kernels, dx_rows, routed)
+    dx = _input_gradient(plan, w, selected, routed)
     if by_rows:
         return dx, weight_gradients_by_expert(
             plan, x_read, of_rows, a_rows, dy_rows, key, routed
@@ -246,31 +245,19 @@ def _backward(
 def _input_gradient(
     plan: FFNPlan, w: ReadWeights, gradients: Hidden, routed: Dispatch
 ) -> jax.Array:
-    """Returns dX of the rows, (rows, d_model). In a gated FFN it is the sum of two
+    """Returns dX (tokens, d_model). In a gated FFN the rows of dX are the sums of two
     products in float32."""
-
-    def product(gemm: Decision, gradient: jax.Array, weight: jax.Array) -> jax.Array:
-        # (rows, d) = (rows, F / E) @ (d, E, F / E)^T
-        weight = by_neurons_of_experts(weight, routed, axis=1)
-        return grouped(
-            plan,
-            gemm,
-            gradient,
-            weight,
-            routed,
-            expert_axis=1,
-            transposed=True,
-            out_dtype=out_dtype,
-        )
-
-    out_dtype = gradients[0].dtype
+    dtype = gradients[0].dtype
+    product = partial(from_hidden, plan, routed=routed, transposed=True)
     if plan.d_input_gate is None:
-        return product(plan.d_input, gradients[0], w.up)
-    assert w.gate is not None
-    out_dtype = accumulation_dtype(out_dtype)
-    of_gate = product(plan.d_input_gate, gradients[0], w.gate)
-    of_up = product(plan.d_input, gradients[1], w.up)
-    return (of_gate + of_up).astype(gradients[0].dtype)
+        dx = product(plan.d_input, gradients[0], w.up)
+    else:
+        assert w.gate is not None
+        accumulate = accumulation_dtype(dtype)
+        of_gate = product(plan.d_input_gate, gradients[0], w.gate, out_dtype=accumulate)
+        of_up = product(plan.d_input, gradients[1], w.up, out_dtype=accumulate)
+        dx = (of_gate + of_up).astype(dtype)
+    return into_tokens(plan, plan.d_input, dx, routed)
 
 
 BY_EXPERT = Execution(forward, backward)

@@ -15,7 +15,6 @@ from sparsejax.feed_forward.passes.expert_rows import (
     of_used_tiles,
     own_neurons,
     rows_into_hidden,
-    sums_over_rows,
     weight_gradients_by_expert,
 )
 from sparsejax.feed_forward.passes.masked import weight_gradients
@@ -85,7 +84,7 @@ def backward_of_dense_rows(
         plan, plan.d_input, dy_up, w_up, routed, expert_axis=1, transposed=True
     )
     dx = combine_rows(plan.kernels, dx, routed)
-    if not sums_over_rows(plan.sparsity):
+    if not plan.sums_over_rows:
         into, a = (all_neurons(rows, routed) for rows in (dy_up, a))
         return dx, weight_gradients(plan, x_read, [into], a, dy, key)
     if plan.sparsity.token_sparsity is not None:

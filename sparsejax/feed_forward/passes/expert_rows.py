@@ -20,12 +20,12 @@ from sparsejax.feed_forward.operands.weights import (
     ReadWeights,
     as_dense,
     as_packed,
+    multiply,
     multiply_by_weight,
 )
 from sparsejax.feed_forward.plan import FFNPlan
-from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.backend import Decision
-from sparsejax.ops.expert_rows import looked_up, used_tiles
+from sparsejax.ops.expert_rows import combine_rows, looked_up, used_tiles
 from sparsejax.ops.grouped_matmul import grouped_matmul, grouped_outer
 from sparsejax.routing.dispatch import Dispatch, dispatch, expert_of_row
 from sparsejax.sparsity.compressed import Compressed
@@ -46,12 +46,6 @@ def rows_of_tokens(
         order = jnp.asarray(order[order >= 0])
     first, experts = own_experts(layout, sparsity.experts)
     return dispatch(expert_index - first, experts, plan.row_tile, token_order=order)
-
-
-def sums_over_rows(sparsity: FFNSparsity) -> bool:
-    """Returns whether GEMMs 5 and 6 sum each expert's columns over that expert's rows;
-    otherwise they sum all columns over all tokens."""
-    return sparsity.weight_gradients == "expert_columns"
 
 
 # GEMMs of rows.
@@ -123,10 +117,10 @@ def hidden_gradient(
     dy_rows: jax.Array,
     routed: Dispatch,
 ) -> jax.Array:
-    """Returns dA, (tokens, d_hidden), or with `da_by_expert` of the rows alone, (rows,
-    d_hidden / E)."""
+    """Returns dA, (tokens, d_hidden), or where GEMM 3 is by expert of the rows alone,
+    (rows, d_hidden / E)."""
     gemm = plan.d_hidden
-    if not plan.sparsity.da_by_expert:
+    if gemm.spec.experts is None:
         # (T, F) = (T, d) @ (d, F)
         return multiply_by_weight(gemm, dy, w.down.T, w.packed_down)
     # (rows, F / E) = (rows, d) @ (E, F / E, d)^T
@@ -141,6 +135,47 @@ def hidden_gradient(
             plan, gemm, dy_rows, w_down, routed, expert_axis=0, transposed=True
         )
     return _defined(plan, gemm, da, routed)
+
+
+def from_hidden(
+    plan: FFNPlan,
+    gemm: Decision,
+    rows: jax.Array,
+    w: jax.Array,
+    routed: Dispatch,
+    *,
+    transposed: bool = False,
+    out_dtype: jnp.dtype | None = None,
+) -> jax.Array:
+    """Returns the product of each row (rows, d_hidden / E) with its expert's neurons of
+    W2 (d_hidden, d), or where it is `transposed` of W1 (d, d_hidden): (rows, d). Where
+    the GEMM is one of all neurons, the rows of each token come summed, (tokens, d)."""
+    if gemm.spec.experts is None:
+        # (T, d) = (T, F) @ (F, d)
+        hidden = all_neurons(rows, routed)
+        return multiply(gemm, hidden, w.T if transposed else w, out_dtype=out_dtype)
+    # (rows, d) = (rows, F / E) @ (E, F / E, d), or (d, E, F / E)^T
+    axis = int(transposed)
+    return grouped(
+        plan,
+        gemm,
+        rows,
+        by_neurons_of_experts(w, routed, axis=axis),
+        routed,
+        expert_axis=axis,
+        transposed=transposed,
+        out_dtype=out_dtype,
+    )
+
+
+def into_tokens(
+    plan: FFNPlan, gemm: Decision, product: jax.Array, routed: Dispatch
+) -> jax.Array:
+    """Returns what `from_hidden` has computed with the rows of each token summed,
+    (tokens, d)."""
+    if gemm.spec.experts is None:
+        return product
+    return combine_rows(plan.kernels, product, routed)
 
 
 def _defined(

@@ -18,7 +18,6 @@ from sparsejax.feed_forward.passes.expert_rows import (
     hidden_gradient,
     of_used_tiles,
     packed_for_kernels,
-    sums_over_rows,
     weight_gradients_by_expert,
 )
 from sparsejax.feed_forward.passes.masked import weight_gradients
@@ -72,7 +71,7 @@ def backward_of_packed(
             of_used_tiles(decompress(unpack(packed)), routed)
             for packed in (dy_up, kept.a)
         )
-        if sums_over_rows(plan.sparsity):
+        if plan.sums_over_rows:
             dw = weight_gradients_by_expert(
                 plan, x_read, [dy_up_rows], a_rows, dy_rows, key, routed
             )

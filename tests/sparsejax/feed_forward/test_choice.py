@@ -137,7 +137,7 @@ def test_gemms_by_expert_and_named_backends_are_left_as_they_are(monkeypatch):
         weight_gradients="expert_columns",
         skip_blocks=True,
     )
-    pretend_times(monkeypatch, dict.fromkeys(range(1, 7), 150.0), {})
+    pretend_times(monkeypatch, dict.fromkeys(range(1, 7), 50.0), {})
     of_experts = spec(experts)
     kept = decide(of_experts.gemms(), None, of_experts.with_epilogues)
     assert kept == of_experts.with_epilogues(

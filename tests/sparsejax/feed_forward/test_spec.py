@@ -132,7 +132,8 @@ def test_explain_names_the_path():
         "dense GEMM by XLA",
         "dense GEMM by XLA",
     ]
-    on_gpu = [d.path for d in spec_of(everything, device=hopper.A100).explain()]
+    on_a100 = spec_of(everything, device=hopper.A100, tokens=16384)
+    on_gpu = [d.path for d in on_a100.explain()]
     assert on_gpu[1].startswith("grouped GEMM over 4 experts, a loop over chunks of")
     assert on_gpu[4] == "dense GEMM by cuBLAS"
 

@@ -123,7 +123,7 @@ def test_a_run_is_planned_and_trained_by_its_times(
     ("step_ms", "flags", "said", "sparse"),
     [
         (80.0, [], "1.25 times as fast as dense", True),
-        (125.0, [], "has no kernels on a GPU, would lose time and is trained", False),
+        (125.0, [], "skips nothing on a GPU, would lose time and is trained", False),
         (125.0, ["--keep-slower"], "loses time here, and is kept", True),
     ],
 )
