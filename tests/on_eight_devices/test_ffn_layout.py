@@ -79,10 +79,13 @@ def double():
         yield
 
 
-def value_and_gradients(sparsity, layout, x, w_up, w_down, dy, experts, key=None):
+def value_and_gradients(
+    sparsity, layout, x, w_up, w_down, dy, experts, key=None, backend=None
+):
     def run(x, w_up, w_down):
         scales = jnp.array([1.5, 1.25], x.dtype) if sparsity.weights else None
         options = {"sparsity": sparsity, "scales": scales, "layout": layout}
+        options["backend"] = backend
         return ffn(x, w_up, w_down, expert_index=experts, key=key, **options)
 
     y, pull_back = jax.vjp(run, x, w_up, w_down)
@@ -115,6 +118,20 @@ def on_one_device(sparsity: FFNSparsity) -> tuple:
 def test_a_mesh_computes_what_one_device_does(sparsity, mesh, double):
     layout = layout_of(MESHES[mesh])
     got = jitted(sparsity, layout, *inputs_for(sparsity))
+    # float64 sums in another order
+    chex.assert_trees_all_close(got, on_one_device(sparsity), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("mesh", ["data", "all"])
+@pytest.mark.parametrize("skip_blocks", [False, True])
+def test_tokamax_computes_the_same_there(skip_blocks, mesh, double):
+    """Each device multiplies the rows of its own experts and tokens."""
+    sparsity = BY_ENERGY
+    if skip_blocks:
+        sparsity = replace(BY_ENERGY, router=NearestCentre(), skip_blocks=True)
+    layout = layout_of(MESHES[mesh])
+    run = jax.jit(partial(value_and_gradients, sparsity, layout, backend="tokamax"))
+    got = run(*inputs_for(sparsity))
     # float64 sums in another order
     chex.assert_trees_all_close(got, on_one_device(sparsity), rtol=1e-11, atol=1e-12)
 
