@@ -1,5 +1,5 @@
 """The facts about a GPU, as a plain value: those of a GPU that is there are asked for,
-those of one that is not are looked up in a table."""
+those of one that is not are looked up in a table. Of a TPU only its kind is read."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +15,7 @@ class Device:
     """One kind of device, as all code that chooses a kernel reads it."""
 
     platform: str
-    """The platform as in `jax.Device.platform`: "gpu" or "cpu"."""
+    """The platform as in `jax.Device.platform`: "gpu", "tpu" or "cpu"."""
     kind: str
     """The model as in `jax.Device.device_kind`, for example "NVIDIA H200"."""
     compute_capability: str | None = None
@@ -47,14 +47,14 @@ class Device:
 
     @classmethod
     def named(cls, kind: str) -> "Device":
-        """Returns a GPU from the table; it need not be there.
+        """Returns a GPU or TPU from the table; it need not be there.
 
         Raises:
           ValueError: the table does not have `kind`; lists what it has.
         """
         if kind not in KNOWN:
             raise ValueError(
-                f"nothing is known of a GPU named {kind!r}; take one of "
+                f"nothing is known of a device named {kind!r}; take one of "
                 f"{', '.join(map(repr, KNOWN))}"
             )
         return KNOWN[kind]
@@ -119,7 +119,7 @@ def _gpu(
 # 132) and "NVIDIA A100 Tensor Core GPU Architecture" (108); H800: DeepSeek-V3 technical
 # report (arXiv 2412.19437); H20: what the press had from Geekbench's database. Memory:
 # the data sheets, whose GB are the driver's GiB but for half a per cent that the driver
-# keeps.
+# keeps. TPUs: the kinds that JAX has; nothing else is read of them.
 KNOWN = {
     device.kind: device
     for device in (
@@ -137,6 +137,10 @@ KNOWN = {
         _gpu("NVIDIA A100-PCIE-40GB", "8.0", 108, 40),
         _gpu("NVIDIA A100 80GB PCIe", "8.0", 108, 80),
         _gpu("NVIDIA B200", "10.0", None, 180),
+        *(
+            Device(platform="tpu", kind=kind)
+            for kind in ("TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x")
+        ),
     )
 }
 

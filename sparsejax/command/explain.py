@@ -83,7 +83,9 @@ def run(arguments: Sequence[str]) -> None:
     if options.sparsity.is_dense:
         return
     slower = why_slower_than_dense(decisions)
-    if slower is None:
+    if slower is None and any(of.times is not None for of in decisions):
         console.say("faster than dense by what is known of its GEMMs")
+    elif slower is None:
+        console.say("fewer FLOPs than dense; no times of its GEMMs are known")
     else:
         console.say(f"no faster than dense: {slower}", style="yellow")

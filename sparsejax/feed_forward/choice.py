@@ -28,7 +28,8 @@ whose kernel does more than multiply."""
 
 
 class SlowerThanDense(UserWarning):
-    """A sparse FFN that runs on a GPU and is no faster there than a dense one."""
+    """A sparse FFN that runs on a GPU or TPU and is no faster there than a dense
+    one."""
 
 
 def decide(
@@ -82,9 +83,9 @@ def why_slower_than_dense(decisions: Sequence[Decision]) -> str | None:
 
 
 def warn_if_slower(decisions: Sequence[Decision]) -> None:
-    """Warns, once for each reason, that a sparse FFN runs on a GPU and is no faster
-    than a dense one would be."""
-    if decisions[0].spec.device.platform != "gpu":
+    """Warns, once for each reason, that a sparse FFN runs on a GPU or TPU and is no
+    faster than a dense one would be."""
+    if decisions[0].spec.device.platform == "cpu":
         return
     why = why_slower_than_dense(decisions)
     if why is not None:

@@ -1,4 +1,5 @@
-"""Questions to a GPU before a run: which one it is, and how long the run's steps take.
+"""Questions to a GPU or TPU before a run: which one it is, and how long the run's steps
+take.
 
 Both are asked in processes of their own. A process that has asked JAX for its devices
 holds most of their memory, and in one that has run a kernel on sparse tensor cores the
@@ -24,29 +25,30 @@ from sparsejax.reports.step_times import StepTimes, from_json, time_steps, to_js
 from sparsejax.terminal import console
 from sparsejax.training.recipe import phases
 
-CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-"""The packages of which one is installed where JAX can use an NVIDIA GPU (extra
-"cuda")."""
+ACCELERATOR_PACKAGES = ("jax_cuda13_plugin", "jax_cuda12_plugin", "libtpu")
+"""The packages of which one is installed where JAX can use an NVIDIA GPU (extra "cuda")
+or a TPU (`jax[tpu]`)."""
 
 
 def default_preset() -> PresetName:
-    """Returns the preset of a command without --preset: on a GPU a model for which its
-    sparse tensor cores pay, elsewhere one that a laptop trains in minutes."""
-    return "tiny" if gpu_here() is None else "wide-200m"
+    """Returns the preset of a command without --preset: on a GPU or TPU a model that is
+    wide enough for sparse phases to pay, elsewhere one that a laptop trains in
+    minutes."""
+    return "tiny" if accelerator_here() is None else "wide-200m"
 
 
 @cache
-def gpu_here() -> str | None:
-    """Returns the model of the GPU that JAX would use, or None where it would use no
-    GPU."""
-    if not any(map(find_spec, CUDA_PLUGINS)):
+def accelerator_here() -> str | None:
+    """Returns the model of the GPU or TPU that JAX would use, or None where it would
+    compute on the CPU."""
+    if not any(map(find_spec, ACCELERATOR_PACKAGES)):
         return None
-    return in_own_process(_gpu_of_this_process)
+    return in_own_process(_accelerator_of_this_process)
 
 
-def _gpu_of_this_process() -> str | None:
+def _accelerator_of_this_process() -> str | None:
     device = jax.devices()[0]
-    return device.device_kind if device.platform == "gpu" else None
+    return None if device.platform == "cpu" else device.device_kind
 
 
 def keep_programs() -> None:
@@ -64,8 +66,8 @@ def why_untimed(config: TrainConfig, run_folder: Path | None) -> str | None:
         return "no phase is sparse"
     if run_folder is not None and latest_step(run_folder / "checkpoints") is not None:
         return "its checkpoints say which phases are trained dense"
-    if gpu_here() is None:
-        return "this machine has no GPU"
+    if accelerator_here() is None:
+        return "this machine has no GPU or TPU"
     return None
 
 
@@ -76,8 +78,8 @@ def times_of_steps(
     tune: bool = True,
     heartbeat_seconds: int | None = None,
 ) -> StepTimes:
-    """Returns the times of the run's dense and sparse steps on this machine's GPUs: see
-    `sparsejax.reports.step_times`.
+    """Returns the times of the run's dense and sparse steps on the GPUs or TPUs of this
+    machine: see `sparsejax.reports.step_times`.
 
     Args:
       config: the settings of the run.
@@ -87,7 +89,7 @@ def times_of_steps(
       heartbeat_seconds: that of `processes.join`, where the run has several processes;
         each of them calls this before it joins the others itself. None: there is one.
     """
-    console.say("timing dense and sparse steps on this GPU before the first of them")
+    console.say("timing dense and sparse steps here before the first of them")
     few = 4 * (config.tokens_per_step + config.data.sequence_length)
     keep_programs()
     if tune:

@@ -1,6 +1,7 @@
-"""`sparsejax explain` on GPUs that need not be here."""
+"""`sparsejax explain` on devices that need not be here."""
 
 from sparsejax.command import main
+from tests.support import accelerators
 
 H100 = "NVIDIA H100 80GB HBM3"
 SIZES = "--tokens 16384 --d-model 4096 --d-hidden 16384".split()
@@ -25,9 +26,30 @@ def test_where_nothing_sparse_runs_the_reason_is_said(capsys):
     assert "G = X Wg" in capsys.readouterr().out
 
 
+def test_experts_that_are_skipped_elsewhere_are_told_with_what_runs_them(
+    capsys, monkeypatch
+):
+    accelerators.installed(monkeypatch, "tokamax")
+    experts = [
+        *("--sparsity.activations", "128:4:32", "--sparsity.router", "token_hash"),
+        *("--sparsity.skip-blocks", "--sparsity.weight-gradients", "expert_columns"),
+    ]
+    explain = ["explain", *SIZES, *experts, "--device"]
+    assert main.run([*explain, "TPU v6 lite"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("tokamax: tokamax's ragged dot (mosaic) over 8 experts") == 6
+    assert "fewer FLOPs than dense; no times of its GEMMs are known" in shown
+    few = [size if size != "16384" else "4096" for size in explain]
+    assert main.run([*few, "NVIDIA A100-SXM4-80GB"]) == 0
+    shown = capsys.readouterr().out
+    assert "100% of the dense FLOPs executed" in shown
+    assert "why: xla: dense: XLA's loop over chunks of 2048 rows executes" in shown
+    assert "no faster than dense: none of its sparse GEMMs runs on sparse" in shown
+
+
 def test_what_does_not_fit_is_refused(capsys):
     wrong = ["explain", *SIZES[:4], "--d-hidden", "10", "--sparsity.activations", "2:4"]
     assert main.run(wrong) == 1
     assert capsys.readouterr().err.startswith("ValueError: d_hidden=10 ")
     assert main.run(["explain", *SIZES, "--device", "H100"]) == 1
-    assert "a GPU named 'H100'; take one of" in capsys.readouterr().err
+    assert "a device named 'H100'; take one of" in capsys.readouterr().err

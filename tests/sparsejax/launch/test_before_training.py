@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def on_a_gpu(monkeypatch, tmp_path):
     """Pretends that this machine has a GPU, which is its CPU."""
-    monkeypatch.setattr(before_training, "gpu_here", lambda: "a GPU")
+    monkeypatch.setattr(before_training, "accelerator_here", lambda: "a GPU")
     monkeypatch.setenv("SPARSEJAX_CACHE", str(tmp_path / "cache"))
     # Set for this process by what is tested; the one that is started reads it, too.
     monkeypatch.setattr(before_training, "keep_programs", lambda: None)
@@ -54,7 +54,7 @@ def test_a_gpu_trains_a_model_on_which_its_tensor_cores_pay(on_a_gpu, monkeypatc
     assert read_options([]).config == wide
     assert (wide.model.dtype, wide.recipe) == ("bfloat16", "paper")
     assert read_options(["--preset", "tiny"]).config == PRESETS["tiny"]()
-    monkeypatch.setattr(before_training, "gpu_here", lambda: None)
+    monkeypatch.setattr(before_training, "accelerator_here", lambda: None)
     assert read_options([]).config == PRESETS["tiny"]()
 
 
@@ -71,21 +71,21 @@ def test_another_recipe_than_the_presets_drops_what_only_that_one_reads(on_a_gpu
 
 @pytest.fixture
 def asked_anew():
-    before_training.gpu_here.cache_clear()
+    before_training.accelerator_here.cache_clear()
     yield
-    before_training.gpu_here.cache_clear()
+    before_training.accelerator_here.cache_clear()
 
 
 def test_a_machine_without_cuda_is_asked_nothing(asked_anew, monkeypatch):
     monkeypatch.setattr(before_training, "find_spec", lambda name: None)
     monkeypatch.setattr(before_training, "in_own_process", pytest.fail)
-    assert before_training.gpu_here() is None
+    assert before_training.accelerator_here() is None
 
 
 def test_a_process_of_its_own_is_asked_where_cuda_is_installed(asked_anew, monkeypatch):
     monkeypatch.setattr(before_training, "find_spec", lambda name: object())
     # It is asked, and has the CPU of this machine.
-    assert before_training.gpu_here() is None
+    assert before_training.accelerator_here() is None
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ import sys
 from sparsejax.command.train import read_options
 from sparsejax.launch import before_training
 from sparsejax.data.corpus import load_corpus
-before_training.gpu_here = lambda: "a GPU"
+before_training.accelerator_here = lambda: "a GPU"
 asked = []
 before_training.in_own_process = lambda *arguments: asked.append(arguments)
 options = read_options(sys.argv[1:])

@@ -259,7 +259,7 @@ def test_a_plan_for_gpus_that_are_not_here(capsys):
         ("--devices", "plan for GPUs that need not be here; add --dry-run"),
         ("--dry-run --devices", "--devices 8 does not say which GPUs; add --device"),
         ("--dry-run --mesh.fsdp 3 --device --devices", "the number of devices, 8"),
-        ("--dry-run --device", "a GPU named 'H100'; take one of 'NVIDIA H100 80GB"),
+        ("--dry-run --device", "a device named 'H100'; take one of 'NVIDIA H100 80GB"),
         ("--dry-run --device --devices", "--devices 0 is not 1 or more"),
     ],
 )
