@@ -36,7 +36,7 @@ def decide(
     gemms: Sequence[GemmSpec], backend: Backend | None, with_epilogues: Epilogues
 ) -> tuple[Decision, ...]:
     """Returns what runs each of the GEMMs, and why. A named backend that has no dense
-    GEMM runs the sparse GEMMs alone, and tokamax those by expert.
+    GEMM runs the sparse GEMMs alone, and tokamax those by expert, beside XLA.
 
     The activations are packed for all GEMMs that read them token by token, and from
     that for the weight gradients, or for none of them. Unasked, the kernels are taken
@@ -289,10 +289,11 @@ def _why_slower_together(decisions: Sequence[Decision]) -> str | None:
 
 def _choose(gemm: GemmSpec, backend: Backend | None) -> Decision:
     implementations = _implementations_of(gemm)
-    if (gemm.pattern is None and backend in registry.names()) or (
-        backend == "tokamax" and gemm.experts is None
-    ):
+    if gemm.pattern is None and backend in registry.names():
         backend = None
+    if gemm.experts is None and backend == "tokamax":
+        # Not None: where tokamax is named no kernel of ours runs beside it.
+        backend = "xla"
     return choose_backend(gemm, backend, implementations)
 
 

@@ -85,6 +85,8 @@ def test_a_name_is_taken_and_leaves_the_other_gemms_to_the_library(monkeypatch):
     accelerators.installed(monkeypatch, TOKAMAX, *TRITON)
     named = spec(BY_ENERGY, device=hopper.H200).explain("tokamax")
     assert [of.backend for of in named] == ["xla"] + ["tokamax"] * 5
+    two_four = replace(BY_ENERGY, weights=NM(2, 4))
+    assert FFNPlan.of(spec(two_four, device=hopper.H200), "tokamax").kernels is None
     loops = spec(device=A100, tokens=4096).explain("xla")
     assert all(LOOPS in of.path for of in loops)
     accelerators.installed(monkeypatch)
