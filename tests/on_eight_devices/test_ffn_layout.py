@@ -19,6 +19,7 @@ from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.ops.fp8_matmul import FORWARD, quantise
 from sparsejax.routing.routers import ActivationEnergy, NearestCentre
 from sparsejax.sparsity.patterns import NM, VNM
+from tests.support import hopper
 from tests.support.ffn_cases import (
     D_HIDDEN,
     D_MODEL,
@@ -124,16 +125,24 @@ def test_a_mesh_computes_what_one_device_does(sparsity, mesh, double):
 
 @pytest.mark.parametrize("mesh", ["data", "all"])
 @pytest.mark.parametrize("skip_blocks", [False, True])
-def test_tokamax_computes_the_same_there(skip_blocks, mesh, double):
-    """Each device multiplies the rows of its own experts and tokens."""
+@pytest.mark.parametrize("backend", ["tokamax", None])
+@pytest.mark.filterwarnings("ignore::sparsejax.SlowerThanDense")
+def test_devices_without_kernels_compute_the_same_there(
+    backend, skip_blocks, mesh, double, monkeypatch
+):
+    """Each device multiplies the rows of its own experts and tokens, by tokamax, or all
+    neurons of its experts, by the dense GEMMs of a GPU with so few tokens."""
     sparsity = BY_ENERGY
     if skip_blocks:
         sparsity = replace(BY_ENERGY, router=NearestCentre(), skip_blocks=True)
+    expected = on_one_device(sparsity)
     layout = layout_of(MESHES[mesh])
-    run = jax.jit(partial(value_and_gradients, sparsity, layout, backend="tokamax"))
+    if backend is None:
+        hopper.see_device(monkeypatch, hopper.A100)
+    run = jax.jit(partial(value_and_gradients, sparsity, layout, backend=backend))
     got = run(*inputs_for(sparsity))
     # float64 sums in another order
-    chex.assert_trees_all_close(got, on_one_device(sparsity), rtol=1e-11, atol=1e-12)
+    chex.assert_trees_all_close(got, expected, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("mesh", ["tensor", "all"])

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokamax
 
 from sparsejax.feed_forward import choice
 from sparsejax.feed_forward.choice import why_slower_than_dense
@@ -203,6 +202,8 @@ def test_a_step_lowers(device, platform, call, sparsity, monkeypatch):
     """On the A100 by Triton where that is installed, else by XLA alone. Two GEMMs of
     the same shapes are one function of the program, so that calls are counted where
     they are traced."""
+    import tokamax  # here: its import takes seconds
+
     traced_calls = []
     run = tokamax.ragged_dot_general
     counted = lambda *of, **named: traced_calls.append(1) or run(*of, **named)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokamax
 
 from pallas_kernels.device import CPU, Device
 from sparsejax.ops.backend import choose_backend
@@ -100,6 +99,8 @@ TILE = 5
 @pytest.mark.parametrize("device", [A100, B200, TPU], ids=lambda of: of.kind)
 def test_its_implementation_is_named_and_gets_whole_tiles(device, monkeypatch):
     """With XLA's in the place of the one that is named, against loops over the rows."""
+    import tokamax  # here: its import takes seconds
+
     calls = []
 
     def by_xla(lhs, rhs, sizes, *arguments, implementation, **named):
