@@ -287,7 +287,6 @@ READ_WHERE = {
     "sparsity.router": _has_experts,
     "sparsity.experts_per_token": _has_experts,
     "sparsity.most_experts_per_token": _has_experts,
-    "sparsity.mean_compensation": _has_experts,
     "sparsity.skipped_energy": _has_experts,
     "sparsity.token_sparsity": _has_sparse_activations,
     "sparsity.mask_reuse": _has_sparse_activations,

@@ -134,28 +134,20 @@ def _operands_of_experts(
     sparsity = spec.sparsity
     if not sparsity.experts:
         return None
-    index, means, threshold = given or ExpertOperands()
+    index, threshold = given or ExpertOperands()
     if sparsity.router.before_up:
         _check_index(spec, index)
     else:
         index = None
-    if not sparsity.mean_compensation:
-        means = None
-    elif means is None or means.shape != (spec.d_hidden,):
-        got = None if means is None else means.shape
-        raise ValueError(
-            f"mean_compensation=True needs skipped_means of shape ({spec.d_hidden},), "
-            f"got {got}; a SparseFFN keeps them, and zeros compensate nothing"
-        )
     if sparsity.most_experts_per_token is None or sparsity.router.before_up:
-        return ExpertOperands(index, means)
+        return ExpertOperands(index)
     if threshold is None:
         raise ValueError(
             f"most_experts_per_token={sparsity.most_experts_per_token} needs "
             f"energy_threshold, the share of a token's energy above which it uses an "
             f"expert; a SparseFFN keeps one that moves in training"
         )
-    return ExpertOperands(index, means, jnp.asarray(threshold, jnp.float32))
+    return ExpertOperands(index, jnp.asarray(threshold, jnp.float32))
 
 
 def _check_index(spec: FFNCall, index: Array | None) -> None:

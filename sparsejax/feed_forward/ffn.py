@@ -32,7 +32,6 @@ def ffn(
     packed: PackedFFN | None = None,
     scales: Float[Array, "2"] | None = None,
     expert_index: Int[Array, "tokens experts_per_token"] | None = None,
-    skipped_means: Float[Array, " d_hidden"] | None = None,
     energy_threshold: Float[Array, ""] | None = None,
     key: Key[Array, ""] | None = None,
     layout: FFNLayout | None = None,
@@ -62,8 +61,6 @@ def ffn(
       expert_index: V:N:M with a router before GEMM 1: the experts of each token,
         integers. An expert counts once for a token however often it is named, and a
         choice outside [0, experts) is none: a token without any has Y = 0.
-      skipped_means: with `mean_compensation`, for each neuron the mean of A over the
-        tokens that skip it; constant in the backward.
       energy_threshold: with `most_experts_per_token`, the share of a token's energy
         above which it uses an expert; not read with a router before GEMM 1, whose
         choice is in `expert_index`.
@@ -93,7 +90,7 @@ def ffn(
         FFNWeights(w_up, w_down),
         packed=packed,
         scales=scales,
-        experts=ExpertOperands(expert_index, skipped_means, energy_threshold),
+        experts=ExpertOperands(expert_index, energy_threshold),
         key=key,
         layout=layout,
         backend=backend,

@@ -74,11 +74,6 @@ class FFNSparsity:
     the forward with its masks held constant, and the one of beta S(W1) is passed on to
     W1 as it is. Without 2:4 weights they are so in any case."""
 
-    mean_compensation: bool = False
-    """Whether Y gets what the neurons of the experts that a token does not use give on
-    average: the mean of A over the tokens that skip a neuron, a moving average over
-    training steps, times W2 (V:N:M only)."""
-
     skipped_energy: float | None = None
     """The share of the energy of a token, the squared mass of A, that the neurons of
     the experts which it does not use are to have: a penalty on them, added to the
@@ -147,7 +142,6 @@ class FFNSparsity:
         """The names of the arrays that training steps observe and an FFN keeps, besides
         those of its router."""
         names = {
-            "skipped_means": self.mean_compensation,
             "energy_threshold": self.most_experts_per_token is not None,
             "penalty_strength": self.skipped_energy is not None,
         }
@@ -259,12 +253,6 @@ def _check_experts(sparsity: FFNSparsity) -> None:
             f"skipped_energy={target} with activations={activations} is not a share in "
             f"(0, 1) of the energy of a token with a V:N:M activation pattern; use one "
             f"such as 0.05, or leave it out"
-        )
-    if sparsity.mean_compensation and not venom:
-        raise ValueError(
-            f"mean_compensation=True needs a V:N:M activation pattern, not "
-            f"{activations}: without experts no token skips a neuron; set activations="
-            f"VNM(v, 2, m)"
         )
     if sparsity.weight_gradients == "expert_columns" and not venom:
         raise ValueError(

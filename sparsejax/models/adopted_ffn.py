@@ -186,7 +186,7 @@ class AdoptedFFN(SparseFFN):
         if kept:
             raise ValueError(
                 f"the module of another model cannot keep {', '.join(kept)} from step "
-                f"to step; leave out what needs it, as mean_compensation, or build the "
+                f"to step; leave out what needs it, as skipped_energy, or build the "
                 f"model with SparseFFN"
             )
 

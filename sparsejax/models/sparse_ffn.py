@@ -29,7 +29,6 @@ from sparsejax.feed_forward.experts.observed import (
     Sample,
     initial,
     moved,
-    relabelled,
     sampled,
 )
 from sparsejax.feed_forward.experts.penalty import penalised
@@ -211,9 +210,8 @@ class SparseFFN(nnx.Module):
             sample = sampled(tokens, w_up, self.scales[...][0], *how)
             if self.sparsity.skipped_energy is not None:
                 w_up = penalised(w_up, sample, observed["penalty_strength"])
-        means, threshold = observed.get("skipped_means"), self.energy_threshold
-        read = {"skipped_means": means, "energy_threshold": threshold}
-        out = ffn(tokens, w_up, w_down, **read, **shared)
+        shared["energy_threshold"] = self.energy_threshold
+        out = ffn(tokens, w_up, w_down, **shared)
         if sample is not None:
             self._observe(sample)
         return out.reshape(x.shape)
@@ -333,7 +331,7 @@ class SparseFFN(nnx.Module):
             self.observed = self.observed if keep_router_state else None
         elif (before.experts, before.observes) != (experts, sparsity.observes):
             layers = self.w_up[...].shape[:-2]
-            self.observed = ObservedState(initial(sparsity, self.d_hidden, layers))
+            self.observed = ObservedState(initial(sparsity, layers))
 
     def weights_as_read(self) -> PackedFFN | None:
         """Returns the weights as the calls read them, made from the present masters and
@@ -420,8 +418,6 @@ class SparseFFN(nnx.Module):
             weight[...] = renumbered
         if self.router_state is not None:
             self.router_state.set_value(state)
-        if self.observed is not None:
-            self.observed.set_value(relabelled(self.observed.get_value(), order))
         return order
 
     @property

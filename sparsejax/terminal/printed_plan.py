@@ -313,10 +313,9 @@ def _describe_activations(sparsity: FFNSparsity) -> str:
     most = sparsity.most_experts_per_token
     mean = "" if most is None else f" on average, at most {most},"
     chosen = f"{sparsity.experts_per_token}{mean} of {sparsity.experts} experts"
-    means = ", means of the others added" if sparsity.mean_compensation else ""
     target = sparsity.skipped_energy
     penalty = "" if target is None else f", {target:.0%} of the energy outside asked"
-    how = f"{chosen} by {sparsity.router.name}{skip}{anew}{means}{penalty}"
+    how = f"{chosen} by {sparsity.router.name}{skip}{anew}{penalty}"
     return f"{_name(sparsity.activations)}: {how}"
 
 

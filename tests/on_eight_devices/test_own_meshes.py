@@ -36,7 +36,6 @@ OBSERVING = FFNSparsity(
     weights=NM(2, 4),
     activations=VNM(4, 2, 16),
     router=ActivationEnergy(),
-    mean_compensation=True,
     most_experts_per_token=2,
 )
 DENSE = FFNSparsity()

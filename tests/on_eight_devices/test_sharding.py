@@ -45,7 +45,6 @@ def config_for(text: str, variant: str) -> TrainConfig:
             activations=VNM(4, 2, 32),
             experts_per_token=2,
             router=ActivationEnergy(),
-            mean_compensation=True,
             most_experts_per_token=4,
             skipped_energy=0.05,
         )

@@ -39,9 +39,6 @@ LEAST_STRENGTH = 1e-4
 STRENGTH_FACTOR = 1.2 ** (1 / 50)
 """The factor of an optimiser step by which it grows, or shrinks: 1.2 in fifty."""
 
-MEANS_RATE = 0.05
-"""The share of an optimiser step's mean in the moving average of the skipped means."""
-
 
 class Sample(NamedTuple):
     """Some of the tokens of a call, with all their neurons."""
@@ -64,12 +61,9 @@ class Sample(NamedTuple):
         return jnp.sum(jnp.square(self.a_by_expert), axis=-1)
 
 
-def initial(
-    sparsity: FFNSparsity, d_hidden: int, layers: tuple[int, ...] = ()
-) -> dict[str, Array]:
+def initial(sparsity: FFNSparsity, layers: tuple[int, ...] = ()) -> dict[str, Array]:
     """Returns what is kept before the first step; `layers` are stacked in front."""
     start = {
-        "skipped_means": jnp.zeros((*layers, d_hidden), jnp.float32),
         "energy_threshold": jnp.full(layers, 0.5 / sparsity.experts_per_token),
         "penalty_strength": jnp.full(layers, FIRST_STRENGTH),
     }
@@ -125,8 +119,6 @@ def moved(
         micro-batches.
     """
     after = dict(kept)
-    if "skipped_means" in sparsity.observes:
-        after["skipped_means"] = _moved_means(kept["skipped_means"], sample, share)
     if "energy_threshold" in sparsity.observes:
         used = sample.used.sum(axis=1).mean() / sparsity.experts_per_token
         factor = jnp.exp(THRESHOLD_RATE * share * (used - 1))
@@ -142,30 +134,4 @@ def moved(
         grows = jnp.where(skipped_share > sparsity.skipped_energy, 1.0, -1.0)
         strength = kept["penalty_strength"] * STRENGTH_FACTOR ** (share * grows)
         after["penalty_strength"] = jnp.clip(strength, LEAST_STRENGTH, 1.0)
-    return after
-
-
-def _moved_means(
-    means: Float[Array, " d_hidden"], sample: Sample, share: float
-) -> Float[Array, " d_hidden"]:
-    """Returns the moving average of A over the tokens that skip a neuron. An expert
-    that no token of the sample skips keeps its means."""
-    skips = ~sample.used
-    count = skips.sum(axis=0)
-    total = jnp.where(skips[..., None], sample.a_by_expert, 0).sum(axis=0)
-    mean = total / jnp.maximum(count, 1)[:, None]
-    before = means.reshape(mean.shape)
-    rate = 1 - (1 - MEANS_RATE) ** share
-    after = jnp.where(count[:, None] > 0, before + rate * (mean - before), before)
-    return after.reshape(means.shape)
-
-
-def relabelled(
-    kept: Observed, order: Int[Array, "*layers d_hidden"]
-) -> dict[str, Array]:
-    """Returns what is kept after neuron order[i] has become neuron i."""
-    after = dict(kept)
-    if "skipped_means" in after:
-        means = after["skipped_means"]
-        after["skipped_means"] = jnp.take_along_axis(means, order, axis=-1)
     return after

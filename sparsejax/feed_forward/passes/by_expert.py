@@ -18,8 +18,6 @@ from sparsejax.feed_forward.frame import Execution, Static
 from sparsejax.feed_forward.layout import FFNLayout, gather_experts, own_experts
 from sparsejax.feed_forward.operands.experts import (
     ExpertOperands,
-    mean_contribution,
-    mean_weight_gradient,
 )
 from sparsejax.feed_forward.operands.packed_rows import PackedRows, counted
 from sparsejax.feed_forward.operands.weights import FFNWeights, ReadWeights
@@ -72,29 +70,10 @@ class Residuals(NamedTuple):
     `FFNPlan.keeps_rows_of_x`."""
 
 
-class Kept(NamedTuple):
-    """All that the backward needs besides the weights and X."""
-
-    rows: Residuals | PackedRows | DenseRows
-    skipped_means: jax.Array | None
-    """As in `ExpertOperands`, of this device's neurons."""
-
-
 def forward(
-    static: Static, x: jax.Array, w: ReadWeights, experts: ExpertOperands[jax.Array]
-) -> tuple[jax.Array, Kept]:
-    """Returns Y (tokens, d_model), and what the backward needs."""
-    y, rows = _forward(static, x, w, experts)
-    means = experts.skipped_means
-    if means is not None:
-        y = (y + mean_contribution(means, w.down, rows.routed)).astype(y.dtype)
-    return y, Kept(rows, means)
-
-
-def _forward(
     static: Static, x: jax.Array, w: ReadWeights, operands: ExpertOperands[jax.Array]
 ) -> tuple[jax.Array, Residuals | PackedRows | DenseRows]:
-    """Computes `forward` without what skipped neurons give on average."""
+    """Returns Y (tokens, d_model), and what the backward needs."""
     plan, layout = static.plan, static.layout
     sparsity, expert_index = plan.sparsity, operands.index
     if sparsity.skip_blocks:
@@ -186,30 +165,14 @@ def _down(
 def backward(
     static: Static,
     x: jax.Array | None,
-    kept: Kept,
+    residuals: Residuals | PackedRows | DenseRows,
     w: ReadWeights,
     dy: jax.Array,
     key: jax.Array | None,
 ) -> tuple[jax.Array, FFNWeights]:
     """Returns dX (tokens, d_model), and the gradients of the weights in float32; `x` is
     None where the residuals hold its rows."""
-    dx, dw = _backward(static.plan, x, kept.rows, w, dy, key)
-    means = kept.skipped_means
-    if means is not None:
-        more = mean_weight_gradient(means, dy, kept.rows.routed)
-        dw = dw._replace(down=dw.down + more)
-    return dx, dw
-
-
-def _backward(
-    plan: FFNPlan,
-    x: jax.Array | None,
-    residuals: Residuals | PackedRows | DenseRows,
-    w: ReadWeights,
-    dy: jax.Array,
-    key: jax.Array | None,
-) -> tuple[jax.Array, FFNWeights]:
-    """Computes `backward` without what skipped neurons give on average."""
+    plan = static.plan
     sparsity, activation = plan.sparsity, plan.activation
     routed, by_rows = residuals.routed, plan.sums_over_rows
     # X as GEMM 5 reads it: of the rows or of the tokens.

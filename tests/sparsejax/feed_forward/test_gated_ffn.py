@@ -362,7 +362,6 @@ def test_errors():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"mean_compensation": True}, "observe skipped_means in squared-ReLU FFNs"),
         ({"skipped_energy": 0.05}, "observe penalty_strength in squared-ReLU FFNs"),
         ({"router": "learned"}, "observe what router='learned' learns"),
         (

@@ -415,6 +415,6 @@ def test_what_training_steps_would_observe_is_refused():
     """The model around may call its layers in a loop that drops it."""
     model = Plain(nnx.Rngs(0))
     sparsify(model, [""])
-    observing = replace(BY_EXPERT, mean_compensation=True)
-    with pytest.raises(ValueError, match="another model cannot keep skipped_means"):
+    observing = replace(BY_EXPERT, skipped_energy=0.05)
+    with pytest.raises(ValueError, match="another model cannot keep penalty_strength"):
         switch(model, None, observing)
