@@ -198,7 +198,8 @@ def test_the_layer_packs_for_the_kernel_without_a_dense_copy(calls):
     assert held * 16 == 9 * 2 * D * F * 2
     assert calls.count("compress") == 2
     # Beside it the two weights that GEMMs 2 and 4 read, rounded once.
-    assert {leaf.dtype for leaf in jax.tree.leaves(packed.dense)} == {jnp.bfloat16}
+    copies = jax.tree.leaves(packed.dense)
+    assert [copy.dtype for copy in copies] == 2 * [jnp.bfloat16]
 
 
 # Packings, and products: forward, again for remat, backward.
