@@ -8,11 +8,11 @@ import tempfile
 import jax
 import pytest
 
-from tests.support import gpu_record
+from tests.support.devices import gpu_record
+from tests.support.devices.xla_flags import EIGHT_DEVICES, QUICK_COMPILATION
 from tests.support.micro_run import write_text
 from tests.support.whole_runs import quick_runs
 from tests.support.wide_console import widen
-from tests.support.xla_flags import EIGHT_DEVICES, QUICK_COMPILATION
 
 # XLA reads its flags when JAX is first asked for its devices.
 given_flags = os.environ.get("XLA_FLAGS", "")

@@ -27,8 +27,8 @@ from sparsejax.distributed.processes import join
 from sparsejax.interchange.export import export_huggingface
 from tests.fuzz.__main__ import Options as FuzzOptions
 from tests.fuzz.cases import FAMILIES, run_chunk
-from tests.support.exported_models import MODELS, some_model
-from tests.support.synthetic_runs import ladder, write_comparison
+from tests.support.files.exported_models import MODELS, some_model
+from tests.support.files.synthetic_runs import ladder, write_comparison
 from tests.support.whole_runs import quick_runs
 from tests.support.wide_console import widen
 

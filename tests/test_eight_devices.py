@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.xla_flags import EIGHT_DEVICES
+from tests.support.devices.xla_flags import EIGHT_DEVICES
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "tests" / "on_eight_devices").glob("test_*.py"))

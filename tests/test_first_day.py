@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sparsejax import __version__
 from sparsejax.command import main
-from tests.support.event_files import scalars
+from tests.support.files.event_files import scalars
 from tests.support.whole_runs import quick_runs
 from tests.test_commands import SMALL, Command, as_ci_does, commands_in
 

@@ -6,7 +6,7 @@ from argparse import Namespace
 import jax
 import pytest
 
-from tests.support.gpu_record import (
+from tests.support.devices.gpu_record import (
     append,
     files_with_gpu_tests,
     is_of_whole_files,

@@ -17,7 +17,7 @@ from sparsejax.config import PhaseConfig
 from sparsejax.cost_model import flops_per_token
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.sparsity.patterns import NM
-from tests.support.synthetic_runs import DENSE, Synthetic, write_comparison
+from tests.support.files.synthetic_runs import DENSE, Synthetic, write_comparison
 
 BUDGETS = (100, 300, 1000)
 TWO_FOUR = FFNSparsity(weights=NM(2, 4), activations=NM(2, 4))

@@ -17,7 +17,7 @@ from sparsejax.config import DataConfig, TrainConfig
 from sparsejax.config_file import to_json
 from sparsejax.reports.loss_figure import SHADES
 from sparsejax.reports.records import training_seconds
-from tests.support.synthetic_runs import step_record
+from tests.support.files.synthetic_runs import step_record
 
 
 def test_seconds_are_those_of_the_steps_and_gaps_take_the_rate_of_their_phase():

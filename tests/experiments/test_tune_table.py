@@ -11,7 +11,7 @@ from pallas_kernels import tuning, tuning_cache
 from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.ops.kernels.hopper_shapes import tuned_gemm
 from sparsejax.tuning import tune
-from tests.support import hopper
+from tests.support.devices import hopper
 
 GEMMS = [
     TunedGemm(tokens=tokens, d_in=64, d_out=64) for tokens in (32, 64, 128, 256, 512)

@@ -23,8 +23,8 @@ from sparsejax.config_file import read_config
 from sparsejax.reports import metrics
 from sparsejax.reports.metrics import DensePeak
 from sparsejax.training.step import Run
+from tests.support.devices.xla_flags import QUICK_COMPILATION
 from tests.support.micro_run import arrays_of, read_records, without_speed
-from tests.support.xla_flags import QUICK_COMPILATION
 
 LIMIT_SECONDS = 120
 """For what takes a few seconds on an idle machine."""

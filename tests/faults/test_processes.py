@@ -8,13 +8,13 @@ import pytest
 
 from sparsejax.checkpoints.checkpoint import Checkpoints
 from tests.faults.runs import assert_ended_alike, finish, has_trained, start_pair
+from tests.support.devices.xla_flags import QUICK_COMPILATION
 from tests.support.micro_run import (
     arguments_of,
     micro_config,
     read_records,
     write_text,
 )
-from tests.support.xla_flags import QUICK_COMPILATION
 
 TWO_DEVICES = {
     "XLA_FLAGS": f"{QUICK_COMPILATION} --xla_force_host_platform_device_count=2"

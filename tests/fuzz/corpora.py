@@ -16,7 +16,7 @@ from sparsejax.data.batches import train_batches, validation_batches
 from sparsejax.data.corpus import Corpus, load_corpus, unigram_loss
 from tests.fuzz.judge import judging, require
 from tests.fuzz.mutations import damaged, one_of
-from tests.support.tokenizer_file import write_tokenizer
+from tests.support.files.tokenizer_file import write_tokenizer
 
 NAMES = (
     "a.txt",

@@ -14,7 +14,7 @@ from sparsejax.data import shards as shards_module
 from tests.fuzz.corpora import check_batches, check_sides, expected_sides
 from tests.fuzz.judge import clear_error, judging, require
 from tests.fuzz.mutations import damaged, one_of
-from tests.support.shard_files import CONVENTIONS, header, write_shard
+from tests.support.files.shard_files import CONVENTIONS, header, write_shard
 
 STEMS = ("a", "b", "train_0", "val_0", "sub/valid", "test", ".hidden", "b [1]", "ü")
 MAGICS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}

@@ -19,8 +19,8 @@ from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.ops.fp8_matmul import FORWARD, quantise
 from sparsejax.routing.routers import ActivationEnergy, NearestCentre
 from sparsejax.sparsity.patterns import NM, VNM
-from tests.support import hopper
-from tests.support.ffn_cases import (
+from tests.support.devices import hopper
+from tests.support.oracles.ffn_cases import (
     D_HIDDEN,
     D_MODEL,
     all_sparsities,

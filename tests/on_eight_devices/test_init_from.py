@@ -13,7 +13,7 @@ from sparsejax.interchange.pretrained import Pretrained
 from sparsejax.models.transformer import Transformer
 from sparsejax.training.resume import state_with
 from sparsejax.training.step import Run
-from tests.support.exported_models import some_model
+from tests.support.files.exported_models import some_model
 from tests.support.micro_run import arrays_of, micro_config, with_phases
 
 

@@ -18,7 +18,7 @@ from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.routing.routers import ActivationEnergy, TokenHash
 from sparsejax.sparsity.packed import Packed
 from sparsejax.sparsity.patterns import NM, VNM
-from tests.support import hopper
+from tests.support.devices import hopper
 
 TOKENS, D_MODEL, D_HIDDEN = 32, 64, 1024
 MESHES = {"data": (8, 1, 1), "fsdp": (1, 8, 1), "tensor": (1, 1, 8), "all": (2, 2, 2)}

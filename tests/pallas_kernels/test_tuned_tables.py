@@ -18,7 +18,7 @@ from pallas_kernels.sm90.sparse_matmul_configs import (
     why_invalid,
 )
 from pallas_kernels.tuned_gemm import TunedGemm
-from tests.support import hopper
+from tests.support.devices import hopper
 
 pytestmark = pytest.mark.usefixtures("no_tables")
 GPU = hopper.H200

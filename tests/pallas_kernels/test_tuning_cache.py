@@ -11,8 +11,8 @@ import pytest
 
 from pallas_kernels import tuning, tuning_cache
 from pallas_kernels.tuned_gemm import TunedGemm
-from tests.support import hopper
-from tests.support.hopper import timed
+from tests.support.devices import hopper
+from tests.support.devices.hopper import timed
 
 pytestmark = pytest.mark.usefixtures("no_tables")
 GPU = hopper.H200

@@ -4,7 +4,7 @@ import pytest
 
 from pallas_kernels import tuning
 from sparsejax.training import train
-from tests.support import hopper
+from tests.support.devices import hopper
 from tests.support.whole_runs import quick_runs, shared_run, undisturbed
 
 

@@ -13,7 +13,7 @@ from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.feed_forward.spec import FFNSpec
 from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import NM, VNM
-from tests.support import hopper
+from tests.support.devices import hopper
 
 FLOAT8 = "float8_e4m3fn"
 TWO_FOUR = FFNSparsity(

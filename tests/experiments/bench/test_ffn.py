@@ -14,7 +14,7 @@ from sparsejax.config import RecipeConfig
 from sparsejax.sparsity.patterns import NM
 from sparsejax.training.train import train
 from sparsejax.tuning.timing import Timing, over_alone, time_interleaved
-from tests.support import hopper
+from tests.support.devices import hopper
 from tests.support.micro_run import micro_config
 from tests.support.whole_runs import quick_runs
 

@@ -18,7 +18,7 @@ from sparsejax.ops import grouped_loops, grouped_matmul
 from sparsejax.ops.kernels.hopper_shapes import tuned_gemm
 from sparsejax.sparsity.patterns import NM
 from sparsejax.tuning import ffn_gemms
-from tests.support import hopper
+from tests.support.devices import hopper
 
 MATRIX = gemm.Config(shapes=("32,64,64",), rounds=1, results=None)
 EXPERTS = gemm.Config(case="experts", shapes=("512,64,256,2",), rounds=2, results=None)

@@ -15,7 +15,7 @@ from sparsejax.cost_model import parameter_count
 from sparsejax.feed_forward.sparsity import DENSE
 from sparsejax.presets import PRESETS
 from sparsejax.training.recipe import Phase
-from tests.support import hopper
+from tests.support.devices import hopper
 
 pytestmark = pytest.mark.usefixtures("quick")
 

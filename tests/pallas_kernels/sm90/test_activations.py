@@ -17,8 +17,8 @@ from sparsejax.sparsity.compressed import compress, decompress
 from sparsejax.sparsity.masks import magnitude_mask, nm_mask
 from sparsejax.sparsity.packed import Packed, pack, unpack
 from sparsejax.sparsity.patterns import NM
-from tests.support.emitted import grid, modules
-from tests.support.lanes import Memory, emulated, lanes
+from tests.support.devices.emitted import grid, modules
+from tests.support.devices.lanes import Memory, emulated, lanes
 
 TOKENS = [1, 100]
 FEATURES = 128

@@ -17,8 +17,8 @@ from pallas_kernels.sm90.dense_over_rows import (
 from pallas_kernels.sm90.gemm.dense_kernel import Config
 from pallas_kernels.sm90.gemm.split_k import RowParts
 from pallas_kernels.sm90.sparse_matmul_configs import SHARED_MEMORY_BYTES
-from tests.support.expert_groups import GROUP_TILE, UNUSED
-from tests.support.expert_groups import GROUPS as THREE
+from tests.support.oracles.expert_groups import GROUP_TILE, UNUSED
+from tests.support.oracles.expert_groups import GROUPS as THREE
 
 MULTIPROCESSORS = 132
 GROUPS = {**THREE, "sixteen": [1, 0, 2, 1] * 4}

@@ -17,7 +17,7 @@ from pallas_kernels.sm90.dense_rows import (
     why_unsupported,
 )
 from pallas_kernels.sm90.gemm.dense_kernel import Config
-from tests.support.expert_groups import GROUP_TILE, GROUPS, UNUSED
+from tests.support.oracles.expert_groups import GROUP_TILE, GROUPS, UNUSED
 
 MULTIPROCESSORS = 132
 CONFIGS = [

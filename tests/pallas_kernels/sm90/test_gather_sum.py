@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.sm90 import gather_sum
-from tests.support.lanes import Memory, emulated, lanes
+from tests.support.devices.lanes import Memory, emulated, lanes
 
 SHAPES = [  # rows, d, rows of the result, choices
     (40, 64, 70, 1),

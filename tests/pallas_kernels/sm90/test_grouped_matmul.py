@@ -25,7 +25,7 @@ from pallas_kernels.tuning import candidates
 from sparsejax.sparsity.compressed import compress, decompress
 from sparsejax.sparsity.masks import magnitude_mask
 from sparsejax.sparsity.packed import pack, unpack
-from tests.support.expert_groups import GROUP_TILE, GROUPS, UNUSED
+from tests.support.oracles.expert_groups import GROUP_TILE, GROUPS, UNUSED
 
 MULTIPROCESSORS = 132
 sparse_rows, sparse_weights, sparse_over_rows = (

@@ -29,7 +29,7 @@ from tests.pallas_kernels.sm90.test_activations import (
     same,
     unpacked,
 )
-from tests.support.lanes import Memory, emulated, lanes
+from tests.support.devices.lanes import Memory, emulated, lanes
 
 FEATURES, MULTIPROCESSORS = 128, 132
 keep_features, backward, sparse_matmul, sparse_weights = (

@@ -11,7 +11,7 @@ from pallas_kernels.sm90 import prune_weight
 from sparsejax.sparsity.compressed import compress
 from sparsejax.sparsity.masks import magnitude_mask, soft_threshold
 from sparsejax.sparsity.packed import pack
-from tests.support.lanes import Memory, emulated, lanes
+from tests.support.devices.lanes import Memory, emulated, lanes
 
 SHAPES = [(1, 64, 64), (2, 192, 128)]  # layers, rows, k
 

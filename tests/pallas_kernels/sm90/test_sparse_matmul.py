@@ -21,7 +21,7 @@ from pallas_kernels.sm90.sparse_matmul_configs import (
 )
 from sparsejax.sparsity.compressed import compress, decompress
 from sparsejax.sparsity.packed import pack
-from tests.support.emitted import modules
+from tests.support.devices.emitted import modules
 
 MULTIPROCESSORS = 132
 ORDERS = [(True, True), (True, False), (False, True), (False, False)]

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 from sparsejax.checkpoints import checkpoint
 from sparsejax.checkpoints.checkpoint import Checkpoints
-from tests.support.saved_states import assert_same, bits, save_steps, state_of
+from tests.support.files.saved_states import assert_same, bits, save_steps, state_of
 
 
 class Moments(NamedTuple):
@@ -148,7 +148,7 @@ KILLED = """
 import os, signal, sys
 import jax.numpy as jnp
 from sparsejax.checkpoints.checkpoint import Checkpoints
-from tests.support.saved_states import assert_same, bits, save_steps, state_of
+from tests.support.files.saved_states import assert_same, bits, save_steps, state_of
 
 def die(*args, **options):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -186,7 +186,7 @@ import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from sparsejax.checkpoints.checkpoint import Checkpoints
-from tests.support.saved_states import assert_same, bits, save_steps, state_of
+from tests.support.files.saved_states import assert_same, bits, save_steps, state_of
 
 def place(mesh, axes):
     return NamedSharding(mesh, P(*axes))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sparsejax.checkpoints.checkpoint import Checkpoints
-from tests.support.saved_states import assert_same, save_steps, state_of
+from tests.support.files.saved_states import assert_same, save_steps, state_of
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from sparsejax.checkpoints.checkpoint import Checkpoints
-from tests.support.saved_states import assert_same, save_steps, state_of
+from tests.support.files.saved_states import assert_same, save_steps, state_of
 
 
 def test_the_newest_and_the_permanent_stay(tmp_path):

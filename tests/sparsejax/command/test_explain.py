@@ -1,7 +1,7 @@
 """`sparsejax explain` on devices that need not be here."""
 
 from sparsejax.command import main
-from tests.support import accelerators
+from tests.support.devices import accelerators
 
 H100 = "NVIDIA H100 80GB HBM3"
 SIZES = "--tokens 16384 --d-model 4096 --d-hidden 16384".split()

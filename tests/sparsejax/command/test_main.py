@@ -11,8 +11,8 @@ from pathlib import Path
 import sparsejax.command
 from sparsejax.command import main
 from sparsejax.reports.provenance import commit
-from tests.support import llama_oracle
-from tests.support.exported_models import TOKENS
+from tests.support.files.exported_models import TOKENS
+from tests.support.oracles import llama_oracle
 
 
 def test_help_lists_every_command(capsys):

@@ -11,13 +11,13 @@ from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.command import train
 from sparsejax.launch import job
 from tests.support.commands import run_train
+from tests.support.files.shard_files import write_shard
+from tests.support.files.tokenizer_file import write_tokenizer
 from tests.support.micro_run import (
     arguments_of,
     micro_config,
     stopped_run,
 )
-from tests.support.shard_files import write_shard
-from tests.support.tokenizer_file import write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick")
 

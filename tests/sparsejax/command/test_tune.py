@@ -4,7 +4,7 @@ from sparsejax.command import main
 from sparsejax.ops.gemm_spec import GemmSpec
 from sparsejax.presets import PRESETS
 from sparsejax.tuning import tune
-from tests.support import hopper
+from tests.support.devices import hopper
 
 PRESET = "--preset wide-200m --mesh.data 1".split()
 

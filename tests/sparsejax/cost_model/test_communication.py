@@ -21,7 +21,7 @@ from sparsejax.feed_forward.layout import FFNLayout
 from sparsejax.feed_forward.operands.weights import pack_ffn
 from sparsejax.feed_forward.sparsity import DENSE
 from sparsejax.models.transformer import rematerialise
-from tests.support.cost_cases import CUBE, LLAMA_1B, SPLIT, WEIGHTS
+from tests.support.oracles.cost_cases import CUBE, LLAMA_1B, SPLIT, WEIGHTS
 
 
 @pytest.mark.parametrize(

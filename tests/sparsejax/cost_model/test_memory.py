@@ -17,7 +17,7 @@ from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.transformer import Transformer
 from sparsejax.sparsity.patterns import VNM
-from tests.support.cost_cases import CUBE, LLAMA_1B, MASKS, SPLIT, TINY, WEIGHTS
+from tests.support.oracles.cost_cases import CUBE, LLAMA_1B, MASKS, SPLIT, TINY, WEIGHTS
 
 
 @pytest.mark.parametrize(

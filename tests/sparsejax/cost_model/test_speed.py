@@ -20,7 +20,7 @@ from sparsejax.cost_model import (
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.transformer import Transformer
 from sparsejax.sparsity.patterns import NM, VNM
-from tests.support.cost_cases import BLOCKS, LLAMA_1B, MASKS, TINY
+from tests.support.oracles.cost_cases import BLOCKS, LLAMA_1B, MASKS, TINY
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sparsejax.config import DataConfig
 from sparsejax.data.batches import train_batches, validation_batches
 from sparsejax.data.corpus import Corpus, load_corpus
-from tests.support.shard_files import write_shard
+from tests.support.files.shard_files import write_shard
 
 
 def corpus_of(*train, validation=((0,),)) -> Corpus:

@@ -11,9 +11,9 @@ from sparsejax.config import DataConfig
 from sparsejax.data import corpus as corpus_module
 from sparsejax.data.corpus import Corpus, load_corpus, unigram_loss
 from sparsejax.data.tokenizers import ByteTokenizer, load_tokenizer
-from tests.support.corpus_sides import only, side, write_files
-from tests.support.shard_files import write_shard
-from tests.support.tokenizer_file import write_tokenizer
+from tests.support.files.corpus_sides import only, side, write_files
+from tests.support.files.shard_files import write_shard
+from tests.support.files.tokenizer_file import write_tokenizer
 
 
 @pytest.fixture

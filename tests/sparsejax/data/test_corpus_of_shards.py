@@ -13,9 +13,9 @@ from sparsejax.config import DataConfig
 from sparsejax.data import corpus as corpus_module
 from sparsejax.data.corpus import Corpus, load_corpus
 from sparsejax.data.tokenizers import load_tokenizer
-from tests.support.corpus_sides import only, side, write_files
-from tests.support.shard_files import CONVENTIONS, write_shard
-from tests.support.tokenizer_file import write_tokenizer
+from tests.support.files.corpus_sides import only, side, write_files
+from tests.support.files.shard_files import CONVENTIONS, write_shard
+from tests.support.files.tokenizer_file import write_tokenizer
 
 
 def load_shards(folder: Path, *, vocab_size: int = 50_304, **settings) -> Corpus:

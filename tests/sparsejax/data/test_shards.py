@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sparsejax.data.shards import open_shard
-from tests.support.shard_files import CONVENTIONS, header, write_shard
+from tests.support.files.shard_files import CONVENTIONS, header, write_shard
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsejax.data.tokenizers import ByteTokenizer, load_tokenizer
-from tests.support.tokenizer_file import write_tokenizer
+from tests.support.files.tokenizer_file import write_tokenizer
 
 
 @pytest.fixture

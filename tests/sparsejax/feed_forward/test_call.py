@@ -6,7 +6,7 @@ import pytest
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.sparsity.patterns import VNM
-from tests.support.ffn_cases import (
+from tests.support.oracles.ffn_cases import (
     TOKENS,
     TWO_FOUR,
     make_inputs,

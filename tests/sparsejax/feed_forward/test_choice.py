@@ -23,7 +23,7 @@ from sparsejax.feed_forward.spec import FFNSpec
 from sparsejax.ops.backend import Decision
 from sparsejax.ops.gemm_spec import Times
 from sparsejax.sparsity.patterns import NM, VNM
-from tests.support import hopper
+from tests.support.devices import hopper
 
 TWO_FOUR = NM(2, 4)
 ALL_SIX = FFNSparsity(

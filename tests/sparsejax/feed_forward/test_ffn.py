@@ -23,7 +23,7 @@ from sparsejax.routing.routers import (
     TokenHash,
 )
 from sparsejax.sparsity.patterns import VNM
-from tests.support.ffn_cases import (
+from tests.support.oracles.ffn_cases import (
     D_HIDDEN,
     D_MODEL,
     SCALES,
@@ -38,7 +38,7 @@ from tests.support.ffn_cases import (
     representative_sparsities,
     value_and_gradients,
 )
-from tests.support.ffn_oracle import (
+from tests.support.oracles.ffn_oracle import (
     cluster_mask,
     heaviest_experts,
     soft_threshold,

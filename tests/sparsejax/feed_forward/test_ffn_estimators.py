@@ -9,7 +9,7 @@ from jax import lax
 
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.sparsity.patterns import VNM
-from tests.support.ffn_cases import (
+from tests.support.oracles.ffn_cases import (
     D_HIDDEN,
     jitted,
     make_experts,
@@ -17,7 +17,7 @@ from tests.support.ffn_cases import (
     name_of,
     value_and_gradients,
 )
-from tests.support.ffn_oracle import (
+from tests.support.oracles.ffn_oracle import (
     cluster_mask,
     two_of_four,
 )

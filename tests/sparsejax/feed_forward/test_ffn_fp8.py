@@ -12,8 +12,8 @@ from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.feed_forward.spec import FFNSpec
 from sparsejax.ops.fp8_matmul import FORWARD, GRADIENT
 from sparsejax.sparsity.patterns import NM
-from tests.support.fp8_oracle import rounded
-from tests.support.hopper import A100, H200
+from tests.support.devices.hopper import A100, H200
+from tests.support.oracles.fp8_oracle import rounded
 
 TOKENS, D_MODEL, D_HIDDEN = 24, 16, 40
 

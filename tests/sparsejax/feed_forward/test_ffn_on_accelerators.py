@@ -19,9 +19,9 @@ from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.feed_forward.spec import FFNSpec
 from sparsejax.routing.routers import ActivationEnergy, TokenHash
 from sparsejax.sparsity.patterns import NM, VNM
-from tests.support import accelerators, hopper
-from tests.support.accelerators import A100, B200, TPU, TRITON
-from tests.support.ffn_cases import (
+from tests.support.devices import accelerators, hopper
+from tests.support.devices.accelerators import A100, B200, TPU, TRITON
+from tests.support.oracles.ffn_cases import (
     all_sparsities,
     make_experts,
     make_inputs,

@@ -22,7 +22,7 @@ from sparsejax.ops.sparse_matmul import explain_sparse_matmul, sparse_matmul
 from sparsejax.sparsity.compressed import Compressed
 from sparsejax.sparsity.packed import Packed
 from sparsejax.sparsity.patterns import NM, VNM
-from tests.support import hopper
+from tests.support.devices import hopper
 
 D, F, T = 64, 128, 24
 WEIGHTS = FFNSparsity(weights=NM(2, 4))

@@ -17,7 +17,7 @@ from sparsejax.feed_forward.operands.token_sparsity import fixed_token_order
 from sparsejax.feed_forward.operands.weights import pack_ffn
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.sparsity.patterns import TWO_FOUR, VNM
-from tests.support.ffn_oracle import (
+from tests.support.oracles.ffn_oracle import (
     along_tokens,
     cluster_mask,
     soft_threshold,

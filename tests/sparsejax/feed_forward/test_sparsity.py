@@ -6,7 +6,7 @@ from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.feed_forward.spec import FFNSpec
 from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import NM, VNM
-from tests.support.ffn_cases import TWO_FOUR
+from tests.support.oracles.ffn_cases import TWO_FOUR
 
 VENOM = VNM(8, 2, 16)
 

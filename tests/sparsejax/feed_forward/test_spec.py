@@ -11,8 +11,8 @@ from sparsejax.feed_forward.gated_ffn import GatedFFNSpec, gated_ffn
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.feed_forward.spec import FFNSpec
 from sparsejax.sparsity.patterns import VNM
-from tests.support import hopper
-from tests.support.ffn_cases import TWO_FOUR, all_sparsities, name_of
+from tests.support.devices import hopper
+from tests.support.oracles.ffn_cases import TWO_FOUR, all_sparsities, name_of
 
 VENOM = VNM(8, 2, 16)
 

@@ -18,10 +18,16 @@ from sparsejax.interchange.model_card import model_card
 from sparsejax.sparsity.patterns import NM
 from sparsejax.training.recipe import phases
 from sparsejax.training.trained_model import TrainedModel, load_trained_model
-from tests.support import llama_oracle
-from tests.support.exported_models import MODELS, SMALL, TOKENS, logits_of, some_model
+from tests.support.files.exported_models import (
+    MODELS,
+    SMALL,
+    TOKENS,
+    logits_of,
+    some_model,
+)
+from tests.support.files.tokenizer_file import write_tokenizer
 from tests.support.micro_run import micro_config, read_records
-from tests.support.tokenizer_file import write_tokenizer
+from tests.support.oracles import llama_oracle
 
 LENGTH = 16
 # float32 against float64: logits of order one, a few roundings of 6e-8 a layer

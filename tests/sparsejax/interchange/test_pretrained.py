@@ -13,8 +13,8 @@ from sparsejax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from sparsejax.interchange import tensors
 from sparsejax.interchange.export import export_huggingface
 from sparsejax.interchange.pretrained import Pretrained
-from tests.support.exported_models import MODELS, SMALL, some_model
-from tests.support.tokenizer_file import write_tokenizer
+from tests.support.files.exported_models import MODELS, SMALL, some_model
+from tests.support.files.tokenizer_file import write_tokenizer
 
 
 def exported(folder: Path, config=SMALL, **changes) -> Path:

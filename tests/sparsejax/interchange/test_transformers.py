@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sparsejax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from sparsejax.interchange.export import export_huggingface
 from sparsejax.interchange.pretrained import Pretrained
-from tests.support.exported_models import (
+from tests.support.files.exported_models import (
     CLASSES,
     MODELS,
     SMALL,
@@ -25,7 +25,7 @@ from tests.support.exported_models import (
     logits_of,
     some_model,
 )
-from tests.support.tokenizer_file import write_tokenizer
+from tests.support.files.tokenizer_file import write_tokenizer
 
 TEXTS = ["", "the sparse tensor core", " é\n\t 🙂 <s> the\r\n", "don't  stop\x00"]
 

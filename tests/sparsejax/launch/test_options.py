@@ -13,7 +13,7 @@ from sparsejax.launch import job
 from sparsejax.presets import PRESETS
 from sparsejax.sparsity.patterns import VNM
 from tests.support.commands import run_train
-from tests.support.exported_models import MODELS, some_model
+from tests.support.files.exported_models import MODELS, some_model
 from tests.support.micro_run import (
     arguments_of,
     micro_config,

@@ -16,7 +16,7 @@ from sparsejax.models.attention import (
 )
 from sparsejax.ops.fp8_matmul import FORWARD
 from sparsejax.sparsity.patterns import BlockDiagonal
-from tests.support.fp8_oracle import rounded
+from tests.support.oracles.fp8_oracle import rounded
 
 D, F = 16, 64
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.generation import empty_cache, generate, nucleus
 from sparsejax.sparsity.patterns import NM, VNM
-from tests.support.exported_models import MODELS, SMALL, some_model
+from tests.support.files.exported_models import MODELS, SMALL, some_model
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6]]
 LENGTH = 6

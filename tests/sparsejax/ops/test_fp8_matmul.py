@@ -20,8 +20,8 @@ from sparsejax.ops.fp8_matmul import (
     quantise_weight,
     why_no_tensor_cores,
 )
-from tests.support.fp8_oracle import DTYPES, rounded
-from tests.support.hopper import A100, H200, see_device
+from tests.support.devices.hopper import A100, H200, see_device
+from tests.support.oracles.fp8_oracle import DTYPES, rounded
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:

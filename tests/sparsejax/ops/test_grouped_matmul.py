@@ -13,7 +13,7 @@ from jax.test_util import check_grads
 
 from sparsejax.ops import grouped_loops
 from sparsejax.ops.grouped_matmul import grouped_matmul, grouped_outer
-from tests.support import hopper
+from tests.support.devices import hopper
 
 EXPERTS, TILES, K, N = 3, 7, 5, 6
 

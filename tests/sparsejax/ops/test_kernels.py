@@ -21,7 +21,7 @@ from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.compressed import compress
 from sparsejax.sparsity.packed import WGMMA_ORDER, pack, unpack
 from sparsejax.sparsity.patterns import NM, VNM
-from tests.support import hopper
+from tests.support.devices import hopper
 
 TWO_FOUR = NM(2, 4)
 ALL_SIX = FFNSparsity(

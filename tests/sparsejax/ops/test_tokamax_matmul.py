@@ -17,8 +17,8 @@ from sparsejax.ops.grouped_matmul import (
     implementations,
     outer_implementations,
 )
-from tests.support import accelerators, hopper
-from tests.support.accelerators import A100, B200, TPU, TRITON
+from tests.support.devices import accelerators, hopper
+from tests.support.devices.accelerators import A100, B200, TPU, TRITON
 
 ROWS = GemmSpec(
     name="rows @ weights[expert]",

@@ -8,7 +8,7 @@ import pytest
 from sparsejax.data.held_out import every_window
 from sparsejax.data.tokenizers import ByteTokenizer
 from sparsejax.reports.evaluation import evaluate
-from tests.support.exported_models import MODELS, some_model
+from tests.support.files.exported_models import MODELS, some_model
 
 LENGTH = 7
 

@@ -11,9 +11,9 @@ from sparsejax.command import main
 from sparsejax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from sparsejax.interchange.export import export_huggingface
 from sparsejax.models.generation import generate
-from tests.support import llama_oracle
-from tests.support.exported_models import MODELS, some_model
-from tests.support.tokenizer_file import write_tokenizer
+from tests.support.files.exported_models import MODELS, some_model
+from tests.support.files.tokenizer_file import write_tokenizer
+from tests.support.oracles import llama_oracle
 
 LENGTH = 40
 MODEL = some_model(MODELS["reglu2"])

@@ -11,7 +11,7 @@ import numpy as np
 
 from sparsejax.reports.loss_figure import SHADES, plot_run
 from sparsejax.reports.records import training_seconds
-from tests.support.synthetic_runs import step_record
+from tests.support.files.synthetic_runs import step_record
 
 START = {"event": "start", "step": 0, "phase": 0, "kind": "warm-up"}
 

@@ -5,8 +5,8 @@ import pytest
 
 from sparsejax.interchange.export import export_huggingface
 from sparsejax.reports.scoring import padded_length, score_continuations
-from tests.support import llama_oracle
-from tests.support.exported_models import MODELS, some_model
+from tests.support.files.exported_models import MODELS, some_model
+from tests.support.oracles import llama_oracle
 
 LENGTH = 40
 

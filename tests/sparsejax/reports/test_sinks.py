@@ -15,7 +15,7 @@ from sparsejax.reports import sinks
 from sparsejax.reports.records import read_metrics
 from sparsejax.reports.sinks import SinkFailed, identity, numbers_of, opened
 from tests.support.commands import run_train
-from tests.support.event_files import scalars
+from tests.support.files.event_files import scalars
 from tests.support.micro_run import arguments_of, micro_config
 
 pytestmark = pytest.mark.usefixtures("quick")

@@ -22,8 +22,8 @@ from sparsejax.reports import metrics
 from sparsejax.sparsity.patterns import NM
 from sparsejax.terminal import console, printed_plan
 from sparsejax.training.recipe import phases
-from tests.support import hopper
 from tests.support.commands import run_train
+from tests.support.devices import hopper
 from tests.support.micro_run import micro_config
 
 pytestmark = pytest.mark.usefixtures("quick")

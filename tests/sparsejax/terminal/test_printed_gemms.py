@@ -6,8 +6,8 @@ from pallas_kernels import tuning
 from pallas_kernels.device import CPU, Device
 from sparsejax.cost_model import parameter_count
 from sparsejax.presets import PRESETS
-from tests.support import accelerators, hopper
 from tests.support.commands import run_train
+from tests.support.devices import accelerators, hopper
 
 pytestmark = pytest.mark.usefixtures("quick")
 

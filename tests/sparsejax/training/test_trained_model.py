@@ -7,7 +7,7 @@ from flax import nnx
 
 from sparsejax.models.transformer import cross_entropy
 from sparsejax.training.trained_model import as_dense, load_trained_model
-from tests.support.exported_models import TOKENS, logits_of
+from tests.support.files.exported_models import TOKENS, logits_of
 from tests.support.micro_run import micro_config, read_records
 from tests.support.whole_runs import shared_run
 

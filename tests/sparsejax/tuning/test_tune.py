@@ -18,7 +18,7 @@ from sparsejax.presets import PRESETS
 from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import NM, VNM
 from sparsejax.tuning import ffn_gemms, tune
-from tests.support import hopper
+from tests.support.devices import hopper
 
 TWO_FOUR = NM(2, 4)
 ALL_SIX = FFNSparsity(

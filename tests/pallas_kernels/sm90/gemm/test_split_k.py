@@ -12,7 +12,7 @@ from pallas_kernels.sm90.gemm import split_k
 from pallas_kernels.sm90.gemm.split_k import OrderedReduction, RowParts
 from pallas_kernels.sm90.gemm.tile_scheduler import OverTokensOfExpert, Tiling
 from pallas_kernels.sm90.grouped_matmul import sparse_over_rows
-from tests.support.emitted import modules
+from tests.support.devices.emitted import modules
 
 MULTIPROCESSORS, GROUP_TILE = 132, 128
 FENCE = "#nvvm.proxy_kind<async.global>"

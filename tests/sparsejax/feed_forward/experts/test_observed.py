@@ -16,9 +16,9 @@ from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import NM, VNM
 from sparsejax.training.micro_batches import loss_and_gradient
 from sparsejax.training.step import Run
-from tests.support import hopper
-from tests.support.ffn_cases import make_inputs
+from tests.support.devices import hopper
 from tests.support.micro_run import assert_same_bits, micro_config
+from tests.support.oracles.ffn_cases import make_inputs
 from tests.support.whole_runs import kills_at_switches, trained_through_kills
 
 OBSERVED = FFNSparsity(

@@ -23,7 +23,7 @@ from sparsejax.feed_forward.spec import FFNSpec
 from sparsejax.ops.sparse_matmul import sparse_matmul
 from sparsejax.sparsity.packed import Packed, pack
 from sparsejax.sparsity.patterns import NM
-from tests.support import hopper
+from tests.support.devices import hopper
 
 TWO_FOUR = NM(2, 4)
 ACTIVATIONS = FFNSparsity(activations=TWO_FOUR)

@@ -23,7 +23,7 @@ from tests.sparsejax.feed_forward.operands.test_packed_activations import (
     operands,
     whole_numbers,
 )
-from tests.support import hopper
+from tests.support.devices import hopper
 
 TWO_FOUR = NM(2, 4)
 VENOM = FFNSparsity(

@@ -12,7 +12,7 @@ from sparsejax.feed_forward.operands.weights import pack_ffn
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.sparsity.compressed import decompress
 from sparsejax.sparsity.patterns import NM
-from tests.support.ffn_cases import (
+from tests.support.oracles.ffn_cases import (
     SCALES,
     TWO_FOUR,
     jitted,
@@ -22,7 +22,7 @@ from tests.support.ffn_cases import (
     oracle,
     representative_sparsities,
 )
-from tests.support.ffn_oracle import soft_threshold
+from tests.support.oracles.ffn_oracle import soft_threshold
 
 # one compilation instead of one for each of its operations
 jitted_pack = jax.jit(pack_ffn, static_argnames=("sparsity", "dtype"))

@@ -12,7 +12,7 @@ from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import VNM
-from tests.support.ffn_cases import (
+from tests.support.oracles.ffn_cases import (
     D_HIDDEN,
     SCALES,
     TOKENS,
@@ -23,7 +23,7 @@ from tests.support.ffn_cases import (
     oracle,
     value_and_gradients,
 )
-from tests.support.ffn_oracle import soft_threshold
+from tests.support.oracles.ffn_oracle import soft_threshold
 
 # rounding of float64, as in test_ffn
 TOLERANCE = 1e-11

@@ -25,7 +25,7 @@ from tests.sparsejax.feed_forward.operands.test_packed_rows import (
     spec,
     step,
 )
-from tests.support import hopper
+from tests.support.devices import hopper
 
 D, F = 128, 512
 SKIPPED = FFNSparsity(

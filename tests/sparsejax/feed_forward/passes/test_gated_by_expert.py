@@ -23,7 +23,7 @@ from tests.sparsejax.feed_forward.test_gated_ffn import (
     make_inputs,
     value_and_gradients,
 )
-from tests.support import hopper
+from tests.support.devices import hopper
 
 EXPERTS, D_HIDDEN = 4, 64
 INSIDE = FFNSparsity(activations=VNM(4, 4, 16))

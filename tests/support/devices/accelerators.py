@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.device import Device
 from sparsejax.ops import tokamax_matmul
-from tests.support import hopper
+from tests.support.devices import hopper
 
 A100 = hopper.A100
 B200 = Device.named("NVIDIA B200")

@@ -9,7 +9,7 @@ from sparsejax.config import ModelConfig
 from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import VNM
 from sparsejax.training.step import Run
-from tests.support import accelerators
+from tests.support.devices import accelerators
 from tests.support.micro_run import micro_config, with_phases, write_text
 
 

@@ -17,7 +17,7 @@ from sparsejax.routing.routers import (
     TokenHash,
 )
 from sparsejax.sparsity.patterns import NM, VNM
-from tests.support.ffn_oracle import ffn_oracle
+from tests.support.oracles.ffn_oracle import ffn_oracle
 
 TOKENS, D_MODEL, D_HIDDEN = 37, 8, 128
 TWO_FOUR = NM(2, 4)

@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RECORD = ROOT / "experiments" / "results" / "gpu_tests.jsonl"
 MARK = "pytest.mark.gpu"
 
