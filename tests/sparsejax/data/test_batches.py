@@ -152,7 +152,7 @@ def test_a_reader_touches_its_own_windows_only():
 def test_a_saved_state_continues_bit_for_bit_with_any_readers(
     taken, more, past, readers
 ):
-    corpus = corpus_of(np.arange(20 * 3 + 1))  # 20 windows: several epochs are seen
+    corpus = corpus_of(np.arange(60 * 3 + 1))  # 60 windows: several epochs are seen
     config = DataConfig(sequence_length=3, seed=11)
 
     def fresh(rows):

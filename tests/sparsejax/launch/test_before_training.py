@@ -5,15 +5,17 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from sparsejax.command.train import read_options
 from sparsejax.config import RecipeConfig
-from sparsejax.distributed.own_process import Terminated
+from sparsejax.distributed.own_process import Terminated, in_own_process
 from sparsejax.launch import before_training
 from sparsejax.presets import PRESETS
+from sparsejax.reports import step_times
 from sparsejax.reports.step_times import PhaseTime, StepTimes
 from tests.support.commands import run_train
 from tests.support.micro_run import arguments_of, micro_config, read_records
@@ -101,11 +103,19 @@ def test_what_has_nothing_to_time_is_not_timed(changes, why, on_a_gpu, tmp_path)
     assert before_training.why_untimed(config, tmp_path) is not None
 
 
+def timed_briefly(function, *arguments):
+    """`function`, in the process that times: no test reads how steady its times are."""
+    step_times.WARM_SECONDS = step_times.ROUND_SECONDS = 0.05
+    return function(*arguments)
+
+
 def test_a_run_is_planned_and_trained_by_its_times(
-    on_a_gpu, quick, text, tmp_path, capsys
+    on_a_gpu, quick, text, tmp_path, capsys, monkeypatch
 ):
     """The whole way, on the CPU, where steps on masks are slower than dense ones or, in
     noise, are not: whatever was timed is what is said and done."""
+    in_one_that_times = partial(in_own_process, timed_briefly)
+    monkeypatch.setattr(before_training, "in_own_process", in_one_that_times)
     config = micro_config(text, steps=16)
     folder = tmp_path / "run"
     arguments = [*arguments_of(config), "--run-folder", str(folder)]
