@@ -58,12 +58,7 @@ from experiments.bench.sparse_modes import (
     sparsities_of_runs,
     steps_to_time,
 )
-from sparsejax.config import (
-    MeshConfig,
-    PresetName,
-    RecipeName,
-    TrainConfig,
-)
+from sparsejax.config import MeshConfig, PresetName, RecipeName, TrainConfig
 from sparsejax.data.corpus import load_corpus
 from sparsejax.data.tokenizers import ByteTokenizer
 from sparsejax.dtypes import Precision
@@ -74,7 +69,7 @@ from sparsejax.ops.backend import Backend
 from sparsejax.presets import PRESETS
 from sparsejax.reports import metrics
 from sparsejax.reports.provenance import commit
-from sparsejax.sparsity.patterns import VNM, name_of
+from sparsejax.sparsity.patterns import name_of
 from sparsejax.training.micro_batches import loss_and_gradient
 from sparsejax.training.recipe import Phase, model_of
 from sparsejax.training.step import Run, TrainState, train_step
@@ -402,7 +397,7 @@ def _row(config: Config, steps: Steps, timing: Timing, alone: Timing) -> dict:
         "static_weights": None if static is None else name_of(static),
         "experts": sparsity.experts,
         "experts_per_token": sparsity.experts_per_token if sparsity.experts else None,
-        "v": _block_rows(sparsity),
+        "v": getattr(sparsity.activations, "v", None),
         "switch_seconds": steps.switch_seconds if sparsity.experts else None,
         "step_ms": step_ms,
         "speedup": 1 / timing.ratio,
@@ -423,12 +418,6 @@ def _row(config: Config, steps: Steps, timing: Timing, alone: Timing) -> dict:
         "commit": commit(),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
     }
-
-
-def _block_rows(sparsity: FFNSparsity) -> int | None:
-    """Returns the rows of a V:N:M block, None where there are no experts."""
-    pattern = sparsity.activations
-    return pattern.v if isinstance(pattern, VNM) else None
 
 
 def _line(row: dict) -> str:

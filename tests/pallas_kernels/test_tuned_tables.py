@@ -44,8 +44,10 @@ def alike(shape: Shape) -> Shape:
     return replace(shape, m=shape.m % 128, n=1, k=1, experts=experts)
 
 
-@pytest.mark.newest_jax
-@pytest.mark.parametrize("part", range(4))
+# On the newest jax a quarter of them: the tests of each kernel have all of its forms.
+@pytest.mark.parametrize(
+    "part", [pytest.param(0, marks=pytest.mark.newest_jax), 1, 2, 3]
+)
 def test_every_shipped_config_lowers(part):
     """Lowers, of shapes that are alike, the largest."""
     largest: dict[tuple[Config, Shape], Shape] = {}
