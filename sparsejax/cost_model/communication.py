@@ -8,7 +8,6 @@ from sparsejax.cost_model.gathered import element_bytes, gathered_bytes
 from sparsejax.cost_model.parameters import parameter_count
 from sparsejax.feed_forward.sparsity import FFNSparsity
 
-
 Purpose = Literal[
     "gathered_weights", "reduced_gradients", "reduced_activations", "exchanged_tokens"
 ]

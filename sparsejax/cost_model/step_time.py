@@ -204,7 +204,9 @@ def elementwise_bytes(
         forward, backward = forward + 4 * d, backward + 4 * d
     per_token = element * (forward * (1 + (config.remat != "none")) + backward)
     if config.precision != "dtype":
-        rounded = 2 * d + config.query_width // tensor + heads + config.kv_width // tensor
+        rounded = (
+            2 * d + config.query_width // tensor + heads + config.kv_width // tensor
+        )
         if sparsity.is_dense:
             rounded += 2 * d + hidden * 2
         per_token += 5 * rounded

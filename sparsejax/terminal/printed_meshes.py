@@ -102,7 +102,8 @@ def _communication(first: PlannedMesh) -> str:
     of the run that waits for them longest."""
     step = max(first.steps.values(), key=lambda step: step.exposed)
     taken = ", ".join(
-        f"{axis} {1e3 * seconds:,.0f} ms" for axis, seconds in step.communication.items()
+        f"{axis} {1e3 * seconds:,.0f} ms"
+        for axis, seconds in step.communication.items()
     )
     return (
         f"its collectives in a step of {1e3 * step.total:,.0f} ms: {taken}; "

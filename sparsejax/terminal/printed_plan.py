@@ -32,6 +32,7 @@ from sparsejax.training.branch import Branch
 from sparsejax.training.optimizer import check_optimizer
 from sparsejax.training.recipe import Phase, model_of, phases, steps_left
 
+
 def announce(
     config: TrainConfig,
     *,
