@@ -26,7 +26,7 @@ from experiments.bench.rows import append_rows
 from experiments.bench.sparse_modes import DENSE_STEP, sparse_modes
 from pallas_kernels.device import Device
 from sparsejax.config import RECIPES, MeshConfig, ModelConfig
-from sparsejax.cost_model import PredictedStep, Speeds, predicted_step
+from sparsejax.cost_model import Links, PredictedStep, Speeds, predicted_step
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.presets import PRESETS
 from sparsejax.reports.metrics import ffn_decisions
@@ -94,6 +94,7 @@ class Measured:
             decisions=decisions,
             speeds=speeds,
             mesh=self.mesh,
+            links=Links(),
         )
 
 

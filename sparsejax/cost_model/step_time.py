@@ -62,7 +62,7 @@ def predicted_step(
     decisions: Sequence[Decision],
     speeds: Speeds,
     mesh: MeshConfig,
-    links: Links = Links(),
+    links: Links,
     optimizer: OptimizerName = "adamw",
 ) -> PredictedStep:
     """Returns the predicted time of a step on a mesh with `data` set.

@@ -67,7 +67,7 @@ class Ranking:
 
 
 def rank_meshes(
-    config: TrainConfig, device: Device, devices: int, links: Links = Links()
+    config: TrainConfig, device: Device, devices: int, links: Links
 ) -> Ranking | None:
     """Returns all meshes of `devices` devices of one kind, the fastest first; None for
     a device whose speeds are not in the tables.

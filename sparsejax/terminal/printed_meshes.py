@@ -27,8 +27,8 @@ def say_meshes(config: TrainConfig, ranking: Ranking, links: Links) -> None:
         say(f"no mesh of {ranking.devices:,} {ranking.device.kind} can train this run")
     say(
         f"predicted, not measured: GEMMs, attention and memory at the shares of the "
-        f"data sheet's peaks that were reached in {CALIBRATED_ON}, FFN kernels by their "
-        f"own times where the tables have them"
+        f"data sheet's peaks that were reached in {CALIBRATED_ON}, FFN kernels by "
+        f"their own times where the tables have them"
     )
     if many:
         say(
