@@ -184,10 +184,11 @@ class _PlannedRun:
             if has is None or needed <= JAX_SHARE * has:
                 return count, needed
         assert has is not None
-        per_device = on_each // counts[-1]
+        least = on_each // counts[-1]
+        least_words = "one sequence" if least == 1 else f"{least} sequences"
         raise ValueError(
             f"too little memory: {needed / 2**30:,.1f} GiB for micro-batches of "
-            f"{per_device} sequences on a device, and JAX takes {JAX_SHARE:.0%} of "
+            f"{least_words} on a device, and JAX takes {JAX_SHARE:.0%} of "
             f"{has / 2**30:,.0f}; use a larger mesh.fsdp or mesh.tensor"
         )
 
