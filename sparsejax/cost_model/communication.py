@@ -92,7 +92,11 @@ def exchanges(
       tokens: the embedding's rows, and their gradients.
     These bytes were read from compiled steps, except where XLA on CPUs does more than
     it must: it sums what could be scattered, and what query, key and value give back
-    one by one. They were not measured on GPUs. Not counted are scalars, and a few
+    one by one. Where it finds two gathers of one weight, or one in each micro-batch,
+    alike, it may keep the first: without a loop over layers XLA on CPUs gathers once
+    for the forwards of all micro-batches, and with remat "none" for the backwards too,
+    which is fewer bytes and more memory than is counted. None of this was measured on
+    GPUs. Not counted are scalars, and a few
     numbers per token for the softmax over a split vocabulary and for experts chosen by
     activation energy.
 

@@ -86,7 +86,7 @@ def _table(config: TrainConfig, ranking: Ranking) -> Table:
             f"{mesh.data} x {mesh.fsdp} x {mesh.tensor}",
             f"{of.micro_batches:,}",
             *(f"{1e3 * of.steps[way].total:,.0f}" for way in columns),
-            f"{ranking.tokens_per_step / of.step_seconds / 1e3:,.0f} k",
+            f"{ranking.tokens_per_step / of.step_seconds / 1e3:,.0f}k",
             f"{of.exposed_share:.1%}",
             f"{of.memory_bytes / 2**30:,.1f}",
         )
