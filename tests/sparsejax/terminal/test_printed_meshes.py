@@ -31,7 +31,9 @@ def test_a_plan_ranks_the_meshes_of_its_gpus(capsys):
     dense = [float(cells[1].replace(",", "")) for cells in rows.values()]
     sparse = [float(cells[2].replace(",", "")) for cells in rows.values()]
     assert all(map(float.__lt__, sparse, dense))
-    rates = [float(cells[3].removesuffix("k").replace(",", "")) for cells in rows.values()]
+    rates = [
+        float(cells[3].removesuffix("k").replace(",", "")) for cells in rows.values()
+    ]
     assert rates == sorted(rates, reverse=True)
     fastest = " x ".join(
         re.search(r"fastest: data (\d+) x fsdp (\d+) x tensor (\d+)", shown).groups()
@@ -63,6 +65,8 @@ def test_the_links_are_flags(capsys):
     slow = ["--links.network-gb-per-s", "5", "--links.devices-per-host", "4"]
     shown = planned(capsys, "--preset", "llama-1b", "--devices", "8", *slow)
     assert "between the 4 GPUs of a host, 5 GB/s of network for each" in shown
+    assert main.run(["train", *slow]) == 1
+    assert "--links.* say how fast a plan takes the links" in capsys.readouterr().err
     wrong = ["--links.network-gb-per-s", "0"]
     with pytest.raises(SystemExit) as refused:
         main.run(["plan", *H100S, "--devices", "8", *wrong])
