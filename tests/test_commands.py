@@ -250,6 +250,7 @@ HOW: dict[str, Callable[[Command, Command], Any]] = {
     "experiments/bench/step.py": settings,
     "experiments/equal_loss.py": as_it_stands,
     "experiments/predict_ratio.py": as_it_stands,
+    "experiments/predict_step.py": settings,
     "experiments/compare_models.py": settings,
     "experiments/integrations/maxtext_llama.py": settings_only,
     "experiments/integrations/tunix_llama.py": settings_only,

@@ -5,9 +5,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from experiments.comparing.comparison_file import Trial
+from sparsejax.cost_model import JAX_SHARE
 from sparsejax.distributed.own_process import SideBySide
 from sparsejax.terminal import console
-from sparsejax.terminal.printed_plan import JAX_SHARE
 
 MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 

@@ -7,13 +7,19 @@ The data that is named is read and checked; nothing is allocated or written:
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
 
 from pallas_kernels.device import Device
-from sparsejax.config import TrainConfig
+from sparsejax.config import MeshConfig, TrainConfig
 from sparsejax.data.batches import train_batches, validation_batches
 from sparsejax.data.corpus import load_corpus
 from sparsejax.launch.options import PlanOptions, parse
+from sparsejax.ops.backend import current_device
+from sparsejax.reports.planned_meshes import Ranking, rank_meshes
 from sparsejax.terminal import console, printed_plan
+from sparsejax.terminal.printed_meshes import say_meshes
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -35,14 +41,44 @@ def print_plan(options: PlanOptions) -> None:
     absent = absent_gpus(options)
     branch, init_from = options.trunk(), options.weights()
     said = what_data(options.config)
+    config, ranking = options.config, ranked_meshes(options, absent)
+    if ranking is not None:
+        config = on_possible_mesh(config, ranking)
     printed_plan.announce(
-        options.config,
+        config,
         predicted=True,
         absent=absent,
         branch=branch,
         init_from=init_from,
     )
+    if ranking is not None:
+        say_meshes(options.config, ranking, options.links)
     console.say(said)
+
+
+def ranked_meshes(
+    options: PlanOptions, absent: printed_plan.Absent | None
+) -> Ranking | None:
+    """Returns all meshes of the devices that the plan is for, the fastest first; None
+    where nothing is known of their speed."""
+    if absent is None:
+        device, count = current_device(), jax.device_count()
+    else:
+        device, count = absent.device, absent.mesh(options.config.mesh).devices
+    return rank_meshes(options.config, device, count, options.links)
+
+
+def on_possible_mesh(config: TrainConfig, ranking: Ranking) -> TrainConfig:
+    """Returns the settings on the fastest mesh where they leave the mesh open and the
+    one that would be taken, replicas alone, cannot be; else the settings as they
+    are."""
+    replicas = config.mesh == MeshConfig()
+    if not replicas or not ranking.planned:
+        return config
+    if ranking.has(config.mesh.resolve(ranking.devices)):
+        return config
+    fastest = ranking.planned[0]
+    return replace(config, mesh=fastest.mesh, micro_batches=fastest.micro_batches)
 
 
 def what_data(config: TrainConfig) -> str:

@@ -33,6 +33,7 @@ from typing import NoReturn
 import jax
 
 from sparsejax.command.plan import print_plan
+from sparsejax.cost_model import Links
 from sparsejax.data.corpus import Corpus, load_corpus
 from sparsejax.distributed.own_process import Terminated
 from sparsejax.distributed.processes import join
@@ -62,7 +63,8 @@ def read_options(arguments: Sequence[str]) -> TrainOptions:
     """Returns the options of a command line: see `sparsejax.launch.options.parse`.
 
     Raises:
-      ValueError: as it does; --resume with another folder; --device without --dry-run.
+      ValueError: as it does; --resume with another folder; --device or --links without
+        --dry-run.
     """
     options = parse(TrainOptions, arguments, command="train", description=__doc__)
     if options.resume is not None and options.run_folder is not None:
@@ -71,6 +73,11 @@ def read_options(arguments: Sequence[str]) -> TrainOptions:
     if absent and not options.dry_run:
         raise ValueError(
             "--device and --devices plan for GPUs that need not be here; add --dry-run"
+        )
+    if options.links != Links() and not options.dry_run:
+        raise ValueError(
+            "--links.* say how fast a plan takes the links between GPUs to be, and a "
+            "run uses those that are there; add --dry-run, or leave them out"
         )
     return options
 

@@ -1,11 +1,31 @@
 """The bytes that the devices of a mesh send each other in a step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from sparsejax.config import MeshConfig, ModelConfig
 from sparsejax.cost_model.gathered import element_bytes, gathered_bytes
 from sparsejax.cost_model.parameters import parameter_count
 from sparsejax.feed_forward.sparsity import FFNSparsity
+
+Purpose = Literal[
+    "gathered_weights", "reduced_gradients", "reduced_activations", "exchanged_tokens"
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchanged:
+    """What the devices along one axis of the mesh exchange for one purpose in an
+    optimiser step."""
+
+    purpose: Purpose
+    axis: Literal["data", "fsdp", "tensor"]
+    kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+    received: int
+    """The bytes that one device receives per optimiser step."""
+    collectives: int
+    """The number of collectives that move them per optimiser step, with one for all
+    weights of a layer that are read in the same pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +57,22 @@ def communication_bytes(
     tokens_per_device: int,
 ) -> CommunicationBytes:
     """Returns the bytes that a device receives in one optimiser step on a mesh with
-    `data` set.
+    `data` set: those of `exchanges`, by purpose."""
+    received: dict[Purpose, int] = dict.fromkeys(get_args(Purpose), 0)
+    for of in exchanges(config, mesh, sparsity, micro_batches, tokens_per_device):
+        received[of.purpose] += of.received
+    return CommunicationBytes(**received)
+
+
+def exchanges(
+    config: ModelConfig,
+    mesh: MeshConfig,
+    sparsity: FFNSparsity,
+    micro_batches: int,
+    tokens_per_device: int,
+) -> tuple[Exchanged, ...]:
+    """Returns what a device receives in one optimiser step on a mesh with `data` set,
+    by axis and purpose; nothing for an axis of one device.
 
     Of n devices and a whole of S bytes, each receives S (n - 1) / n in an all-gather
     and in a reduce-scatter, and twice that in a ring all-reduce.
@@ -57,7 +92,11 @@ def communication_bytes(
       tokens: the embedding's rows, and their gradients.
     These bytes were read from compiled steps, except where XLA on CPUs does more than
     it must: it sums what could be scattered, and what query, key and value give back
-    one by one. They were not measured on GPUs. Not counted are scalars, and a few
+    one by one. Where it finds two gathers of one weight, or one in each micro-batch,
+    alike, it may keep the first: without a loop over layers XLA on CPUs gathers once
+    for the forwards of all micro-batches, and with remat "none" for the backwards too,
+    which is fewer bytes and more memory than is counted. None of this was measured on
+    GPUs. Not counted are scalars, and a few
     numbers per token for the softmax over a split vocabulary and for experts chosen by
     activation energy.
 
@@ -73,20 +112,63 @@ def communication_bytes(
 
     vectors, embedding = 4 * parameters.vectors, 4 * parameters.embedding // mesh.tensor
     scattered = 4 * (parameters.attention + parameters.ffn) // mesh.tensor + embedding
-    gradients = (
-        _received(scattered, mesh.fsdp)
-        + 2 * _received((scattered + embedding) // mesh.fsdp, mesh.data)
-        + 2 * _received(vectors, mesh.token_shards)
-    )
+    summed = 2 * _received((scattered + embedding) // mesh.fsdp, mesh.data)
+    of_vectors = 2 * _received(vectors, mesh.token_shards)
+    # One sum over both axes: counted with data, where there are replicas.
+    if mesh.data > 1:
+        over_data, over_fsdp = summed + of_vectors, _received(scattered, mesh.fsdp)
+    else:
+        over_data, over_fsdp = summed, _received(scattered, mesh.fsdp) + of_vectors
 
     token = tokens_per_device * config.d_model
     sums = layers * (5 if config.remat == "full" else 4) + 1
     activations = token * (sums * element + 4)
-    return CommunicationBytes(
-        gathered_weights=micro_batches * _received(weights, mesh.fsdp),
-        reduced_gradients=micro_batches * gradients,
-        reduced_activations=micro_batches * 2 * _received(activations, mesh.tensor),
-        exchanged_tokens=micro_batches * 2 * _received(token * element, mesh.fsdp),
+    weights_read = 2 * layers + 1
+    of_step = (
+        Exchanged(
+            purpose="gathered_weights",
+            axis="fsdp",
+            kind="all-gather",
+            received=_received(weights, mesh.fsdp),
+            collectives=weights_read,
+        ),
+        Exchanged(
+            purpose="reduced_gradients",
+            axis="fsdp",
+            kind="reduce-scatter",
+            received=over_fsdp,
+            collectives=layers + 1,
+        ),
+        Exchanged(
+            purpose="reduced_gradients",
+            axis="data",
+            kind="all-reduce",
+            received=over_data,
+            collectives=layers + 1,
+        ),
+        Exchanged(
+            purpose="reduced_activations",
+            axis="tensor",
+            kind="all-reduce",
+            received=2 * _received(activations, mesh.tensor),
+            collectives=sums + 1,
+        ),
+        Exchanged(
+            purpose="exchanged_tokens",
+            axis="fsdp",
+            kind="all-to-all",
+            received=2 * _received(token * element, mesh.fsdp),
+            collectives=2,
+        ),
+    )
+    return tuple(
+        replace(
+            of,
+            received=micro_batches * of.received,
+            collectives=micro_batches * of.collectives,
+        )
+        for of in of_step
+        if getattr(mesh, of.axis) > 1
     )
 
 

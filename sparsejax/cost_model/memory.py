@@ -10,6 +10,9 @@ from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 
 ONE_DEVICE = MeshConfig(data=1)
 
+JAX_SHARE = 0.75
+"""The share of a GPU's memory that JAX takes (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBytes:

@@ -6,7 +6,7 @@ to start from; every other flag overrides one of them.
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -19,6 +19,7 @@ from sparsejax.config_file import (
     read_config,
     read_schedule,
 )
+from sparsejax.cost_model import Links
 from sparsejax.interchange.pretrained import Pretrained
 from sparsejax.launch import before_training
 from sparsejax.launch.flags import REGISTRY, check_flags, with_flags, without_flags
@@ -85,6 +86,8 @@ class PlanOptions(RunOptions):
     to be here. In `sparsejax train` with --dry-run only."""
     devices: int | None = None
     """With --device: number of these GPUs. Default: as many as the mesh says."""
+    links: Links = field(default_factory=Links)
+    """The links between GPUs that a plan assumes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from rich.table import Table
 from pallas_kernels.device import Device
 from sparsejax import cost_model
 from sparsejax.config import MeshConfig, ModelConfig, TrainConfig
-from sparsejax.cost_model import parameter_count
+from sparsejax.cost_model import JAX_SHARE, parameter_count
 from sparsejax.distributed.mesh import check_shardable
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.interchange.architectures import why_no_architecture
@@ -31,9 +31,6 @@ from sparsejax.terminal.printed_gemms import (
 from sparsejax.training.branch import Branch
 from sparsejax.training.optimizer import check_optimizer
 from sparsejax.training.recipe import Phase, model_of, phases, steps_left
-
-JAX_SHARE = 0.75
-"""The share of a GPU's memory that JAX takes (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
 
 
 def announce(

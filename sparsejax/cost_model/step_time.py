@@ -1,0 +1,232 @@
+"""The time of a training step on a mesh, predicted and never measured.
+
+A step is split into GEMMs, attention, the bytes of everything else, and what devices
+wait for each other. The speeds are `hardware.Speeds` and `hardware.Links`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sparsejax.config import MeshConfig, ModelConfig, OptimizerName
+from sparsejax.cost_model.communication import Exchanged, exchanges
+from sparsejax.cost_model.gathered import element_bytes
+from sparsejax.cost_model.hardware import FP8_GAIN, Links, Speeds
+from sparsejax.cost_model.memory import memory_bytes
+from sparsejax.cost_model.parameters import parameter_count
+from sparsejax.cost_model.speed import LOWER_CLOCK, KernelFactors, flops_per_token
+from sparsejax.feed_forward.sparsity import FFNSparsity
+from sparsejax.ops.backend import Decision
+
+HIDEABLE = ("gathered_weights", "reduced_gradients")
+"""The purposes of communication that a later or earlier layer's computation can hide.
+What is summed over tensor, and tokens that are exchanged, are read at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedStep:
+    """The seconds of one optimiser step on one device, predicted."""
+
+    gemms: float
+    """The seconds in GEMMs: the FFN's, attention's projections and the head's."""
+    attention: float
+    """The seconds in attention's scores and mixing."""
+    elementwise: float
+    """The seconds for the bytes of everything else, the optimiser's among them."""
+    communication: Mapping[str, float]
+    """The seconds in collectives by axis of the mesh, whether they are hidden or
+    not."""
+    exposed: float
+    """The seconds of communication in which nothing is computed."""
+
+    @property
+    def computation(self) -> float:
+        return self.gemms + self.attention + self.elementwise
+
+    @property
+    def total(self) -> float:
+        return self.computation + self.exposed
+
+    @property
+    def exposed_share(self) -> float:
+        """The share of the step in which a device only waits for others."""
+        return self.exposed / self.total
+
+
+def predicted_step(
+    config: ModelConfig,
+    *,
+    sequence_length: int,
+    tokens_per_device: int,
+    micro_batches: int,
+    sparsity: FFNSparsity,
+    decisions: Sequence[Decision],
+    speeds: Speeds,
+    mesh: MeshConfig,
+    links: Links,
+    optimizer: OptimizerName = "adamw",
+) -> PredictedStep:
+    """Returns the predicted time of a step on a mesh with `data` set.
+
+    GEMMs run at `speeds`, or take the time that was measured for their kernel. Once a
+    GEMM runs on sparse tensor cores all other computation has the lower clock. With
+    remat "full" the backward computes again what attention and the GEMMs into the
+    hidden layer gave; with "dots" attention's mixing, and those GEMMs that run on
+    kernels of ours.
+
+    Where layers are compiled one by one, gathers of weights hide behind computation:
+    those of the forward, taken as half of them, behind a third of it, the others, and
+    the reduction of gradients, behind the rest; but for the first layer and the last
+    one, whose share is exposed. In a loop over layers nothing hides. Sums over tensor
+    and exchanged tokens are exposed whole.
+
+    Args:
+      sequence_length: tokens of a sequence, which attention mixes.
+      tokens_per_device: tokens of one micro-batch on one of data x fsdp parts.
+      decisions: what runs the GEMMs of one device's FFN for these tokens.
+    """
+    slowed = 1 + LOWER_CLOCK * any(of.on_sparse_cores for of in decisions)
+    tokens = micro_batches * tokens_per_device
+    flops = flops_per_token(config, sequence_length)
+    again = config.remat == "full"
+    projections = flops.attention_projections
+    if config.precision != "dtype":
+        # Weight gradients, a third, stay in the compute dtype unless all are asked for.
+        narrow = 1.0 if config.precision == "fp8_all" else 2 / 3
+        projections *= 1 - narrow + narrow / FP8_GAIN
+    dense = tokens * (projections * (1 + again / 3) + flops.head) / mesh.tensor
+    ffn = sum(
+        _ffn_gemm_seconds(of, config, speeds, micro_batches, slowed) for of in decisions
+    )
+    gemms = slowed * dense / speeds.gemm_flops_per_s
+    gemms += micro_batches * config.layers * config.groups * ffn
+    mixing = flops.sdpa_causal * (1 + (config.remat != "none") / 3)
+    attention = slowed * tokens * mixing / mesh.tensor / speeds.attention_flops_per_s
+    moved = elementwise_bytes(
+        config,
+        tokens_per_device=tokens_per_device,
+        micro_batches=micro_batches,
+        sparsity=sparsity,
+        mesh=mesh,
+        optimizer=optimizer,
+    )
+    elementwise = moved / speeds.memory_bytes_per_s
+    received = exchanges(config, mesh, sparsity, micro_batches, tokens_per_device)
+    seconds = [(of, links.seconds(of, mesh)) for of in received]
+    by_axis: dict[str, float] = {}
+    for of, taken in seconds:
+        by_axis[of.axis] = by_axis.get(of.axis, 0.0) + taken
+    return PredictedStep(
+        gemms=gemms,
+        attention=attention,
+        elementwise=elementwise,
+        communication=by_axis,
+        exposed=_exposed(config, seconds, gemms + attention + elementwise),
+    )
+
+
+def _exposed(
+    config: ModelConfig,
+    seconds: Sequence[tuple[Exchanged, float]],
+    computation: float,
+) -> float:
+    """Returns the seconds of communication that no computation hides."""
+    waited = sum(taken for of, taken in seconds if of.purpose not in HIDEABLE)
+    gathered = sum(taken for of, taken in seconds if of.purpose == HIDEABLE[0])
+    reduced = sum(taken for of, taken in seconds if of.purpose == HIDEABLE[1])
+    if config.scan_layers:
+        return waited + gathered + reduced
+    passes = ((gathered / 2, 1 / 3), (gathered / 2 + reduced, 2 / 3))
+    for taken, share in passes:
+        of_one_layer = taken / config.layers
+        left = taken - of_one_layer
+        waited += of_one_layer + max(0.0, left - share * computation)
+    return waited
+
+
+def _ffn_gemm_seconds(
+    decision: Decision,
+    config: ModelConfig,
+    speeds: Speeds,
+    micro_batches: int,
+    slowed: float,
+) -> float:
+    """Returns the seconds of one of the FFN's GEMMs in a micro-batch, run again where
+    the backward needs what it gave."""
+    spec, times = decision.spec, decision.times
+    runs = 1
+    if spec.role in ("up", "gate"):
+        kernel_again = config.remat == "dots" and decision.on_kernels
+        runs += config.remat == "full" or kernel_again
+    if decision.on_kernels and times is not None:
+        # A weight is packed once for all micro-batches of a step.
+        packing = times.packing_us / (micro_batches if spec.sparse_weight else 1)
+        return 1e-6 * (runs * times.kernel_us + packing)
+    executed = decision.executed_share * spec.dense_flops
+    if decision.on_sparse_cores:
+        executed *= 2 / KernelFactors().two_four
+    rate = speeds.gemm_flops_per_s * (FP8_GAIN if spec.fp8 else 1)
+    return slowed * runs * executed / rate
+
+
+def elementwise_bytes(
+    config: ModelConfig,
+    *,
+    tokens_per_device: int,
+    micro_batches: int,
+    sparsity: FFNSparsity,
+    mesh: MeshConfig,
+    optimizer: OptimizerName = "adamw",
+) -> int:
+    """Returns the bytes that one device reads and writes in a step outside of GEMMs and
+    attention.
+
+    Per token and layer, in elements of the compute dtype: 10 d_model in the forward
+    (a residual sum, and a norm that reads twice, for each branch) and 12 in the
+    backward; the rotation of queries and keys, 2 each way; the activation, read and
+    written, 2 of its hidden values, and 5 in the backward, which computes it again; for
+    an FFN by expert 8 d_model, the rows to experts and back. With remat the forward's
+    come twice. In 8-bit floats 5 bytes for each operand that is rounded: it is read
+    twice and written once.
+    Per token: the logits in float32, written once and read twice, and their gradient.
+    Per parameter: 6 bytes to round it once, 12 for each of several micro-batches whose
+    gradients are summed, and what the optimiser reads and writes: gradient twice (for
+    its norm, too), parameter and moments.
+    In a loop over layers what the backward reads is copied into stacks and out of them,
+    4 times its bytes; and 16 bytes for each parameter of the layers.
+    """
+    d, element, tensor = config.d_model, element_bytes(config), mesh.tensor
+    heads = (config.query_width + config.kv_width) // tensor
+    hidden = (2 if config.gated else 1) * config.d_hidden // tensor
+    computed = hidden * sparsity.expert_choices // (sparsity.experts or 1)
+    forward = 10 * d + 2 * heads + 2 * computed
+    backward = 12 * d + 2 * heads + 5 * computed
+    if sparsity.experts:
+        forward, backward = forward + 4 * d, backward + 4 * d
+    per_token = element * (forward * (1 + (config.remat != "none")) + backward)
+    if config.precision != "dtype":
+        rounded = (
+            2 * d + config.query_width // tensor + heads + config.kv_width // tensor
+        )
+        if sparsity.is_dense:
+            rounded += 2 * d + hidden * 2
+        per_token += 5 * rounded
+    per_token = config.layers * per_token
+    per_token += config.vocab_size // tensor * (12 + element)
+
+    held = memory_bytes(
+        config,
+        tokens_per_device=tokens_per_device,
+        mesh=mesh,
+        sparsity=sparsity,
+        optimizer=optimizer,
+    )
+    parameters = held.parameters // 4
+    per_step = 6 * parameters + 16 * parameters + 2 * held.moments
+    count = parameter_count(config)
+    blocks = (count.attention + count.ffn) // (mesh.fsdp * tensor)
+    per_micro_batch = tokens_per_device * per_token
+    if micro_batches > 1:
+        per_micro_batch += 12 * parameters
+    if config.scan_layers:
+        per_micro_batch += 4 * held.activations + 16 * blocks
+    return per_step + micro_batches * per_micro_batch

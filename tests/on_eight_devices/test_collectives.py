@@ -1,0 +1,112 @@
+"""The predicted bytes of each mesh axis against the collectives of compiled steps.
+
+A dense step of one layer, d_model 32, 8 heads, 128 neurons, 256 tokens of vocabulary,
+sixteen sequences of sixteen, float32, one micro-batch, remat "full".
+"""
+
+import math
+import re
+from dataclasses import replace
+
+import jax
+
+from sparsejax.config import MeshConfig
+from sparsejax.cost_model import exchanges
+from sparsejax.training.step import Run
+from tests.support.micro_run import micro_config
+
+ATTENTION, MATRIX, VOCABULARY = 32 * 32, 32 * 128, 32 * 256
+VECTORS = 3 * 32
+
+
+def compiled(text, mesh):
+    """Which arrays each collective of the step gives, (kind, devices of a group,
+    numbers), without scalars, and what is predicted of it, (purpose, axis): bytes."""
+    config = replace(micro_config(text, recipe="dense"), batch_size=16)
+    model = replace(
+        config.model,
+        d_model=32,
+        layers=1,
+        heads=8,
+        kv_heads=8,
+        d_hidden=128,
+        remat="full",
+        scan_layers=False,
+    )
+    config = replace(config, model=model, micro_batches=1, mesh=mesh)
+    run = Run(config, devices=jax.devices())
+    dense = run.phases[0].sparsity
+    tokens = run.place(next(run.batches())["tokens"])
+    program = run.step(dense).lower(run.template(dense), tokens).compile().as_text()
+    arrays = []
+    for line in program.splitlines():
+        kinds = "all-gather|reduce-scatter|all-reduce|all-to-all"
+        found = re.search(rf"= (.*?) ({kinds})\(.*replica_groups=(\S+ ?\S*)", line)
+        if found is None:
+            continue
+        results, kind, groups = found.groups()
+        devices = group_size(groups)
+        for name, shape in re.findall(r"([fus]32)\[([\d,]+)\]", results):
+            size = math.prod(map(int, shape.split(",")))
+            arrays.append((kind, devices, name, size))
+    tokens_per_device = 16 * 16 // mesh.token_shards
+    sent = exchanges(model, mesh, dense, 1, tokens_per_device)
+    return arrays, {(of.purpose, of.axis): of.received for of in sent}
+
+
+def group_size(groups: str) -> int:
+    """The devices of each group that exchange, in both ways in which XLA writes it."""
+    if of_list := re.match(r"\[\d+,(\d+)\]", groups):
+        return int(of_list[1])
+    axes, named = groups.split("]")
+    sizes = dict(re.findall(r"'(\w+)'=(\d+)", axes))
+    return math.prod(int(sizes[name]) for name in re.findall(r"'(\w+)'", named))
+
+
+def test_replicas_and_tensor_receive_what_is_predicted(text):
+    arrays, predicted = compiled(text, MeshConfig(data=4, tensor=2))
+    assert {kind for kind, *_ in arrays} == {"all-reduce"}
+    # Each of four replicas has half of every matrix, and all vectors. A ring's sum of
+    # n devices is received twice, but for the share 1 / n.
+    numbers = sum(size for _, devices, _, size in arrays if devices == 4)
+    assert numbers == (4 * ATTENTION + 2 * MATRIX + 2 * VOCABULARY) // 2 + VECTORS
+    replicas = predicted.pop(("reduced_gradients", "data"))
+    assert replicas == 2 * 3 * 4 * numbers // 4
+    # Sums of activations of 64 tokens x 32: embedding, attention, FFN, attention again,
+    # their two gradients, the head's. XLA on CPUs sums query's, key's and value's
+    # gradients one by one, two more. A number per token is the softmax's.
+    over_tensor = [size for _, devices, _, size in arrays if devices == 2]
+    assert set(over_tensor) == {64 * 32, 64}
+    assert over_tensor.count(64 * 32) - 2 == 7
+    tensor = predicted.pop(("reduced_activations", "tensor"))
+    assert tensor == 2 * 7 * 4 * 64 * 32 // 2
+    assert predicted == {}
+
+
+def test_fsdp_receives_what_is_predicted(text):
+    arrays, predicted = compiled(text, MeshConfig(data=1, fsdp=8))
+    assert {devices for _, devices, _, _ in arrays} == {8}
+    # A layer is gathered for the forward and for the backward, the head once. What is
+    # s32 are tokens.
+    gathered = [
+        size for kind, _, name, size in arrays if kind == "all-gather" and name != "s32"
+    ]
+    assert sum(gathered) == 2 * (4 * ATTENTION + 2 * MATRIX) + VOCABULARY
+    weights = predicted.pop(("gathered_weights", "fsdp"))
+    assert weights == 7 * 4 * sum(gathered) // 8
+    # A scatter gives the eighth of what it sums. XLA on CPUs sums attention's and the
+    # head's gradients whole, of which each device needs an eighth. Vectors are summed.
+    of_scatters = [size for kind, _, _, size in arrays if kind == "reduce-scatter"]
+    assert 8 * sum(of_scatters) == 2 * MATRIX
+    summed = [size for kind, _, _, size in arrays if kind == "all-reduce"]
+    assert sum(summed) == 4 * ATTENTION + VOCABULARY + VECTORS
+    gradients = predicted.pop(("reduced_gradients", "fsdp"))
+    scattered = 2 * MATRIX + 4 * ATTENTION + VOCABULARY
+    assert gradients == 7 * 4 * (scattered + 2 * VECTORS) // 8
+    # A device has the columns of the embedding, of all tokens: their rows come, and
+    # their gradients go back.
+    exchanged = [size for kind, _, _, size in arrays if kind == "all-to-all"]
+    assert sum(exchanged) == 2 * (2 * 16) * 32
+    tokens = predicted.pop(("exchanged_tokens", "fsdp"))
+    assert tokens == 7 * 4 * sum(exchanged) // 8
+    assert predicted == {}

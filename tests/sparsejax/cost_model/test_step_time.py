@@ -1,0 +1,104 @@
+"""The predicted time of a step, by hand for a model of one layer."""
+
+import dataclasses
+
+import pytest
+
+from sparsejax.config import MeshConfig, ModelConfig
+from sparsejax.cost_model import Links, Speeds, predicted_step
+from sparsejax.feed_forward.sparsity import DENSE
+from sparsejax.reports.metrics import ffn_decisions
+
+# d_model 8, 16 neurons, one head of 8, ids of 0 to 31, 32 tokens in sequences of 4.
+MODEL = ModelConfig(
+    vocab_size=32,
+    d_model=8,
+    layers=1,
+    heads=1,
+    kv_heads=1,
+    d_hidden=16,
+    scan_layers=False,
+)
+SPEEDS = Speeds(gemm_flops_per_s=1e6, attention_flops_per_s=1e5, memory_bytes_per_s=1e6)
+ONE = MeshConfig(data=1)
+PER_TOKEN = {"attention": 4 * 8 * 8, "ffn": 2 * 8 * 16, "head": 8 * 32}
+
+
+def step(model=MODEL, mesh=ONE, micro_batches=1, links=None):
+    tokens = 32 // micro_batches
+    return predicted_step(
+        model,
+        sequence_length=4,
+        tokens_per_device=tokens,
+        micro_batches=micro_batches,
+        sparsity=DENSE,
+        decisions=ffn_decisions(model, DENSE, tokens),
+        speeds=SPEEDS,
+        mesh=mesh,
+        links=links or Links(),
+    )
+
+
+def test_computation_by_hand():
+    one = step()
+    # Two FLOPs for a weight in the forward, and twice that in the backward.
+    assert one.gemms == pytest.approx(32 * 6 * sum(PER_TOKEN.values()) / 1e6)
+    # Q K^T and P V of half of four keys, three times.
+    assert one.attention == pytest.approx(32 * 3 * 2 * 2 * 2 * 8 / 1e5)
+    # float32: 22 d_model of sums and norms, 4 of the rotations of 16, 7 of 16 neurons;
+    # logits written, read twice, and their gradient.
+    activations = 32 * (4 * (22 * 8 + 4 * 16 + 7 * 16) + 32 * (12 + 4))
+    # AdamW: gradient twice, parameter and two moments read and written; 6 for a copy.
+    parameters = sum(PER_TOKEN.values()) + 32 * 8 + 3 * 8
+    moved = activations + parameters * (6 + 8 + 8 + 16)
+    assert one.elementwise == pytest.approx(moved / 1e6)
+    assert one.exposed == 0 and one.communication == {}
+    assert one.total == one.gemms + one.attention + one.elementwise
+
+
+def test_what_is_recomputed_is_paid_again():
+    none, full, dots = (
+        step(dataclasses.replace(MODEL, remat=remat))
+        for remat in ("none", "full", "dots")
+    )
+    again = 32 * 2 * (PER_TOKEN["attention"] + 8 * 16) / 1e6
+    assert full.gemms - none.gemms == pytest.approx(again)
+    assert dots.gemms == none.gemms
+    assert full.attention == dots.attention == pytest.approx(none.attention * 4 / 3)
+
+
+def test_micro_batches_cost_sums_of_gradients_only():
+    one, two = step(), step(micro_batches=2)
+    assert two.gemms == pytest.approx(one.gemms)
+    parameters = sum(PER_TOKEN.values()) + 32 * 8 + 3 * 8
+    more = two.elementwise - one.elementwise
+    assert more == pytest.approx(2 * 12 * parameters / 1e6)
+
+
+@pytest.mark.parametrize(("gigabytes", "hidden"), [(1.0, True), (1e-6, False)])
+def test_gradients_hide_behind_the_backward_while_it_lasts(gigabytes, hidden):
+    model = dataclasses.replace(MODEL, layers=4)
+    links = Links(nvlink_gb_per_s=gigabytes, nvlink_latency_us=0.0)
+    mesh = MeshConfig(data=2)
+    one = step(model, mesh, links=links)
+    received = 4 * (4 * 512 + 2 * 256 + 9 * 8)
+    assert one.communication == {"data": pytest.approx(received / gigabytes / 1e9)}
+    taken = one.communication["data"]
+    # That of one of four layers comes when nothing is left to compute.
+    exposed = taken / 4
+    if not hidden:
+        exposed += taken * 3 / 4 - one.computation * 2 / 3
+        assert exposed > taken / 4
+    assert one.exposed == pytest.approx(exposed)
+    looped = step(dataclasses.replace(model, scan_layers=True), mesh, links=links)
+    assert looped.exposed == pytest.approx(taken)
+    assert looped.exposed_share == looped.exposed / looped.total
+
+
+def test_sums_over_tensor_are_waited_for():
+    mesh = MeshConfig(data=1, tensor=2)
+    links = Links(nvlink_gb_per_s=1.0, nvlink_latency_us=0.0)
+    model = dataclasses.replace(MODEL, heads=2, kv_heads=2)
+    # four of a layer, the head's and the embedding's, each of 32 x 8 float32, of which
+    # a ring of two brings each device once the whole
+    assert step(model, mesh, links=links).exposed == pytest.approx(6 * 1024 / 1e9)

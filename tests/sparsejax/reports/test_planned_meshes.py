@@ -1,0 +1,68 @@
+"""Which meshes a run could have, and in which order."""
+
+from dataclasses import replace
+
+import pytest
+
+from pallas_kernels.device import CPU, Device
+from sparsejax.config import MeshConfig
+from sparsejax.cost_model import Links
+from sparsejax.presets import PRESETS
+from sparsejax.reports.planned_meshes import meshes_of, rank_meshes
+from sparsejax.terminal.printed_meshes import why_fastest
+
+H100 = Device.named("NVIDIA H100 80GB HBM3")
+LLAMA = replace(PRESETS["llama-1b"](), recipe="dense")
+
+
+def test_every_mesh_is_considered_once():
+    meshes = list(meshes_of(12))
+    assert len(meshes) == len(set(meshes)) == 18
+    assert all(mesh.devices == 12 for mesh in meshes)
+
+
+def test_meshes_are_ranked_and_refused_with_a_reason():
+    ranking = rank_meshes(LLAMA, H100, 32, Links())
+    times = [of.step_seconds for of in ranking.planned]
+    assert times == sorted(times)
+    refused = [mesh for meshes in ranking.refused.values() for mesh, _ in meshes]
+    assert len(refused) + len(times) == len(list(meshes_of(32)))
+    ((mesh, reason),) = ranking.refused["model.heads"]
+    assert mesh == MeshConfig(data=1, fsdp=1, tensor=32)
+    assert "model.heads=16 is not a multiple of mesh.tensor=32" in reason
+    assert ranking.has(MeshConfig(data=32)) and not ranking.has(mesh)
+    # Sums over tensor are waited for, so replicas and shards of parameters win.
+    assert ranking.planned[0].mesh.tensor == 1
+    assert "which computes" in why_fastest(ranking.planned)
+
+
+def test_micro_batches_shrink_until_they_fit():
+    small = replace(H100, memory_bytes=40 * 2**30)
+    most, few = (
+        next(of for of in rank_meshes(LLAMA, device, 8, Links()).planned if fits(of))
+        for device in (H100, small)
+    )
+    assert few.micro_batches > most.micro_batches
+    assert few.memory_bytes <= 30 * 2**30 < most.memory_bytes
+    with_none = rank_meshes(LLAMA, replace(H100, memory_bytes=2**30), 8, Links())
+    assert not with_none.planned
+    (_, reason), *_ = with_none.refused["too little memory"]
+    assert "for micro-batches of one sequence on a device, and JAX takes 75%" in reason
+
+
+def fits(planned):
+    return planned.mesh == MeshConfig(data=1, fsdp=8)
+
+
+def test_a_slower_network_costs_the_meshes_that_cross_it():
+    fast, slow = (
+        rank_meshes(LLAMA, H100, 32, Links(network_gb_per_s=rate))
+        for rate in (50.0, 0.5)
+    )
+    assert slow.planned[0].step_seconds > fast.planned[0].step_seconds
+    assert slow.planned[0].exposed_share > fast.planned[0].exposed_share
+
+
+@pytest.mark.parametrize("device", [CPU, Device.named("NVIDIA H800")])
+def test_a_device_of_unknown_speed_is_not_planned_for(device):
+    assert rank_meshes(LLAMA, device, 8, Links()) is None

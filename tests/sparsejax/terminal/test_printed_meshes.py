@@ -1,0 +1,74 @@
+"""The ranking of meshes that a plan prints."""
+
+import re
+
+import pytest
+
+from sparsejax.command import main
+
+H100S = ["--device", "NVIDIA H100 80GB HBM3"]
+
+
+def planned(capsys, *arguments: str) -> str:
+    assert main.run(["plan", *H100S, *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def table(shown: str) -> dict[str, list[str]]:
+    """The cells of each row by its mesh, in the order of the rows."""
+    rows = re.findall(r"^│ (\d+ x \d+ x \d+) +│(.*)│$", shown, re.MULTILINE)
+    return {mesh: [cell.strip() for cell in cells.split("│")] for mesh, cells in rows}
+
+
+def test_a_plan_ranks_the_meshes_of_its_gpus(capsys):
+    llama = "--preset", "llama-1b", "--recipe", "paper"
+    shown = planned(capsys, *llama, "--devices", "32")
+    # The mesh that a run would have is planned as before.
+    assert "mesh: data 32 x fsdp 1 x tensor 1 = 32 devices, planned from" in shown
+    assert "predicted on 32 x NVIDIA H100 80GB HBM3, the fastest 8 of" in shown
+    rows = table(shown)
+    assert len(rows) == 8
+    dense = [float(cells[1].replace(",", "")) for cells in rows.values()]
+    sparse = [float(cells[2].replace(",", "")) for cells in rows.values()]
+    assert all(map(float.__lt__, sparse, dense))
+    rates = [
+        float(cells[3].removesuffix("k").replace(",", "")) for cells in rows.values()
+    ]
+    assert rates == sorted(rates, reverse=True)
+    fastest = " x ".join(
+        re.search(r"fastest: data (\d+) x fsdp (\d+) x tensor (\d+)", shown).groups()
+    )
+    assert fastest == next(iter(rows))
+    assert "predicted, not measured: " in shown and "2026-11-25" in shown
+    assert "assumed links: 360 GB/s of NVLink between the 8 GPUs" in shown
+    assert "of them are exposed" in shown
+    assert re.search(r"refused, \d+ of the meshes: .*model.heads=16 is not a", shown)
+
+
+def test_a_mesh_that_is_left_open_and_cannot_be_replicas_is_the_fastest(capsys):
+    # 256 sequences for 512 GPUs.
+    shown = planned(capsys, "--preset", "llama-1b", "--devices", "512")
+    fastest = next(iter(table(shown)))
+    data, fsdp, tensor = fastest.split(" x ")
+    assert f"mesh: data {data} x fsdp {fsdp} x tensor {tensor} = 512 dev" in shown
+    assert "batch_size=256 is not a multiple of mesh.data x mesh.fsdp" in shown
+
+
+@pytest.mark.parametrize("devices", ["1", "2"])
+def test_one_gpu_has_no_links(devices, capsys):
+    shown = planned(capsys, "--preset", "wide-200m", "--devices", devices)
+    assert len(table(shown)) == (1 if devices == "1" else 3)
+    assert ("assumed links" in shown) == ("fastest: " in shown) == (devices == "2")
+
+
+def test_the_links_are_flags(capsys):
+    slow = ["--links.network-gb-per-s", "5", "--links.devices-per-host", "4"]
+    shown = planned(capsys, "--preset", "llama-1b", "--devices", "8", *slow)
+    assert "between the 4 GPUs of a host, 5 GB/s of network for each" in shown
+    assert main.run(["train", *slow]) == 1
+    assert "--links.* say how fast a plan takes the links" in capsys.readouterr().err
+    wrong = ["--links.network-gb-per-s", "0"]
+    with pytest.raises(SystemExit) as refused:
+        main.run(["plan", *H100S, "--devices", "8", *wrong])
+    assert refused.value.code == 2
+    assert "network_gb_per_s=0.0 is not above 0" in capsys.readouterr().err
