@@ -132,7 +132,11 @@ def choose_backend(
         names = ", ".join(map(repr, reversed(preference())))
         raise ValueError(f"backend={requested!r} must be one of {names} or None")
     refusals: dict[Backend, str] = {}
-    for backend in preference() if requested is None else (requested,):
+    # Kernels for a device say why they do not run a GEMM; a library that has nothing to
+    # do with its kind does not.
+    offered = (*registry.names(), *implementations)
+    unasked = [backend for backend in preference() if backend in offered]
+    for backend in unasked if requested is None else (requested,):
         why = _why_unsupported(spec, backend, implementations)
         if why is None and requested is None:
             why = implementations[backend].why_slower(spec)
