@@ -17,9 +17,8 @@ JAX_SHARE = 0.75
 @dataclass(frozen=True, kw_only=True)
 class MemoryBytes:
     """The bytes on one device in a training step, by use. The peak is below `total`
-    where uses do not overlap, and above it by the compiler's temporaries, among them
-    copies of weights in the compute dtype and a layer's gradients before they are
-    reduced."""
+    where uses do not overlap, and above it by the compiler's temporaries, among them a
+    layer's gradients before they are reduced."""
 
     parameters: int
     """The float32 master weights."""
@@ -32,7 +31,8 @@ class MemoryBytes:
     """The weights that are made ready once per optimiser step. S(W) of the sparse ones,
     as `Compressed` holds them: half the values in the compute dtype, and one byte of
     position for each. `Packed`, on Hopper, takes three quarters of that. Those in 8-bit
-    floats: two bytes for each number, which is there in two orders."""
+    floats: two bytes for each number, which is there in two orders. All others, and the
+    head, in the compute dtype where that is not float32."""
     gathered: int
     """The largest set of weights that is held whole over fsdp at one time, in the
     compute dtype: a layer's, or the head. With remat "none" attention's of all layers
@@ -105,9 +105,14 @@ def memory_bytes(
     saved = config.layers * per_layer + recomputed + 2 * d * element
     packed = bool(sparsity.weights) * branches + bool(sparsity.backward_weights)
     packed *= parameters.ffn // (branches + 1) // 2 * (element + 1)
+    in_8_bits = 0
     if config.precision != "dtype":
-        of_ffn = parameters.ffn if sparsity.is_dense else 0
-        packed += 2 * (parameters.attention + of_ffn)
+        in_8_bits = parameters.attention + parameters.ffn * sparsity.is_dense
+    packed += 2 * in_8_bits
+    if element < 4:
+        of_ffn = parameters.ffn if config.groups == 1 else 0
+        head = config.d_model * config.vocab_size
+        packed += element * (parameters.attention + of_ffn + head - in_8_bits)
     return MemoryBytes(
         parameters=4 * held,
         moments=_moments_bytes(config, mesh, optimizer),

@@ -336,6 +336,8 @@ class SparseFFN(nnx.Module):
     def weights_as_read(self) -> PackedFFN | None:
         """Returns the weights as the calls read them, made from the present masters and
         betas; None where that is the masters. See `operands.weights.pack_ffn`."""
+        if self.groups > 1:
+            return None
         return pack_ffn(
             self.w_up[...],
             self.w_down[...],

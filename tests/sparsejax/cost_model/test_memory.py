@@ -116,9 +116,11 @@ def test_memory_of_the_states():
     assert one.parameters + one.moments + one.gradients == 16 * parameters.total
     split = parameters.total - parameters.norms
     assert eight.moments == 8 * (split // 8 + parameters.norms)
-    assert (one.packed, one.gathered) == (0, 0)
-    # half of the values, two bytes and one byte of position each
-    assert eight.packed == parameters.ffn * 3 // 2 // 8
+    # two bytes of every weight that a GEMM reads
+    read = 2 * (parameters.attention + parameters.ffn + parameters.head)
+    assert (one.packed, one.gathered) == (read, 0)
+    # and half of the values, two bytes and one byte of position each
+    assert eight.packed == (read + parameters.ffn * 3 // 2) // 8
     # a token keeps the hidden values of one of four experts
     saved = one.activations - eight.activations
     assert saved == 8192 * 25 * 8448 * 3 // 4 * 2
@@ -143,7 +145,7 @@ def test_memory_of_one_of_eight_devices_by_hand():
         "parameters": 4 * held,
         "moments": 8 * held,
         "gradients": 4 * held,
-        "packed": 3 * 1024 * 3 // 4,
+        "packed": (3 * 1024 * 3 + 2 * (3 * (768 + 2048) + 1024)) // 4,
         # attention's of all layers; S(W1) compressed and W2
         "gathered": (3 * 2 * 768 + 512 * 9 // 4 + 2 * 1024) // 2,
         "activations": 32 * per_token,
