@@ -96,9 +96,8 @@ def exchanges(
     alike, it may keep the first: without a loop over layers XLA on CPUs gathers once
     for the forwards of all micro-batches, and with remat "none" for the backwards too,
     which is fewer bytes and more memory than is counted. None of this was measured on
-    GPUs. Not counted are scalars, and a few
-    numbers per token for the softmax over a split vocabulary and for experts chosen by
-    activation energy.
+    GPUs. Not counted are scalars, and a few numbers per token for the softmax over a
+    split vocabulary and for experts chosen by activation energy.
 
     Args:
       tokens_per_device: tokens of one micro-batch on one of data x fsdp parts.

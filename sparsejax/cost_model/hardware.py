@@ -127,10 +127,11 @@ class Links:
     def seconds(self, exchanged: Exchanged, mesh: MeshConfig) -> float:
         """Returns the seconds that collectives along one axis take, alone on the links.
 
-        Bytes go around a ring. Where it leaves the host, as many ports are its way as
-        it has devices in a host, and NVLink remains the most. Each of the collectives
-        besides waits for its hops: a gather, a scatter and an exchange for n - 1, a sum
-        for twice those of a tree over the hosts.
+        The bytes go around a ring. Between hosts the ring uses one network port for
+        each of its devices in a host, and is never faster than NVLink. Each collective
+        waits for its hops as well: n - 1 of them for a gather, a scatter or an
+        exchange; for a sum twice those inside a host and twice those of a tree over the
+        hosts.
         """
         together = self.on_one_host(mesh, exchanged.axis)
         devices = getattr(mesh, exchanged.axis)

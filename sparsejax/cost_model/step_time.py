@@ -40,10 +40,12 @@ class PredictedStep:
 
     @property
     def computation(self) -> float:
+        """The seconds in which the device computes."""
         return self.gemms + self.attention + self.elementwise
 
     @property
     def total(self) -> float:
+        """The seconds of the whole step: computation, and waiting for others."""
         return self.computation + self.exposed
 
     @property

@@ -48,7 +48,8 @@ def in_three_reductions(
 def in_one_reduction(
     logits: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns what `in_three_reductions` does."""
+    """Returns log sum_v exp(logits_v) of each token, and the target's logit, from a
+    single pass over the logits, which is faster on a GPU."""
     nowhere = jnp.array(-jnp.inf, logits.dtype)
     at_target = jnp.where(_is_target(logits, targets), logits, nowhere)
     largest, total, of_target = lax.reduce(

@@ -4,8 +4,8 @@ A `SparseFFN` compresses its 2:4 weights at every call, and layers in bfloat16 o
 floats round theirs. Over the micro-batches of one optimiser step the weights are the
 same, so once is enough. The weights as they are read are made here, read by the calls
 inside, and dropped: no caller ever holds any, and so none can meet weights that they
-were not made from. These calls, and no others, also move
-what training steps observe of experts (`feed_forward.experts.observed`).
+were not made from. These calls, and no others, also move what training steps observe of
+experts (`feed_forward.experts.observed`).
 """
 
 from collections.abc import Callable

@@ -21,14 +21,14 @@ TRITON = "jax_triton", "triton"
 
 
 def installed(patch: pytest.MonkeyPatch, *packages: str) -> None:
-    """Of the packages that tokamax's implementations need, `packages` are installed."""
+    """Makes it look as if only `packages` were installed of those that tokamax needs."""
     found = lambda name: object() if name in packages else None
     patch.setattr(tokamax_matmul, "find_spec", found)
 
 
 @contextmanager
 def traced_for(device: Device) -> Iterator[None]:
-    """Everything is traced for a device that is not here. tokamax asks JAX about it:
+    """Traces what runs inside for a device that is not here. tokamax asks JAX about it:
     for a GPU by the default device, for a TPU by the mesh."""
     like = SimpleNamespace(
         platform=device.platform,
