@@ -21,7 +21,7 @@ TRITON = "jax_triton", "triton"
 
 
 def installed(patch: pytest.MonkeyPatch, *packages: str) -> None:
-    """Makes it look as if only `packages` were installed of those that tokamax needs."""
+    """Lets tokamax find only `packages` of those that its implementations need."""
     found = lambda name: object() if name in packages else None
     patch.setattr(tokamax_matmul, "find_spec", found)
 
