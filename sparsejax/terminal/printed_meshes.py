@@ -79,7 +79,8 @@ def _table(config: TrainConfig, ranking: Ranking) -> Table:
     columns = _columns(config)
     names = ("parts", *(f"{of} ms" for of in columns.values()))
     for name in (*names, "tokens/s", "exposed", "GiB"):
-        table.add_column(name, justify="right")
+        # On a narrow terminal a number goes on in a second line: none is cut off.
+        table.add_column(name, justify="right", overflow="fold")
     for of in shown:
         mesh = of.mesh
         table.add_row(
