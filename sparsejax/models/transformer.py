@@ -25,7 +25,7 @@ from sparsejax.models.ffn_state import ObservedState, RouterState, WeightsAsRead
 from sparsejax.models.initializers import fan_in_normal
 from sparsejax.models.loss import token_losses
 from sparsejax.models.norm import RMSNorm
-from sparsejax.models.sparse_ffn import SparseFFN
+from sparsejax.models.sparse_ffn import SparseFFN, sparse_ffns
 from sparsejax.ops.backend import Backend
 
 MOVED = nnx.Any(ObservedState, RouterState)
@@ -394,3 +394,18 @@ def _continue(
         return (buffer.at[filled].set(token), filled + 1), token
 
     return jax.lax.scan(step, (buffer, filled), length=length)[1]
+
+
+def graph_on(
+    build: Callable[[], Transformer], sparsity: FFNSparsity
+) -> nnx.GraphDef[Transformer]:
+    """Returns the graph of a model that computes with `sparsity` on the state of the
+    model that `build` makes, which is only traced."""
+
+    def built() -> Transformer:
+        model = build()
+        for ffn in sparse_ffns(model):
+            ffn.compute_as(sparsity, keep_router_state=True)
+        return model
+
+    return nnx.split(nnx.eval_shape(built))[0]

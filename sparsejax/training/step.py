@@ -34,7 +34,7 @@ from sparsejax.distributed.mesh import (
 )
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.sparse_ffn import sparse_ffns
-from sparsejax.models.transformer import Transformer, cross_entropy
+from sparsejax.models.transformer import Transformer, cross_entropy, graph_on
 from sparsejax.reports import metrics
 from sparsejax.training.micro_batches import loss_and_gradient
 from sparsejax.training.optimizer import check_optimizer, make_optimizer
@@ -99,7 +99,7 @@ def train_step(
 class Run:
     """A configuration with everything built from it, once: phases, corpus, compiled
     functions. One step and one validation are compiled per sparsity, and per form of
-    the state where that has more than its steps read.
+    the state where that has more than its steps read; a switch once, not every time.
     """
 
     def __init__(
@@ -143,6 +143,9 @@ class Run:
         self._steps = lru_cache(maxsize=None)(self._step)
         self.template = lru_cache(maxsize=None)(self._template)
         self.recluster = lru_cache(maxsize=None)(self._recluster)
+        self._init = lru_cache(maxsize=None)(self._initialisation)
+        self._initial = lru_cache(maxsize=None)(self._compiled_init)
+        self._switches = lru_cache(maxsize=None)(self._switch)
 
     def of_phase(self, phase: Phase) -> "Run":
         """Returns the run that computes with the states of a phase: this one, or one
@@ -239,14 +242,12 @@ class Run:
     def initial_state(self, sparsity: FFNSparsity | None = None) -> TrainState:
         """Returns the state before the first step, deterministic from the seed. It
         belongs to `sparsity`; None stands for `Phase.held` of the first phase."""
-        sparsity = self.phases[0].held if sparsity is None else sparsity
-        shardings = self._shardings(sparsity)
-        return jax.jit(partial(self._init, sparsity), out_shardings=shardings)()
+        return self._initial(self.phases[0].held if sparsity is None else sparsity)()
 
     def _template(self, sparsity: FFNSparsity) -> TrainState:
         """Returns the shapes, dtypes and shardings of a state that belongs to
         `sparsity`; nothing is allocated."""
-        shapes = jax.eval_shape(partial(self._init, sparsity))
+        shapes = jax.eval_shape(self._init(sparsity))
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(
                 leaf.shape, leaf.dtype, sharding=sharding
@@ -255,17 +256,26 @@ class Run:
             state_shardings(shapes, self.mesh),
         )
 
-    def _init(self, sparsity: FFNSparsity) -> TrainState:
-        _, params, buffers = nnx.split(self.build(sparsity), nnx.Param, ...)
-        key = jax.random.key(self.config.seed)
-        params = initial_weights(params, self.config.model.static_weights, key)
-        return TrainState(
-            step=jnp.zeros((), jnp.int32),
-            params=params,
-            buffers=buffers,
-            moments=self.optimizer.init(params),
-            key=key,
-        )
+    def _initialisation(self, sparsity: FFNSparsity) -> Callable[[], TrainState]:
+        """Returns one function for the shapes and the values of the state before the
+        first step, so that JAX traces it once."""
+
+        def initialise() -> TrainState:
+            _, params, buffers = nnx.split(self.build(sparsity), nnx.Param, ...)
+            key = jax.random.key(self.config.seed)
+            params = initial_weights(params, self.config.model.static_weights, key)
+            return TrainState(
+                step=jnp.zeros((), jnp.int32),
+                params=params,
+                buffers=buffers,
+                moments=self.optimizer.init(params),
+                key=key,
+            )
+
+        return initialise
+
+    def _compiled_init(self, sparsity: FFNSparsity) -> Callable[[], TrainState]:
+        return jax.jit(self._init(sparsity), out_shardings=self._shardings(sparsity))
 
     def _shardings(self, sparsity: FFNSparsity) -> TrainState:
         return jax.tree.map(lambda leaf: leaf.sharding, self.template(sparsity))
@@ -374,7 +384,11 @@ class Run:
     ) -> TrainState:
         """Returns the state after `switching.switch`, folded if both `fold` and the
         settings say so. It takes the place of the one given, which is gone."""
+        return self._switches(before, after, fold)(state)
 
+    def _switch(
+        self, before: FFNSparsity, after: FFNSparsity, fold: bool
+    ) -> Callable[[TrainState], TrainState]:
         @partial(jax.jit, donate_argnums=0, out_shardings=self._shardings(after))
         def apply(state: TrainState) -> TrainState:
             model = self.model(state, before)
@@ -382,7 +396,7 @@ class Run:
             moments = switch(model, state.moments, after, fold=folds)
             return with_model(state, model, moments)
 
-        return apply(state)
+        return apply
 
     def grow(self, state: TrainState) -> TrainState:
         """Returns the dense state of a smaller model, grown to this run's size: see
@@ -413,21 +427,6 @@ class Run:
             return with_model(state, model, moments)
 
         return apply
-
-
-def graph_on(
-    build: Callable[[], Transformer], sparsity: FFNSparsity
-) -> nnx.GraphDef[Transformer]:
-    """Returns the graph of a model that computes with `sparsity` on the state of the
-    model that `build` makes, which is only traced."""
-
-    def built() -> Transformer:
-        model = build()
-        for ffn in sparse_ffns(model):
-            ffn.compute_as(sparsity, keep_router_state=True)
-        return model
-
-    return nnx.split(nnx.eval_shape(built))[0]
 
 
 def with_model(
