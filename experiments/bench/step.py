@@ -363,7 +363,8 @@ def _check(steps: Steps, mode: str) -> dict[str, float]:
     for name, of_sums in (("loss", 1e-3), ("gradient_norm", 5e-3)):
         tolerance = coarse * of_sums
         errors[name] = abs(sparse[name] - masked[name]) / masked[name]
-        assert errors[name] < tolerance, f"{name} {sparse[name]}, not {masked[name]}"
+        found = f"{mode}: {name} {sparse[name]}, not {masked[name]} as masked"
+        assert errors[name] < tolerance, found
     return errors
 
 
