@@ -78,8 +78,12 @@ def step(sparsity, backend, arguments, dy, experts=None, scales=(1.3, 1.5)):
             scales=jnp.asarray(scales) if sparsity.weights else None,
         )
 
-    y, pull_back = jax.vjp(run, *arguments)
-    return y, *pull_back(dy)
+    @jax.jit
+    def both(arguments, dy):
+        y, pull_back = jax.vjp(run, *arguments)
+        return y, *pull_back(dy)
+
+    return both(arguments, dy)
 
 
 def assert_exact(sparsity, arguments, dy, experts) -> None:
