@@ -99,7 +99,7 @@ def train_step(
 class Run:
     """A configuration with everything built from it, once: phases, corpus, compiled
     functions. One step and one validation are compiled per sparsity, and per form of
-    the state where that has more than its steps read; a switch once, not every time.
+    the state where that has more than its steps read. So is a switch between two.
     """
 
     def __init__(
