@@ -18,7 +18,8 @@ their own; where there are experts the neurons have been clustered first. The lo
 the gradient norm of every sparse step are compared with those of the masked dense path
 (`xla`) in the same precision before it is timed, those of static weights with whole
 ones that are zero where they have no entry. The dense step and every other are timed
-with 8-bit floats too, in attention's four weights and, where it is dense, in the FFN.
+with 8-bit floats too, in attention's four weights and, where it is dense, in the FFN;
+the dense one with 8-bit floats is compared with the dense one without.
 With `--profile` the time of a step is split by kind of GPU kernel.
 
 The dense steps are timed alone, before the process runs any sparse kernel, which is
@@ -212,9 +213,11 @@ class Steps:
 
 def _masked_step(run: Run, phase: Phase) -> Any:
     """Returns a function that JAX compiles, from a state and tokens to the report of a
-    step on masked operands, in the phase's own precision."""
+    step on masked operands in the phase's precision, or a dense one in the run's."""
     if phase.static_weights is not None:
         return _whole_step(run)
+    if phase.sparsity.is_dense:
+        phase = replace(phase, precision=None)
     on_xla = replace(run.of_phase(phase).config, backend="xla")
     masked = Run(on_xla, devices=jax.devices()[:1], corpus=run.corpus)
     graph = masked.graph(phase.sparsity)
@@ -352,12 +355,16 @@ def _train_config(config: Config) -> TrainConfig:
 
 def _check(steps: Steps, mode: str) -> dict[str, float]:
     """Returns the relative differences in loss and gradient norm between a sparse step
-    and the masked dense one. Raises AssertionError where one is too large."""
+    and the masked dense one, or between the dense steps with 8-bit floats and without.
+    Raises AssertionError where one is too large."""
     steps.call(DENSE_STEP)
     masked, sparse = steps.masked(mode), steps.call(mode)
-    errors = {}
-    # bfloat16 sums in another order, averaged over a batch, as in `mesh`.
-    for name, tolerance in (("loss", 1e-3), ("gradient_norm", 5e-3)):
+    errors, tolerances = {}, {"loss": 1e-3, "gradient_norm": 5e-3}
+    # bfloat16 sums in another order, averaged over a batch, as in `mesh`. 8-bit floats
+    # round up to 6 and 12 % of an entry away: early in training norms differed by 12 %.
+    if steps.modes[mode].sparsity.is_dense and steps.modes[mode].precision:
+        tolerances = {"loss": 2e-2, "gradient_norm": 0.3}
+    for name, tolerance in tolerances.items():
         errors[name] = abs(sparse[name] - masked[name]) / masked[name]
         found = f"{mode}: {name} {sparse[name]}, not {masked[name]} as masked"
         assert errors[name] < tolerance, found

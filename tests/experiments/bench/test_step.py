@@ -13,6 +13,7 @@ from experiments.bench.sparse_modes import sparse_modes
 from pallas_kernels import tuning
 from sparsejax.cost_model import parameter_count
 from sparsejax.feed_forward.sparsity import DENSE
+from sparsejax.ops import fp8_linear
 from sparsejax.presets import PRESETS
 from sparsejax.training.recipe import Phase
 from tests.support.devices import hopper
@@ -98,14 +99,26 @@ def test_every_step_is_timed_in_8_bit_floats_too(config, monkeypatch):
         )
         # They step on one state.
         assert row["state_gib"] == pytest.approx(rows[0]["state_gib"], rel=0.01)
-    for name in names[2:]:
-        # On a CPU the sparse step is the masked one, which rounds to 8 bits too.
-        assert by_name[name]["error"] == pytest.approx(
-            {"loss": 0, "gradient_norm": 0}, abs=1e-4
-        )
-    for (_, name), program in programs.items():
-        assert ("f8e4m3" in program) == (name in names[2:])
+    # On a CPU the sparse step is the masked one, which rounds to 8 bits too.
+    nothing = {"loss": 0, "gradient_norm": 0}
+    assert by_name[names[3]]["error"] == pytest.approx(nothing, abs=1e-4)
+    # The dense one is held against the dense one that does not.
+    assert 1e-6 < by_name[names[2]]["error"]["gradient_norm"] < 0.3
+    for (kind, name), program in programs.items():
+        rounds = name in names[2:] and (kind, name) != ("masked", names[2])
+        assert ("f8e4m3" in program) == rounds
     assert len(programs) == 2 * len(names) - 1
+
+
+def test_a_lost_scale_of_8_bit_floats_stops_the_benchmark(config, monkeypatch):
+    right = fp8_linear.quantise
+
+    def without_step(x, dtype):
+        return right(x, dtype)._replace(step=jnp.ones(x.shape[:-2]))
+
+    monkeypatch.setattr(fp8_linear, "quantise", without_step)
+    with pytest.raises(AssertionError, match="dense, fp8: "):
+        step.main(replace(config, modes=(), precisions=("fp8",)))
 
 
 def test_steps_with_experts_run_on_clustered_neurons(config):
