@@ -19,6 +19,11 @@ given_flags = os.environ.get("XLA_FLAGS", "")
 if QUICK_COMPILATION not in given_flags:
     os.environ["XLA_FLAGS"] = f"{QUICK_COMPILATION} {given_flags}".strip()
 
+# Each worker's NumPy would take all cores: on 32 of them 20 workers held each other up,
+# and a test of one minute took more than five. Workers find it in the environment.
+for library in ("OPENBLAS", "OMP", "MKL"):
+    os.environ.setdefault(f"{library}_NUM_THREADS", "1")
+
 # The workers of `-n 16` share one GPU, whose memory the first would take.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
