@@ -2,7 +2,8 @@
 the shares of them that our own steps have reached.
 
 Nothing here is measured on more than two GPUs. The shares are calibrated on one step,
-`CALIBRATED_ON`; how far off other steps are stands in docs/many-gpus.md.
+`CALIBRATED_ON`, that of an H100's memory on another, and what narrow models lose on
+those of `gpt-124m`; how far off other steps are stands in docs/many-gpus.md.
 """
 
 from dataclasses import dataclass
@@ -27,6 +28,17 @@ half, without what the backward computes again."""
 MEMORY_SHARE = 0.616
 """The share of the data sheet's memory bandwidth at which everything else would have
 moved the bytes of `step_time.elementwise_bytes`: gaps between kernels are in it."""
+MEMORY_SHARE_OF = {"NVIDIA H100 80GB HBM3": 0.83}
+"""The same share where a dense step of `llama-1b` was measured on another GPU (10
+layers, 317 ms, 2026-11-25). In bytes per second it is near the H200's: most of these
+kernels are held up by more than the memory."""
+CALIBRATED_WIDTH, CALIBRATED_HEAD = 2048, 128
+"""The d_model and head_dim of that step."""
+NARROW_GEMM, NARROW_HEAD = 256, 128
+"""What GEMMs and attention lose in narrower models: their time per FLOP is as 1 + 256 /
+d_model and 1 + 128 / head_dim, for a tile begins and ends once however little it sums.
+Fitted to the dense steps of `gpt-124m` on one H200. In wider models nothing is gained:
+the GPU's power limits them."""
 FP8_GAIN = 1.93
 """The speed of GEMMs of 8-bit floats over those of bfloat16: the same step with
 `precision` "fp8" took 294 ms in GEMMs."""
@@ -53,11 +65,23 @@ class Speeds:
     """The speeds at which one GPU is assumed to work."""
 
     gemm_flops_per_s: float
-    """The FLOPs per second of dense GEMMs in the compute dtype."""
+    """The FLOPs per second of dense GEMMs in the compute dtype, in a model as wide as
+    the calibrated one or wider."""
     attention_flops_per_s: float
-    """The FLOPs per second of attention, by those of the causal half."""
+    """The FLOPs per second of attention, by those of the causal half, with such
+    heads."""
     memory_bytes_per_s: float
     """The bytes per second of everything else."""
+
+    def gemm_seconds(self, flops: float, d_model: int) -> float:
+        """Returns the seconds of dense GEMMs in a model of that width."""
+        slower = _slower(NARROW_GEMM, d_model, CALIBRATED_WIDTH)
+        return slower * flops / self.gemm_flops_per_s
+
+    def attention_seconds(self, flops: float, head_dim: int) -> float:
+        """Returns the seconds of attention with heads of that width."""
+        slower = _slower(NARROW_HEAD, head_dim, CALIBRATED_HEAD)
+        return slower * flops / self.attention_flops_per_s
 
     @classmethod
     def of(cls, device: Device, dtype: str) -> "Speeds | None":
@@ -67,11 +91,16 @@ class Speeds:
         memory = MEMORY_GB_PER_S.get(device.kind)
         if peak is None or memory is None:
             return None
+        share = MEMORY_SHARE_OF.get(device.kind, MEMORY_SHARE)
         return cls(
             gemm_flops_per_s=GEMM_SHARE * peak * 1e12,
             attention_flops_per_s=ATTENTION_SHARE * peak * 1e12,
-            memory_bytes_per_s=MEMORY_SHARE * memory * 1e9,
+            memory_bytes_per_s=share * memory * 1e9,
         )
+
+
+def _slower(lost: int, width: int, calibrated: int) -> float:
+    return (1 + lost / min(width, calibrated)) / (1 + lost / calibrated)
 
 
 @dataclass(frozen=True, kw_only=True)

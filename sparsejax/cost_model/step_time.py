@@ -99,10 +99,11 @@ def predicted_step(
     ffn = sum(
         _ffn_gemm_seconds(of, config, speeds, micro_batches, slowed) for of in decisions
     )
-    gemms = slowed * dense / speeds.gemm_flops_per_s
+    gemms = slowed * speeds.gemm_seconds(dense, config.d_model)
     gemms += micro_batches * config.layers * config.groups * ffn
     mixing = flops.sdpa_causal * (1 + (config.remat != "none") / 3)
-    attention = slowed * tokens * mixing / mesh.tensor / speeds.attention_flops_per_s
+    mixed = tokens * mixing / mesh.tensor
+    attention = slowed * speeds.attention_seconds(mixed, config.head_width)
     moved = elementwise_bytes(
         config,
         tokens_per_device=tokens_per_device,
@@ -166,8 +167,8 @@ def _ffn_gemm_seconds(
     executed = decision.executed_share * spec.dense_flops
     if decision.on_sparse_cores:
         executed *= 2 / KernelFactors().two_four
-    rate = speeds.gemm_flops_per_s * (FP8_GAIN if spec.fp8 else 1)
-    return slowed * runs * executed / rate
+    gain = FP8_GAIN if spec.fp8 else 1
+    return slowed * runs * speeds.gemm_seconds(executed, config.d_model) / gain
 
 
 def elementwise_bytes(

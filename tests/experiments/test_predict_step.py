@@ -33,16 +33,17 @@ def test_the_step_that_calibrates_is_predicted(rows):
 
 def test_other_steps_of_one_gpu_are_near(rows):
     # What docs/many-gpus.md says. No constant was fitted to these steps, but for the
-    # gain of 8-bit floats to the dense one that has them.
+    # gain of 8-bit floats to the dense one that has them, the H100's memory to one of
+    # its dense steps, and what narrow models lose to the dense ones of gpt-124m.
     h200 = errors(rows, preset="llama-1b", layers=25, devices=1)
     assert len(h200) > 15 and max(h200) < 0.04
     assert max(errors(rows, preset="llama-7b")) < 0.05
     h100 = errors(rows, preset="llama-1b", device="NVIDIA H100 80GB HBM3")
-    assert len(h100) > 10 and max(h100) < 0.12
+    assert len(h100) > 10 and max(h100) < 0.05
     one = errors(rows, devices=1)
-    assert median(one) < 0.04 and sum(error > 0.12 for error in one) <= 3
+    assert median(one) < 0.02 and sum(error > 0.12 for error in one) <= 2
 
 
 def test_two_gpus_are_predicted_too_fast(rows):
     two = [row["error"] for row in rows if row["devices"] == 2]
-    assert len(two) == 12 and -0.27 < min(two) and max(two) < -0.13
+    assert len(two) == 12 and -0.19 < min(two) and max(two) < -0.05

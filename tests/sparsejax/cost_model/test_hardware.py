@@ -78,4 +78,5 @@ def test_speeds_are_known_of_gpus_in_the_tables_alone():
     )
     assert h100.gemm_flops_per_s == h200.gemm_flops_per_s < 989.4e12
     ratio = h200.memory_bytes_per_s / h100.memory_bytes_per_s
-    assert ratio == pytest.approx(4.8 / 3.35)
+    # An H100 reaches more of its memory's bandwidth, which is less.
+    assert ratio == pytest.approx(4.8 * 0.616 / (3.35 * 0.83))
