@@ -77,7 +77,9 @@ def exchanges(
     Of n devices and a whole of S bytes, each receives S (n - 1) / n in an all-gather
     and in a reduce-scatter, and twice that in a ring all-reduce.
 
-    Assumed, in every micro-batch:
+    Assumed, in every micro-batch, but for gradients over data without a loop over the
+    layers: XLA on GPUs sums those after the last one, except for the head's where it is
+    the embedding, whose lookup gives it another gradient.
       weights: a layer's are gathered in the forward and again in the backward, as
         `gathered_bytes` says, attention's with remat "none" only once unless they are
         in 8-bit floats, and then once more; the head once, since its backward follows
@@ -118,6 +120,16 @@ def exchanges(
         over_data, over_fsdp = summed + of_vectors, _received(scattered, mesh.fsdp)
     else:
         over_data, over_fsdp = summed, _received(scattered, mesh.fsdp) + of_vectors
+    sums_over_data = layers + 1
+    if config.scan_layers:
+        over_data, sums_over_data = (
+            micro_batches * over_data,
+            micro_batches * (layers + 1),
+        )
+    elif config.tie_embeddings:
+        of_head = 2 * _received(embedding // mesh.fsdp, mesh.data)
+        over_data += (micro_batches - 1) * of_head
+        sums_over_data += micro_batches - 1
 
     token = tokens_per_device * config.d_model
     sums = layers * (5 if config.remat == "full" else 4) + 1
@@ -143,7 +155,7 @@ def exchanges(
             axis="data",
             kind="all-reduce",
             received=over_data,
-            collectives=layers + 1,
+            collectives=sums_over_data,
         ),
         Exchanged(
             purpose="reduced_activations",
@@ -160,11 +172,12 @@ def exchanges(
             collectives=2,
         ),
     )
+    times = lambda of: 1 if of.axis == "data" else micro_batches
     return tuple(
         replace(
             of,
-            received=micro_batches * of.received,
-            collectives=micro_batches * of.collectives,
+            received=times(of) * of.received,
+            collectives=times(of) * of.collectives,
         )
         for of in of_step
         if getattr(mesh, of.axis) > 1

@@ -17,7 +17,6 @@ from pallas_kernels.device import Device
 from sparsejax.distributed.explicit_axes import inside_automatic_axes
 from sparsejax.distributed.mesh import BATCH, constrain
 from sparsejax.dtypes import Precision
-from sparsejax.models import weight_copies
 from sparsejax.models.block_diagonal import (
     check_precision,
     contiguous_groups,
@@ -29,6 +28,7 @@ from sparsejax.models.initializers import fan_in_normal
 from sparsejax.models.norm import RMSNorm
 from sparsejax.ops.fp8_linear import fp8_linear
 from sparsejax.ops.fp8_matmul import QuantisedWeight, quantise_weight
+from sparsejax.ops.linear import as_read, linear, rounded_copy
 
 
 def rotary_embedding(
@@ -286,10 +286,10 @@ class Attention(nnx.Module):
                 quantised.step,
             )
             return fp8_linear(x, w, gathered, precision=precision)
-        weight = weight_copies.read(w, all_read.get(name), self.dtype)
+        read = as_read(w, all_read.get(name), self.dtype)
         if self.groups > 1:
-            return multiply(x, constrain(weight, self.mesh, "tensor", None, None))
-        return x @ constrain(weight, self.mesh, *axes)
+            return multiply(x, w, constrain(read, self.mesh, "tensor", None, None))
+        return linear(x, w, constrain(read, self.mesh, *axes))
 
     def weights_as_read(
         self,
@@ -300,6 +300,4 @@ class Attention(nnx.Module):
         weights = {name: getattr(self, name)[...] for name in names}
         if self.precision != "dtype":
             return {name: quantise_weight(w) for name, w in weights.items()}
-        return {
-            name: weight_copies.rounded(w, self.dtype) for name, w in weights.items()
-        }
+        return {name: rounded_copy(w, self.dtype) for name, w in weights.items()}

@@ -34,6 +34,7 @@ from sparsejax.dtypes import Precision
 from sparsejax.feed_forward.activation import ActivationName
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.gated_ffn import gated_ffn
+from sparsejax.ops.linear import linear
 
 ENDS_OF_BRANCHES = ("w_out", "w_down")
 """The names of the weights that write into the residual stream."""
@@ -69,11 +70,19 @@ def contiguous_groups(
 
 
 def multiply(
-    x: Float[Array, "*tokens groups d_in"], blocks: Float[Array, "groups d_in d_out"]
+    x: Float[Array, "*tokens groups d_in"],
+    blocks: Float[Array, "groups d_in d_out"],
+    read: Float[Array, "groups d_in d_out"],
 ) -> Float[Array, "*tokens all_d_out"]:
-    """Returns the product of every group with its block, groups side by side."""
+    """Returns the product of every group with its block, groups side by side.
+
+    Args:
+      x: the tokens, in the compute dtype.
+      blocks: the weight that the gradient belongs to.
+      read: the same in the compute dtype, which the GEMMs read: `ops.linear`.
+    """
     # The GEMMs read x where it lies: einsum would take the blocks for the left operand.
-    out = jax.vmap(jnp.matmul, in_axes=(-2, 0), out_axes=-2)(x, blocks)
+    out = jax.vmap(linear, in_axes=(-2, 0, 0), out_axes=-2)(x, blocks, read)
     return out.reshape(*out.shape[:-2], -1)
 
 

@@ -19,7 +19,6 @@ from sparsejax.distributed.explicit_axes import (
 )
 from sparsejax.distributed.mesh import BATCH, batch_parts, constrain, ffn_layout
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
-from sparsejax.models import weight_copies
 from sparsejax.models.attention import Attention, KVCache
 from sparsejax.models.ffn_state import ObservedState, RouterState, WeightsAsRead
 from sparsejax.models.initializers import fan_in_normal
@@ -27,6 +26,7 @@ from sparsejax.models.loss import token_losses
 from sparsejax.models.norm import RMSNorm
 from sparsejax.models.sparse_ffn import SparseFFN, sparse_ffns
 from sparsejax.ops.backend import Backend
+from sparsejax.ops.linear import as_read, linear, rounded_copy
 
 MOVED = nnx.Any(ObservedState, RouterState)
 """The state that calls of training steps move."""
@@ -261,45 +261,34 @@ class Transformer(nnx.Module):
     ) -> Float[Array, "*batch vocab"]:
         """Returns features @ head, operands in `config.dtype`, accumulated in float32.
 
-        In the backward the gradient of the logits is rounded to `config.dtype`.
+        In the backward the gradient of the logits is rounded to `config.dtype`, and
+        that of the head is not.
         """
         copy = None if self.as_read is None else self.as_read.get_value()
-        head = weight_copies.read(self._head_weight, copy, self.config.dtype)
-        head = constrain(head, self.mesh, None, "tensor")
-        logits = _accumulate_in_float32(features, head)
+        tied = self.head is None
+        axes = ("tensor", None) if tied else (None, "tensor")
+        read = as_read(self._head_weight, copy, self.config.dtype)
+        read = constrain(read, self.mesh, *axes)
+        logits = linear(
+            features,
+            self._head_weight,
+            read,
+            transposed=tied,
+            out_dtype=jnp.float32,
+        )
         if features.ndim < 3:
             return logits
         return constrain(logits, self.mesh, BATCH, None, "tensor")
 
     @property
-    def _head_weight(self) -> Float[Array, "d_model vocab"]:
-        return self.embedding[...].T if self.head is None else self.head[...]
+    def _head_weight(self) -> Float[Array, "rows columns"]:
+        """The head (d_model, vocab), or the embedding (vocab, d_model)."""
+        return self.embedding[...] if self.head is None else self.head[...]
 
-    def weights_as_read(self) -> Float[Array, "d_model vocab"] | None:
-        """Returns the head in the compute dtype, None where it has that already."""
-        return weight_copies.rounded(self._head_weight, self.config.dtype)
-
-
-@jax.custom_vjp
-def _accumulate_in_float32(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Returns x @ w in float32. Its gradient is rounded to the dtype of x: autodiff
-    would give the backward's two GEMMs a float32 operand, and they would take three
-    times as long (measured on an H200: a sixth of a step of llama-1b)."""
-    return jnp.matmul(x, w, preferred_element_type=jnp.float32)
-
-
-def _accumulate_fwd(x, w):
-    return _accumulate_in_float32(x, w), (x, w)
-
-
-def _accumulate_bwd(operands, gradient):
-    x, w = operands
-    gradient = gradient.astype(x.dtype)
-    batch = tuple(range(x.ndim - 1))
-    return gradient @ w.T, jnp.tensordot(x, gradient, (batch, batch))
-
-
-_accumulate_in_float32.defvjp(_accumulate_fwd, _accumulate_bwd)
+    def weights_as_read(self) -> Float[Array, "rows columns"] | None:
+        """Returns the head, or the embedding in its place, in the compute dtype; None
+        where it has that already."""
+        return rounded_copy(self._head_weight, self.config.dtype)
 
 
 def rematerialise(

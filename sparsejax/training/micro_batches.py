@@ -6,9 +6,16 @@ same, so once is enough. The weights as they are read are made here, read by the
 inside, and dropped: no caller ever holds any, and so none can meet weights that they
 were not made from. These calls, and no others, also move what training steps observe of
 experts (`feed_forward.experts.observed`).
+
+Gradients are added up for each layer by itself, where a `Transformer` goes through its
+layers without a loop, though its parameters are stacked: a GEMM then adds its gradient
+to the sum of the layer as it writes, and XLA can move the sum over devices, one for
+each layer, out of the loop over micro-batches. It does neither for an array of all
+layers, into which each layer's gradient would be copied.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,25 +67,115 @@ def loss_and_gradient(
         if isinstance(layer, SparseFFN):
             layer.share_of_step = 1 / count
     graph, params, as_read, rest = nnx.split(reading, nnx.Param, WeightsAsRead, ...)
+    layers = _UnrolledLayers(reading)
+    parts = layers.apart(params)
 
-    def loss_and_rest(params, rest, batch):
-        model = nnx.merge(graph, params, as_read, rest, copy=True)
+    def loss_and_rest(parts, rest, batch):
+        read = layers.read_whole(params, parts)
+        model = nnx.merge(graph, read, as_read, rest, copy=True)
         loss = loss_of(model, *batch)
         return loss, nnx.state(model, nnx.Not(nnx.Any(nnx.Param, WeightsAsRead)))
 
     def accumulate(carry, batch):
         total, rest = carry
         (loss, rest), gradient = jax.value_and_grad(loss_and_rest, has_aux=True)(
-            params, rest, batch
+            parts, rest, batch
         )
-        return (jax.tree.map(jnp.add, total, (loss, place(gradient))), rest), None
+        gradient = layers.apart(place(layers.together(gradient)))
+        return (jax.tree.map(jnp.add, total, (loss, gradient)), rest), None
 
-    zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+    zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, parts))
     (total, rest), _ = jax.lax.scan(
         accumulate, (zeros, rest), batches, unroll=count == 1
     )
     nnx.update(model, rest)
-    return jax.tree.map(lambda x: x / count, total)
+    loss, gradient = jax.tree.map(lambda x: x / count, total)
+    return loss, layers.together(gradient)
+
+
+class _UnrolledLayers:
+    """The layers of the transformers in a model that go through them without a loop,
+    each of whose arrays can be taken apart into those of its layers."""
+
+    def __init__(self, model: nnx.Module) -> None:
+        self._of_blocks = {
+            (*path, "blocks"): module.config.layers
+            for path, module in nnx.iter_modules(model)
+            if isinstance(module, Transformer) and not module.config.scan_layers
+        }
+
+    def apart(self, state: nnx.State) -> PyTree:
+        """Returns a state with a `_Layers` in the place of every array of blocks."""
+
+        def of(path, array):
+            layers = self._number(path)
+            return _Layers(array[i] for i in range(layers)) if layers else array
+
+        return jax.tree_util.tree_map_with_path(of, state)
+
+    def together(self, parts: PyTree) -> nnx.State:
+        """Returns the state that `apart` has taken apart."""
+        whole = lambda part: jnp.stack(part) if _is_layers(part) else part
+        return jax.tree.map(whole, parts, is_leaf=_is_layers)
+
+    def read_whole(self, state: nnx.State, parts: PyTree) -> nnx.State:
+        """Returns the state, with the gradient of its parts. The arrays of all layers
+        are read as they are: if they were put together from their parts, XLA would
+        gather each of these before the micro-batches under fsdp, and hold them."""
+        read = lambda part, whole: (
+            _read_whole(whole, part) if _is_layers(part) else part
+        )
+        return jax.tree.map(read, parts, state, is_leaf=_is_layers)
+
+    def _number(self, path: tuple) -> int | None:
+        """Returns the number of layers of the blocks that an array belongs to, by its
+        path; None where it belongs to none."""
+        names = tuple(entry.key for entry in path if hasattr(entry, "key"))
+        return next(
+            (
+                layers
+                for blocks, layers in self._of_blocks.items()
+                if names[: len(blocks)] == blocks
+            ),
+            None,
+        )
+
+
+@jax.tree_util.register_pytree_node_class
+class _Layers(tuple):
+    """The arrays of the layers, one by one, of which a model has one array."""
+
+    __slots__ = ()
+
+    def tree_flatten(self) -> tuple[tuple, None]:
+        """Returns the arrays."""
+        return tuple(self), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, arrays: Iterable) -> "_Layers":
+        """Returns these arrays as layers."""
+        return cls(arrays)
+
+
+def _is_layers(part: Any) -> bool:
+    return isinstance(part, _Layers)
+
+
+@jax.custom_vjp
+def _read_whole(whole: jax.Array, layers: _Layers) -> jax.Array:
+    del layers
+    return whole
+
+
+def _read_forward(whole, layers):
+    return _read_whole(whole, layers), None
+
+
+def _read_backward(_, gradient):
+    return None, _Layers(gradient[i] for i in range(len(gradient)))
+
+
+_read_whole.defvjp(_read_forward, _read_backward)
 
 
 def _leading_size(batches: PyTree) -> int:

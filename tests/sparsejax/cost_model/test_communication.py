@@ -5,6 +5,7 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, AxisType
@@ -12,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 from sparsejax.config import MeshConfig
 from sparsejax.cost_model import (
     communication_bytes,
+    exchanges,
     gathered_bytes,
     parameter_count,
 )
@@ -112,6 +114,22 @@ def test_each_axis_costs_its_own_communication():
     assert fsdp["exchanged_tokens"] == 2 * 32 * 16 * 2 * 3 // 4
     sums = 32 * 16 * (13 * 2 + 4)
     assert tensor == nothing | {"reduced_activations": 2 * sums * 3 // 4}
+
+
+def test_gradients_over_data_are_summed_once_without_a_loop_over_layers():
+    def over_data(micro_batches, **changes):
+        config = dataclasses.replace(SPLIT, **changes)
+        sent = exchanges(config, CUBE, DENSE, micro_batches, 32)
+        (of,) = [of for of in sent if of.axis == "data"]
+        return np.array([of.received, of.collectives])
+
+    one, three = over_data(1, scan_layers=False), over_data(3, scan_layers=False)
+    assert (three == one).all()
+    assert (over_data(1, scan_layers=True) == one).all()
+    assert (over_data(3, scan_layers=True) == 3 * one).all()
+    # float32, half of 64 x 16 numbers on a device along fsdp, and half along tensor
+    tied = over_data(3, scan_layers=False, tie_embeddings=True) - one
+    assert tied.tolist() == [2 * 2 * (4 * 64 * 16 // 2 // 2) // 2, 2]
 
 
 def test_tied_weights_are_two_gradients():

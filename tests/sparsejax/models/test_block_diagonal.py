@@ -58,7 +58,8 @@ def test_the_groups_compute_what_a_dense_weight_with_zeros_does(groups, reads_re
     x = generator.normal(size=(3, 5, 32)).astype(np.float32)
     dense = plain_dense(blocks, reads_residual=reads_residual)
     cut = residual_groups if reads_residual else contiguous_groups
-    out = multiply(cut(jnp.asarray(x), groups), jnp.asarray(blocks))
+    blocks_read = jnp.asarray(blocks)
+    out = multiply(cut(jnp.asarray(x), groups), blocks_read, blocks_read)
     np.testing.assert_allclose(out, x @ dense, rtol=1e-5, atol=1e-5)
     stacked = dense_weight(
         jnp.stack([jnp.asarray(blocks), jnp.asarray(2 * blocks)]),

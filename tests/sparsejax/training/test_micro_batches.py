@@ -1,5 +1,6 @@
 """The gradient over micro-batches: that of all tokens, weights compressed once."""
 
+from collections import Counter
 from functools import partial
 
 import chex
@@ -104,6 +105,33 @@ def test_8_bit_weights_are_made_once_and_are_those_of_every_call(
     chex.assert_trees_all_close(
         jax.tree.leaves(got), jax.tree.leaves(wanted), rtol=1e-4, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("sparsity", [DENSE, TWO_FOUR])
+def test_gradients_are_added_up_layer_by_layer_without_a_loop(scan_layers, sparsity):
+    sizes = {"d_model": 16, "layers": 3, "heads": 2, "kv_heads": 1, "d_hidden": 48}
+    config = ModelConfig(scan_layers=scan_layers, **sizes)
+    model = Transformer(config, sparsity=sparsity, rngs=nnx.Rngs(0))
+    tokens = jax.random.randint(jax.random.key(0), (2, 2, 9), 0, 256)
+    each = [nnx.value_and_grad(cross_entropy)(model, batch) for batch in tokens]
+    wanted = jax.tree.map(lambda *of: sum(of) / 2, *each)
+    got = loss_and_gradient(cross_entropy, model, tokens)
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=1e-6)
+    graph, state = nnx.split(model)
+    traced = jax.make_jaxpr(
+        lambda state: loss_and_gradient(cross_entropy, nnx.merge(graph, state), tokens)
+    )(state)
+    (over_batches,) = (
+        equation
+        for equation in traced.jaxpr.eqns
+        if equation.primitive.name == "scan" and equation.params["length"] == 2
+    )
+    added = Counter(out.aval.shape for out in over_batches.outvars)
+    # W1 of three layers: one sum of all, or three.
+    assert added[3, 16, 48] == (1 if scan_layers else 0)
+    assert added[16, 48] == (0 if scan_layers else 3)
 
 
 @pytest.mark.parametrize("tied", [False, True])
