@@ -136,6 +136,7 @@ def measured_steps(config: Config) -> Iterator[Measured | None]:
                 vocab_size=row.get("vocab_size") or preset.model.vocab_size,
                 remat=row["remat"],
                 scan_layers=True if scan is None else scan,
+                logits_of_loss=row.get("logits_of_loss") or "float32",
                 precision=precision,
             ),
             sparsity=known[name],

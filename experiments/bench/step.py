@@ -3,8 +3,6 @@
     uv run --extra cuda experiments/bench/step.py --profile
     uv run --extra cuda experiments/bench/step.py --profile --rounds 4 \\
         --modes "all six GEMMs 2:4" "V:N:M, true mass, all six" "skip_blocks, all six"
-    uv run --extra cuda experiments/bench/step.py --preset wide-200m --modes \\
-        --recipes weights activations default paper --batch-size 32 --micro-batches 1
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 uv run --extra cuda experiments/bench/step.py \\
         --preset llama-7b --layers 16 --rounds 3 \\
         --modes "V:N:M, true mass, all six" "skip_blocks, all six"
@@ -27,8 +25,7 @@ what a dense run sees; in turn with the sparse ones; and the first alone again. 
 kernel that uses sparse tensor cores the driver keeps the clock lower for the rest of
 the process (experiments/LOG.md, 2026-11-22): the dense row has clock and power of both.
 
-One H200, the first: about two minutes, most of it compilation. What all three gave
-stands in `experiments/results/bench_step.jsonl`.
+One H200, the first: about two minutes, most of it compilation.
 """
 
 import math
@@ -105,7 +102,7 @@ class Config:
     v: int = 128
     """Rows of a V:N:M block in the modes."""
     backend: Backend | None = None
-    """The backend that runs the sparse GEMMs; None: the fastest for each."""
+    """What runs the sparse GEMMs; None: the fastest for each."""
     layers: int | None = None
     """Number of layers; None: the preset's."""
     vocab_size: int | None = None
@@ -116,8 +113,9 @@ class Config:
     """The part that a block recomputes in the backward. Recomputing is work that the
     dense step need not do: only where memory ends."""
     scan_layers: bool = False
-    """Whether a loop runs over the layers: compiling takes less time then, and a step
-    more."""
+    """Whether a loop runs over the layers: compiled faster, and slower."""
+    logits_of_loss: Literal["float32", "dtype"] = "float32"
+    """Dtype of the logits that the loss reads, as `ModelConfig` has it."""
     text: str | None = None
     """Glob of text files; None: the Python standard library's source."""
     rounds: int = 5
@@ -283,9 +281,9 @@ def main(config: Config) -> list[dict]:
     calls = {
         name: partial(steps.call, name, config.steps) for name in (DENSE_STEP, *modes)
     }
-    alone_fp8 = None
     with PowerSampler() as power:
         alone, before = _by_itself(in_turn, calls[DENSE_STEP], power)
+        alone_fp8 = None
         if DENSE_FP8_STEP in calls:
             alone_fp8, _ = _by_itself(in_turn, calls[DENSE_FP8_STEP], power)
         errors = {name: _check(steps, name) for name in modes}
@@ -344,6 +342,7 @@ def _train_config(config: Config) -> TrainConfig:
             vocab_size=preset.model.vocab_size if vocab_size is None else vocab_size,
             remat=config.remat,
             scan_layers=config.scan_layers,
+            logits_of_loss=config.logits_of_loss,
         ),
         data=replace(preset.data, text=config.text),
         mesh=MeshConfig(data=1),
@@ -397,6 +396,7 @@ def _row(config: Config, steps: Steps, timing: Timing, alone: Timing) -> dict:
         "micro_batches": config.micro_batches,
         "remat": model.remat,
         "scan_layers": model.scan_layers,
+        "logits_of_loss": model.logits_of_loss,
         "precision": model.precision,
         "static_weights": None if static is None else name_of(static),
         "experts": sparsity.experts,

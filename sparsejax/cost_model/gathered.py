@@ -60,3 +60,8 @@ def gathered_bytes(config: ModelConfig, sparsity: FFNSparsity = DENSE) -> Gather
 def element_bytes(config: ModelConfig) -> int:
     """Returns the bytes of a number in the compute dtype."""
     return {"float32": 4, "bfloat16": 2}[config.dtype]
+
+
+def logit_bytes(config: ModelConfig) -> int:
+    """Returns the bytes of a logit that a loss is computed from."""
+    return element_bytes(config) if config.logits_of_loss == "dtype" else 4

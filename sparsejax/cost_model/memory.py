@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import prod
 
 from sparsejax.config import MeshConfig, ModelConfig, OptimizerName
-from sparsejax.cost_model.gathered import element_bytes, gathered_bytes
+from sparsejax.cost_model.gathered import element_bytes, gathered_bytes, logit_bytes
 from sparsejax.cost_model.parameters import parameter_count
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 
@@ -40,7 +40,7 @@ class MemoryBytes:
     activations: int
     """The activations that are saved between forward and backward."""
     logits: int
-    """The logits, float32, and their gradient in the compute dtype."""
+    """The logits of the loss, and their gradient in the compute dtype."""
 
     @property
     def total(self) -> int:
@@ -120,7 +120,10 @@ def memory_bytes(
         packed=packed // (mesh.fsdp * tensor),
         gathered=_largest_gathered(config, mesh, sparsity),
         activations=tokens_per_device * saved,
-        logits=tokens_per_device * config.vocab_size // tensor * (4 + element),
+        logits=tokens_per_device
+        * config.vocab_size
+        // tensor
+        * (logit_bytes(config) + element),
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from sparsejax.config import MeshConfig, ModelConfig, OptimizerName
 from sparsejax.cost_model.communication import Exchanged, exchanges
-from sparsejax.cost_model.gathered import element_bytes
+from sparsejax.cost_model.gathered import element_bytes, logit_bytes
 from sparsejax.cost_model.hardware import FP8_GAIN, Links, Speeds
 from sparsejax.cost_model.memory import memory_bytes
 from sparsejax.cost_model.parameters import parameter_count
@@ -190,7 +190,7 @@ def elementwise_bytes(
     an FFN by expert 8 d_model, the rows to experts and back. With remat the forward's
     come twice. In 8-bit floats 5 bytes for each operand that is rounded: it is read
     twice and written once.
-    Per token: the logits in float32, written once and read twice, and their gradient.
+    Per token: the logits, written once and read twice, and their gradient.
     Per parameter: 6 bytes to round it once, 12 for each of several micro-batches whose
     gradients are summed, and what the optimiser reads and writes: gradient twice (for
     its norm, too), parameter and moments.
@@ -214,7 +214,7 @@ def elementwise_bytes(
             rounded += 2 * d + hidden * 2
         per_token += 5 * rounded
     per_token = config.layers * per_token
-    per_token += config.vocab_size // tensor * (12 + element)
+    per_token += config.vocab_size // tensor * (3 * logit_bytes(config) + element)
 
     held = memory_bytes(
         config,

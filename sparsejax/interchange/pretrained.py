@@ -28,7 +28,7 @@ from sparsejax.training.trained_model import (
     trained_settings,
 )
 
-HOW_COMPUTED = ("dtype", "precision", "remat", "scan_layers")
+HOW_COMPUTED = ("dtype", "precision", "logits_of_loss", "remat", "scan_layers")
 """Settings of a model that say how it is computed, and not what it is."""
 RELUFIED_WARMUP = 0.2
 """The least share of the steps, where no other is given, that a run is dense first

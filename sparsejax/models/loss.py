@@ -5,13 +5,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from sparsejax.dtypes import accumulation_dtype
+
 
 @jax.custom_vjp
 def token_losses(
     logits: Float[Array, "*batch vocab"], targets: Int[Array, "*batch"]
 ) -> Float[Array, "*batch"]:
     """Returns how surprising each target is, in nats: log sum_v exp(logits_v) minus the
-    target's logit.
+    target's logit, float32 whatever the dtype of the logits.
 
     Logits of a large vocabulary are the largest array of a step. On an NVIDIA GPU they
     are read twice: once for their largest, the sum of their exponentials and the
@@ -20,7 +22,7 @@ def token_losses(
     reduced.
 
     Args:
-      logits: float32, finite or -inf; at least one of each token is finite.
+      logits: floats, finite or -inf; at least one of each token is finite.
       targets: ids in [0, vocab), int32.
     """
     return _forward(logits, targets)[0]
@@ -40,7 +42,9 @@ def _forward(
 def in_three_reductions(
     logits: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns log sum_v exp(logits_v) of each token, and the target's logit."""
+    """Returns log sum_v exp(logits_v) of each token, and the target's logit, both in
+    float32."""
+    logits = logits.astype(accumulation_dtype(logits.dtype))
     at_target = jnp.where(_is_target(logits, targets), logits, 0)
     return jax.nn.logsumexp(logits, axis=-1), jnp.sum(at_target, axis=-1)
 
@@ -48,8 +52,9 @@ def in_three_reductions(
 def in_one_reduction(
     logits: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns log sum_v exp(logits_v) of each token, and the target's logit, from a
-    single pass over the logits, which is faster on a GPU."""
+    """Returns log sum_v exp(logits_v) of each token, and the target's logit, both in
+    float32, from a single pass over the logits, which is faster on a GPU."""
+    logits = logits.astype(accumulation_dtype(logits.dtype))
     nowhere = jnp.array(-jnp.inf, logits.dtype)
     at_target = jnp.where(_is_target(logits, targets), logits, nowhere)
     largest, total, of_target = lax.reduce(
@@ -72,8 +77,9 @@ def _of_both(left, right):
 
 def _backward(saved, gradient):
     logits, targets, normaliser = saved
-    share = jnp.exp(logits - normaliser[..., None])
-    return (share - _is_target(logits, targets)) * gradient[..., None], None
+    share = jnp.exp(logits.astype(normaliser.dtype) - normaliser[..., None])
+    of_logits = (share - _is_target(logits, targets)) * gradient[..., None]
+    return of_logits.astype(logits.dtype), None
 
 
 def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:

@@ -257,13 +257,18 @@ class Transformer(nnx.Module):
 
     @inside_automatic_axes(lambda spec: spec)
     def logits(
-        self, features: Float[Array, "*batch d_model"]
+        self,
+        features: Float[Array, "*batch d_model"],
+        *,
+        of_loss: bool = False,
     ) -> Float[Array, "*batch vocab"]:
-        """Returns features @ head, operands in `config.dtype`, accumulated in float32.
+        """Returns features @ head, operands in `config.dtype`, accumulated in float32;
+        those of a loss in the dtype that `config.logits_of_loss` names.
 
         In the backward the gradient of the logits is rounded to `config.dtype`, and
         that of the head is not.
         """
+        in_dtype = of_loss and self.config.logits_of_loss == "dtype"
         copy = None if self.as_read is None else self.as_read.get_value()
         tied = self.head is None
         axes = ("tensor", None) if tied else (None, "tensor")
@@ -274,7 +279,7 @@ class Transformer(nnx.Module):
             self._head_weight,
             read,
             transposed=tied,
-            out_dtype=jnp.float32,
+            out_dtype=self.config.dtype if in_dtype else jnp.float32,
         )
         if features.ndim < 3:
             return logits
@@ -330,8 +335,11 @@ def cross_entropy(
     tokens: Int[Array, "batch sequence_plus_one"],
     key: Key[Array, ""] | None = None,
 ) -> Float[Array, ""]:
-    """Returns the mean loss in nats per token of predicting tokens[:, 1:], float32."""
-    return token_losses(model(tokens[:, :-1], key=key), tokens[:, 1:]).mean()
+    """Returns the mean loss in nats per token of predicting tokens[:, 1:], float32, by
+    logits in `config.logits_of_loss`."""
+    features, _ = model.features(tokens[:, :-1], key=key)
+    logits = model.logits(features, of_loss=True)
+    return token_losses(logits, tokens[:, 1:]).mean()
 
 
 def greedy_sample(

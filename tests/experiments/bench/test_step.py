@@ -175,9 +175,10 @@ def test_another_sparsity_gets_the_centres_of_the_clusters(config):
 @pytest.mark.parametrize("backend", [None, "reference"])
 def test_settings_reach_the_runs(config, backend, scan_layers, remat):
     config = replace(config, backend=backend, scan_layers=scan_layers, remat=remat)
-    train = step._train_config(config)
+    train = step._train_config(replace(config, logits_of_loss="dtype"))
     got = train.backend, train.model.scan_layers, train.model.remat
     assert got == (backend, scan_layers, remat)
+    assert train.model.logits_of_loss == "dtype"
 
 
 def test_layers_and_vocabulary_are_the_presets_unless_given(config):

@@ -153,6 +153,12 @@ def test_memory_of_one_of_eight_devices_by_hand():
     }
 
 
+def test_logits_in_the_compute_dtype_take_half():
+    narrow = dataclasses.replace(SPLIT, logits_of_loss="dtype")
+    memory = memory_bytes(narrow, tokens_per_device=32, mesh=CUBE, sparsity=WEIGHTS)
+    assert memory.logits == 32 * 64 // 2 * (2 + 2)
+
+
 def test_projections_kept_by_the_plain_gemms_are_split_but_not_their_sums():
     dots = dataclasses.replace(SPLIT, remat="dots")
     memory = memory_bytes(dots, tokens_per_device=1, mesh=CUBE)

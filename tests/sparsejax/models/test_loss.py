@@ -67,6 +67,21 @@ def test_the_gradient_is_what_softmax_gives_beyond_the_target():
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
+@REDUCTIONS
+def test_logits_in_bfloat16_are_summed_in_float32(reduce):
+    logits, targets = logits_and_targets(2, 5, vocab=1000)
+    rounded = jnp.asarray(logits, jnp.bfloat16)
+    total, of_target = jax.jit(reduce)(rounded, targets)
+    assert (total.dtype, of_target.dtype) == (jnp.float32, jnp.float32)
+    np.testing.assert_allclose(total, normaliser(np.asarray(rounded)), rtol=2e-6)
+    losses, pull = jax.vjp(lambda x: token_losses(x, targets), rounded)
+    (gradient,) = pull(jnp.ones_like(losses))
+    assert (losses.dtype, gradient.dtype) == (jnp.float32, jnp.bfloat16)
+    whole = lambda x: token_losses(x, targets).sum()
+    expected = jax.grad(whole)(rounded.astype(jnp.float32))
+    np.testing.assert_array_equal(gradient, expected.astype(jnp.bfloat16))
+
+
 def test_a_gpu_reads_the_logits_once_before_the_gradient():
     logits, targets = logits_and_targets(2, vocab=8)
     lowered = jax.jit(token_losses).trace(logits, targets)

@@ -236,6 +236,32 @@ def test_bfloat16_computes_with_float32_masters_and_gradients(activation):
     np.testing.assert_allclose(loss, expected, rtol=0.02)
 
 
+def test_a_loss_may_read_logits_in_the_compute_dtype():
+    config = dataclasses.replace(TINY, dtype="bfloat16", vocab_size=96)
+    whole = transformer(config)
+    narrow = transformer(dataclasses.replace(config, logits_of_loss="dtype"))
+    tokens = some_tokens(2, 9)
+    assert narrow(tokens).dtype == jnp.float32
+    for model, dtype in ((whole, jnp.float32), (narrow, jnp.bfloat16)):
+        step = jax.make_jaxpr(nnx.grad(cross_entropy))(model, tokens)
+        shapes = {
+            out.aval.dtype
+            for equation in equations(step.jaxpr)
+            for out in equation.outvars
+            if equation.primitive is jax.lax.dot_general_p
+            and out.aval.shape == (2, 8, 96)
+        }
+        assert shapes == {jnp.dtype(dtype)}
+    of = nnx.jit(nnx.value_and_grad(cross_entropy))
+    (loss, gradient), (expected, of_whole) = of(narrow, tokens), of(whole, tokens)
+    assert loss.dtype == jnp.float32
+    # Logits have eight bits, and so have gradients of them in both.
+    np.testing.assert_allclose(loss, expected, atol=3e-3)
+    leaves = map(jax.tree.leaves, (gradient, of_whole))
+    for got, want in zip(*leaves, strict=True):
+        assert jnp.linalg.norm(got - want) < 0.02 * jnp.linalg.norm(want)
+
+
 def test_a_random_estimator_draws_anew_with_each_key_in_every_layer():
     model = transformer(sparsity=SPARSITIES["token_sparsity"])
     tokens = some_tokens(2, 9)
