@@ -78,8 +78,9 @@ def predicted_step(
     Where layers are compiled one by one, gathers of weights hide behind computation:
     those of the forward, taken as half of them, behind a third of it, the others, and
     the reduction of gradients, behind the rest; but for the first layer and the last
-    one, whose share is exposed. In a loop over layers nothing hides. Sums over tensor
-    and exchanged tokens are exposed whole.
+    one, whose share is exposed. Sums over data that follow the last of several
+    micro-batches are exposed whole, as are sums over tensor and exchanged tokens. In a
+    loop over layers nothing hides.
 
     Args:
       sequence_length: tokens of a sequence, which attention mixes.
@@ -123,7 +124,9 @@ def predicted_step(
         attention=attention,
         elementwise=elementwise,
         communication=by_axis,
-        exposed=_exposed(config, seconds, gemms + attention + elementwise),
+        exposed=_exposed(
+            config, seconds, gemms + attention + elementwise, micro_batches
+        ),
     )
 
 
@@ -131,13 +134,23 @@ def _exposed(
     config: ModelConfig,
     seconds: Sequence[tuple[Exchanged, float]],
     computation: float,
+    micro_batches: int,
 ) -> float:
     """Returns the seconds of communication that no computation hides."""
-    waited = sum(taken for of, taken in seconds if of.purpose not in HIDEABLE)
-    gathered = sum(taken for of, taken in seconds if of.purpose == HIDEABLE[0])
-    reduced = sum(taken for of, taken in seconds if of.purpose == HIDEABLE[1])
     if config.scan_layers:
-        return waited + gathered + reduced
+        return sum(taken for _, taken in seconds)
+    after_last = {"data"} if micro_batches > 1 else set()
+    waited = sum(
+        taken
+        for of, taken in seconds
+        if of.purpose not in HIDEABLE or of.axis in after_last
+    )
+    gathered = sum(taken for of, taken in seconds if of.purpose == HIDEABLE[0])
+    reduced = sum(
+        taken
+        for of, taken in seconds
+        if of.purpose == HIDEABLE[1] and of.axis not in after_last
+    )
     passes = ((gathered / 2, 1 / 3), (gathered / 2 + reduced, 2 / 3))
     for taken, share in passes:
         of_one_layer = taken / config.layers

@@ -99,6 +99,17 @@ def test_gradients_hide_behind_the_backward_while_it_lasts(gigabytes, hidden):
     assert looped.exposed_share == looped.exposed / looped.total
 
 
+def test_sums_over_data_after_several_micro_batches_are_waited_for():
+    links = Links(nvlink_gb_per_s=1.0, nvlink_latency_us=0.0)
+    two = step(mesh=MeshConfig(data=2), micro_batches=2, links=links)
+    once = step(mesh=MeshConfig(data=2), links=links)
+    assert two.communication == once.communication
+    assert two.exposed == two.communication["data"]
+    # Over fsdp they are scattered in every micro-batch, and hide.
+    scattered = step(mesh=MeshConfig(data=1, fsdp=2), micro_batches=2, links=links)
+    assert scattered.exposed < scattered.communication["fsdp"]
+
+
 def test_sums_over_tensor_are_waited_for():
     mesh = MeshConfig(data=1, tensor=2)
     links = Links(nvlink_gb_per_s=1.0, nvlink_latency_us=0.0)
