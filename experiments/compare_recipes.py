@@ -9,11 +9,11 @@ The same command again skips the runs that have ended, resumes the one that was 
 and goes on; `--only NAME` and `--seeds 0` train some of them. Every run is one of
 `sparsejax train`, in FOLDER/NAME/seed-SEED and in a process of its own: what
 sparse kernels do to a GPU's clock (experiments/LOG.md, 2026-11-22) would make a dense
-run after them slower. `--at-once N` trains N of them at a time on one device, for
-models that leave it idle: what they say of speed then means nothing, and their rows
-have no seconds. At the end: two tables, FOLDER/comparison.png, and one JSON line
-per run in FOLDER/rows.jsonl. Rows that are to stay go into a file of the repository,
-with `--results experiments/results/compare_recipes.jsonl`.
+run after them slower. `--gpus 0 1` trains one at a time on each of these GPUs, and
+`--at-once N` trains N at a time on a device, for models that leave it idle: their speed
+then means nothing, and their rows have no seconds. At the end: two tables,
+FOLDER/comparison.png, and one JSON line per run in FOLDER/rows.jsonl; `--results
+experiments/results/compare_recipes.jsonl` is for rows that are to stay.
 `experiments/comparing/comparison_file.py` tells how a comparison is written.
 """
 
@@ -39,7 +39,7 @@ from experiments.comparing.finished_runs import (
     read_sessions,
     side_by_side,
 )
-from experiments.comparing.side_by_side import RunsFailed, share_memory, train_all
+from experiments.comparing.side_by_side import Places, RunsFailed, train_all
 from experiments.plot import plot_comparison
 from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.config import TrainConfig
@@ -81,6 +81,8 @@ class Options:
     at_once: Annotated[int, tyro.conf.arg(metavar="N")] = 1
     """Number of runs that are trained at a time, each with its share of the GPU's
     memory; what they print goes into FOLDER/NAME/seed-SEED/console.txt."""
+    gpus: tuple[str, ...] = ()
+    """GPUs that each take so many runs at a time, by their numbers; none: the first."""
     dry_run: bool = False
     """Print the plan of every run and stop: nothing is allocated or written."""
 
@@ -110,10 +112,10 @@ def main(comparison: Comparison, folder: Path, results: Path | None) -> list[dic
 
 
 def main_side_by_side(
-    comparison: Comparison, folder: Path, results: Path | None, at_once: int
+    comparison: Comparison, folder: Path, results: Path | None, places: Places
 ) -> list[dict]:
-    """Does what `main` does with `at_once` runs at a time on one device, each in a
-    process of its own and a branch after its trunk.
+    """Does what `main` does with a run at a time at each place, all in processes of
+    their own and a branch after its trunk.
 
     Raises:
       ValueError: as `main`.
@@ -132,12 +134,13 @@ def main_side_by_side(
         rows[:] = _rows(comparison, in_order, folder)
         _keep(rows, folder, results)
 
-    train = lambda trial: (
-        *(train_beside, at_once, trial.config),
+    train = lambda trial, gpu: (
+        *(train_beside, places, gpu, trial.config),
         *(folder / trial.place, trial.branch_in(folder)),
     )
     _keep(rows, folder, results)
-    failed = train_all(comparison.trials, at_once, train, ended=ended, keep=keep)
+    trials, devices = comparison.trials, places.devices
+    failed = train_all(trials, devices, train, ended=ended, keep=keep)
     if failed:
         raise RunsFailed(failed, folder)
     if len(ended) < len(comparison.trials):
@@ -254,16 +257,20 @@ def train_here(
 
 
 def train_beside(
-    at_once: int, config: TrainConfig, folder: Path, branch: Branch | None
+    places: Places,
+    gpu: str | None,
+    config: TrainConfig,
+    folder: Path,
+    branch: Branch | None,
 ) -> bool | None:
-    """Trains one run as `train_here` does, in a process that shares its device with
-    others: with a share of the memory, and printing into a file of the run's folder."""
+    """Trains one run as `train_here` does, at one of several places: with its share of
+    the memory, and printing into a file of the run's folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    share_memory(at_once)
+    places.move_in(gpu)
     with (folder / "console.txt").open("ab") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
-    return train_here(config, folder, branch, at_once)
+    return train_here(config, folder, branch, places.at_once)
 
 
 def _note_provenance(folder: Path, at_once: int) -> None:
@@ -408,8 +415,7 @@ def run(arguments: list[str]) -> int:
     try:
         comparison = read_comparison(options.comparison)
         comparison = comparison.only(options.only, options.seeds)
-        if options.at_once < 1:
-            raise ValueError(f"--at-once {options.at_once} is not 1 or more")
+        places = Places(options.at_once, options.gpus)
         if options.dry_run:
             first: dict[str, Trial] = {}
             for trial in comparison.trials:
@@ -425,10 +431,10 @@ def run(arguments: list[str]) -> int:
         folder = options.folder or Path("runs") / comparison.name
         # The devices are for the processes that train.
         jax.config.update("jax_platforms", "cpu")
-        if options.at_once == 1:
+        if places == Places():
             main(comparison, folder, options.results)
         else:
-            main_side_by_side(comparison, folder, options.results, options.at_once)
+            main_side_by_side(comparison, folder, options.results, places)
     except (
         ValueError,
         NotImplementedError,

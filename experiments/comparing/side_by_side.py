@@ -1,8 +1,12 @@
-"""Training of a comparison's runs side by side: several share one device at a time."""
+"""Training of a comparison's runs side by side: several share one device at a time, or
+each has one of several GPUs."""
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import jax
 
 from experiments.comparing.comparison_file import Trial
 from sparsejax.cost_model import JAX_SHARE
@@ -10,6 +14,7 @@ from sparsejax.distributed.own_process import SideBySide
 from sparsejax.terminal import console
 
 MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class RunsFailed(RuntimeError):
@@ -24,30 +29,72 @@ class RunsFailed(RuntimeError):
         )
 
 
-def share_memory(at_once: int) -> None:
-    """Lets JAX take one `at_once`-th of the GPU memory that it would otherwise take; to
-    be called before JAX looks for devices."""
-    taken = float(os.environ.get(MEMORY_SHARE, JAX_SHARE))
-    os.environ[MEMORY_SHARE] = f"{taken / at_once:.4f}"
+@dataclass(frozen=True)
+class Places:
+    """The places at which runs are trained, one run at a time in each.
+
+    Raises:
+      ValueError: no run at a time, or a GPU is named twice.
+    """
+
+    at_once: int = 1
+    """The number of places on each device, among which its memory is divided."""
+    gpus: tuple[str, ...] = ()
+    """The GPUs, as CUDA_VISIBLE_DEVICES names them; none named: the places share the
+    devices that JAX finds."""
+
+    def __post_init__(self) -> None:
+        if self.at_once < 1:
+            raise ValueError(f"--at-once {self.at_once} is not 1 or more")
+        if len(set(self.gpus)) < len(self.gpus):
+            raise ValueError(
+                f"--gpus {' '.join(self.gpus)} names a GPU twice; name each once, and "
+                f"say with --at-once how many runs it takes at a time"
+            )
+
+    @property
+    def devices(self) -> list[str | None]:
+        """The device of each place, in the order in which places are taken: the GPUs in
+        turn. None where none is named."""
+        return list(self.gpus or (None,)) * self.at_once
+
+    def move_in(self, gpu: str | None) -> None:
+        """Lets JAX see one GPU alone, where it is named, and take this place's share of
+        the memory that it would otherwise take; to be called before JAX looks for
+        devices.
+
+        Raises:
+          ValueError: there is no such GPU.
+        """
+        taken = float(os.environ.get(MEMORY_SHARE, JAX_SHARE))
+        os.environ[MEMORY_SHARE] = f"{taken / self.at_once:.4f}"
+        if gpu is None:
+            return
+        os.environ[VISIBLE] = gpu
+        if jax.default_backend() != "gpu":
+            raise ValueError(
+                f"--gpus {gpu}: JAX finds no such GPU; take a number that nvidia-smi "
+                f"lists, or leave --gpus out"
+            )
 
 
 def train_all(
     trials: Sequence[Trial],
-    at_once: int,
-    call: Callable[[Trial], tuple],
+    devices: Sequence[str | None],
+    call: Callable[[Trial, str | None], tuple],
     *,
     ended: Collection[Trial],
     keep: Callable[[Trial], None],
 ) -> dict[Trial, str]:
-    """Trains all runs that have not ended, `at_once` at a time and a branch after its
-    trunk; after SIGTERM the running ones are stopped and no other begins.
+    """Trains all runs that have not ended, one at a time at each place and a branch
+    after its trunk; after SIGTERM the running ones are stopped and no other begins.
 
     Args:
       trials: all runs, every branch behind its trunk.
-      at_once: how many runs are trained at a time.
-      call: a function and its arguments that train a run in another process; True where
-        it has ended, None where a new process is to resume it, False where it was
-        stopped.
+      devices: the device of each place, in the order in which they are taken.
+      call: a function and its arguments that train a run on such a device in another
+        process; True where it has ended, None where a new process is to resume it,
+        False where it was stopped.
       ended: the runs that have ended before.
       keep: called when a run has ended.
     Returns:
@@ -56,17 +103,21 @@ def train_all(
     done = {(trial.name, trial.seed) for trial in ended}
     waiting = [trial for trial in trials if trial not in ended]
     failed: dict[Trial, str] = {}
+    free, taken = list(devices), dict[Trial, str | None]()
     with SideBySide[Trial, bool | None]() as calls:
         while True:
             for trial in [] if calls.terminated else list(waiting):
                 trunk = (trial.trunk, trial.seed)
-                if len(calls) < at_once and (trial.trunk is None or trunk in done):
+                if free and (trial.trunk is None or trunk in done):
                     waiting.remove(trial)
-                    console.say(f"{_said(trial)}: begins")
-                    calls.start(trial, *call(trial))
+                    taken[trial] = gpu = free.pop(0)
+                    on = "" if gpu is None else f" on GPU {gpu}"
+                    console.say(f"{_said(trial)}: begins{on}")
+                    calls.start(trial, *call(trial, gpu))
             if not len(calls):
                 return failed
             trial, result = calls.first_ended()
+            free.append(taken.pop(trial))
             if result is None:
                 waiting.insert(0, trial)
             elif result is True:

@@ -2,9 +2,11 @@
 
 import json
 import os
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import pytest
 
 from experiments import compare_recipes
@@ -12,7 +14,7 @@ from experiments.compare_recipes import main, main_side_by_side
 from experiments.comparing import side_by_side
 from experiments.comparing.comparison_file import Comparison, Trial
 from experiments.comparing.finished_runs import read_finished
-from experiments.comparing.side_by_side import RunsFailed, share_memory, train_all
+from experiments.comparing.side_by_side import Places, RunsFailed, train_all
 from tests.support.micro_run import micro_config, read_records
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -65,20 +67,21 @@ def test_a_branch_waits_for_its_trunk_and_others_go_first(pretended):
     trials = [trial("a"), trial("a1", "a"), trial("b"), trial("b1", "b"), trial("c")]
     began, ended = [], []
 
-    def call(of: Trial) -> tuple:
+    def call(of: Trial, gpu: str | None) -> tuple:
+        assert gpu is None
         began.append(of.name)
         return (lambda: True,)
 
     keep = lambda of: ended.append(of.name)
-    assert train_all(trials, 2, call, ended=(), keep=keep) == {}
+    assert train_all(trials, [None] * 2, call, ended=(), keep=keep) == {}
     assert began == ["a", "b", "a1", "b1", "c"] == ended
 
 
 def test_what_has_ended_is_not_trained_and_its_branches_are(pretended):
     trials = [trial("a"), trial("a1", "a"), trial("b")]
     began = []
-    call = lambda of: (lambda: began.append(of.name) or True,)
-    train_all(trials, 1, call, ended=[trials[0], trials[2]], keep=lambda of: None)
+    call = lambda of, gpu: (lambda: began.append(of.name) or True,)
+    train_all(trials, [None], call, ended=[trials[0], trials[2]], keep=lambda of: None)
     assert began == ["a1"]
 
 
@@ -86,12 +89,13 @@ def test_a_run_that_a_new_process_is_to_resume_begins_again(pretended):
     answers = iter([None, True])
     began = []
 
-    def call(of: Trial) -> tuple:
+    def call(of: Trial, gpu: str | None) -> tuple:
+        assert gpu is None
         began.append(of.name)
         return (lambda: next(answers),)
 
     kept = []
-    assert train_all([trial("a")], 3, call, ended=(), keep=kept.append) == {}
+    assert train_all([trial("a")], [None] * 3, call, ended=(), keep=kept.append) == {}
     assert began == ["a", "a"] and [of.name for of in kept] == ["a"]
 
 
@@ -104,8 +108,8 @@ def test_a_run_that_fails_takes_its_branches_with_it_and_no_other(pretended, cap
         return True
 
     kept = []
-    call = lambda of: (train, of.name)
-    failed = train_all(trials, 2, call, ended=(), keep=kept.append)
+    call = lambda of, gpu: (train, of.name)
+    failed = train_all(trials, [None] * 2, call, ended=(), keep=kept.append)
     assert [of.name for of in kept] == ["b"]
     assert {of.name: why for of, why in failed.items()} == {
         "a": "ValueError: no such text",
@@ -115,14 +119,51 @@ def test_a_run_that_fails_takes_its_branches_with_it_and_no_other(pretended, cap
     assert "a, seed 0: failed; ValueError: no such text" in capsys.readouterr().out
 
 
+def test_a_run_has_a_gpu_that_no_other_has_at_the_time(pretended, capsys):
+    trials = [trial(name) for name in "abcde"]
+    running, most = Counter(), Counter()
+
+    def call(of: Trial, gpu: str | None) -> tuple:
+        running[gpu] += 1
+        most[gpu] = max(most[gpu], running[gpu])
+
+        def train() -> bool:
+            running[gpu] -= 1
+            return True
+
+        return (train,)
+
+    devices = Places(at_once=2, gpus=("0", "3")).devices
+    assert devices == ["0", "3", "0", "3"]
+    train_all(trials, devices, call, ended=(), keep=lambda of: None)
+    assert most == {"0": 2, "3": 2} and not +running
+    assert "b, seed 0: begins on GPU 3" in capsys.readouterr().out
+    most.clear()
+    train_all(trials, Places(gpus=("0", "3")).devices, call, ended=(), keep=id)
+    assert most == {"0": 1, "3": 1}
+
+
 def test_each_takes_its_share_of_what_jax_takes(monkeypatch):
     name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
     monkeypatch.delenv(name, raising=False)
-    share_memory(5)
+    Places(5).move_in(None)
     assert os.environ[name] == "0.1500"
     monkeypatch.setenv(name, "0.9")
-    share_memory(4)
+    Places(4).move_in(None)
     assert os.environ[name] == "0.2250"
+
+
+def test_a_gpu_that_is_not_there_is_an_error_and_no_cpu_trains_in_its_place(
+    monkeypatch,
+):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    with pytest.raises(ValueError, match="--gpus 9: JAX finds no such GPU"):
+        Places(gpus=("9",)).move_in("9")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "9"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    Places(gpus=("9",)).move_in("9")
 
 
 # Runs.
@@ -154,7 +195,7 @@ def test_runs_side_by_side_are_those_of_one_after_the_other(
     comparison = micro_comparison(text)
     folder, results = tmp_path / "beside", tmp_path / "rows.jsonl"
     with pytest.raises(RunsFailed, match=r"1 of the runs .*lost, seed 0: .*nowhere"):
-        main_side_by_side(comparison, folder, results, 2)
+        main_side_by_side(comparison, folder, results, Places(2))
     shown = capsys.readouterr().out
     assert shown.index("trunk, seed 0: has ended") < shown.index("short, seed 0: begin")
     assert "step 4/4" not in shown
@@ -167,7 +208,7 @@ def test_runs_side_by_side_are_those_of_one_after_the_other(
     assert rows_of(folder / "rows.jsonl") == rows
 
     whole = replace(comparison, trials=comparison.trials[:2])
-    again = main_side_by_side(whole, folder, results, 2)
+    again = main_side_by_side(whole, folder, results, Places(2))
     assert again == rows == rows_of(results)
     assert (folder / "comparison.png").is_file()
 
@@ -197,6 +238,10 @@ def test_the_command_says_how_many_run_at_once(tmp_path, monkeypatch, capsys):
         compare_recipes, "main_side_by_side", lambda *given: asked.append(given[1:])
     )
     assert compare_recipes.run([str(path), "--at-once", "3"]) == 0
-    assert asked == [(Path("runs/some"), None, 3)]
+    assert asked == [(Path("runs/some"), None, Places(3))]
+    assert compare_recipes.run([str(path), "--gpus", "0", "1"]) == 0
+    assert asked[1:] == [(Path("runs/some"), None, Places(1, ("0", "1")))]
+    assert compare_recipes.run([str(path), "--gpus", "1", "1"]) == 1
+    assert "--gpus 1 1 names a GPU twice" in capsys.readouterr().err
     assert compare_recipes.run([str(path), "--at-once", "0"]) == 1
     assert "--at-once 0 is not 1 or more" in capsys.readouterr().err
