@@ -99,6 +99,7 @@ CHOICES = {
         "activation": "gelu",
         "dtype": "float16",
         "precision": "fp4",
+        "logits_of_loss": "bfloat16",
         "remat": "all",
     },
     DataConfig: {"shard_dtype": "int32", "split_by": "folder"},
