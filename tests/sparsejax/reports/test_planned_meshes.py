@@ -31,9 +31,17 @@ def test_meshes_are_ranked_and_refused_with_a_reason():
     assert mesh == MeshConfig(data=1, fsdp=1, tensor=32)
     assert "model.heads=16 is not a multiple of mesh.tensor=32" in reason
     assert ranking.has(MeshConfig(data=32)) and not ranking.has(mesh)
-    # Sums over tensor are waited for, so replicas and shards of parameters win.
-    assert ranking.planned[0].mesh.tensor == 1
-    assert "which computes" in why_fastest(ranking.planned)
+    # Sums over tensor are waited for, and of two micro-batches those over replicas.
+    first, second = (of.mesh for of in ranking.planned[:2])
+    assert first == MeshConfig(data=1, fsdp=32)
+    assert second == MeshConfig(data=2, fsdp=16)
+    assert ranking.planned[0].micro_batches == 2
+    assert "which waits for other devices" in why_fastest(ranking.planned)
+    # Of one micro-batch they hide, and replicas have more parameters to step.
+    whole = rank_meshes(replace(LLAMA, batch_size=64), H100, 32, Links()).planned
+    assert whole[0].micro_batches == 1
+    assert [of.mesh for of in whole[:2]] == [first, second]
+    assert "which computes" in why_fastest(whole)
 
 
 def test_micro_batches_shrink_until_they_fit():
