@@ -8,9 +8,9 @@ are kept in `experiments/results/`, the newest of each kind, and predicts every 
 steps has reached, and the tables of kernel times. Rows whose sparsity has no name here
 (runs of a comparison, static weights) are left out and counted.
 
-It runs on a CPU in a few seconds. Expected: of 80 steps of one GPU half are within
-3.1 %, and all but three within 12 %; 12 steps of two GPUs, all of `gpt-124m`, are
-predicted 14 to 26 % too short.
+It runs on a CPU in a few seconds. Expected: of 91 steps of one GPU half are within
+1.6 %, and all but two within 12 %; 12 steps of two GPUs, all of `gpt-124m`, are
+predicted 6 to 18 % too short.
 """
 
 import json
@@ -25,7 +25,8 @@ import tyro
 from experiments.bench.rows import append_rows
 from experiments.bench.sparse_modes import DENSE_STEP, sparse_modes
 from pallas_kernels.device import Device
-from sparsejax.config import RECIPES, MeshConfig, ModelConfig
+from sparsejax.config import RECIPES, MeshConfig, ModelConfig, RecipeConfig
+from sparsejax.config_file import from_plain
 from sparsejax.cost_model import Links, PredictedStep, Speeds, predicted_step
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.presets import PRESETS
@@ -152,38 +153,51 @@ def measured_steps(config: Config) -> Iterator[Measured | None]:
 
 
 def measured_meshes(config: Config) -> Iterator[Measured]:
-    """Yields the steps of two GPUs, and of one beside them, which ran in a loop over
-    layers with two micro-batches."""
+    """Yields the steps of several GPUs, and of one beside them."""
     for row in _rows(config.meshes, config.since):
         preset = PRESETS[row["preset"]]()
-        phases = row["phases"]
-        sparsity = replace(
-            RECIPES[row["recipe"]],
-            activations=VNM(phases["block_rows"], 2, 4 * phases["experts"]),
-            experts_per_token=phases["experts_per_token"],
-            router=named_router(phases["router"]),
-            skip_blocks=phases["skip_blocks"],
-            token_sparsity=phases["token_sparsity"],
-        )
+        sparsity = _sparsity_of(row)
         sizes = [int(word) for word in row["name"].split() if word.isdigit()]
         data, fsdp, tensor = sizes or (1, 1, 1)
         mesh = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
-        sequences = row["batch_size"] // 2 // mesh.token_shards
+        # Rows of before there were such columns ran the loop over all layers, with two
+        # micro-batches.
+        layers = row.get("layers", preset.model.layers)
+        scan, micro_batches = row.get("scan_layers", True), row.get("micro_batches", 2)
+        sequences = row["batch_size"] // micro_batches // mesh.token_shards
         skips = ", skip_blocks" if sparsity.skip_blocks else ""
+        routed = f", {sparsity.router.name}" if sparsity.experts else ""
         yield Measured(
-            name=f"{row['recipe']}{skips}, {phases['router']}, {row['name']}",
+            name=f"{row['recipe']}{skips}{routed}, {row['name']}",
             preset=row["preset"],
-            model=replace(preset.model, scan_layers=True),
+            model=replace(preset.model, layers=layers, scan_layers=scan),
             sparsity=sparsity,
             device=row["device"],
             mesh=mesh,
             sequence_length=preset.data.sequence_length,
             tokens_per_device=sequences * preset.data.sequence_length,
-            micro_batches=2,
+            micro_batches=micro_batches,
             backend=row["backend"],
             date=row["date"],
             step_ms=row["step_ms"],
         )
+
+
+def _sparsity_of(row: dict) -> FFNSparsity:
+    """Returns the sparsity of the step that `bench/mesh.py` has timed."""
+    recipe, phases = row["recipe"], row["phases"]
+    if RECIPES[recipe].is_dense:
+        return DENSE
+    if "sparsity" in phases:
+        return from_plain(RecipeConfig, phases).sparsity or RECIPES[recipe]
+    return replace(
+        RECIPES[recipe],
+        activations=VNM(phases["block_rows"], 2, 4 * phases["experts"]),
+        experts_per_token=phases["experts_per_token"],
+        router=named_router(phases["router"]),
+        skip_blocks=phases["skip_blocks"],
+        token_sparsity=phases["token_sparsity"],
+    )
 
 
 def _rows(file: Path, since: str) -> Iterator[dict]:

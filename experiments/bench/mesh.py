@@ -3,11 +3,15 @@
     uv run --extra cuda experiments/bench/mesh.py                    # two GPUs
     uv run --extra cuda experiments/bench/mesh.py --recipe paper --phases.skip-blocks \\
         --backend mosaic_sm90
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 uv run --extra cuda experiments/bench/mesh.py \\
+        --preset llama-1b --layers 10 --recipe dense --batch-size 8 --per-device \\
+        --meshes 2 1 1 1 2 1
 
-Sparse phase of the recipe, same batch on every mesh, real text; attention, optimiser
-and everything else included. The losses and gradient norms of two steps are compared
-with those of one device before anything is timed. Each mesh also writes checkpoints in
-the background, to see for how long a save holds the loop.
+Sparse phase of the recipe, or the dense one, real text; attention, optimiser and
+everything else included. Every mesh has the same batch, or with `--per-device` every
+device. The losses and gradient norms of two steps are compared with those of one device
+on the same batch before anything is timed. Each mesh also writes checkpoints in the
+background, to see for how long a save holds the loop.
 
 Two H200s: about 80 seconds. Expected: data and fsdp 1.75 times one GPU's tokens per
 second, tensor 1.55; a save holds the loop for about 40 ms, a third of a step.
@@ -48,6 +52,7 @@ from sparsejax.launch.flags import (
 )
 from sparsejax.ops.backend import Backend
 from sparsejax.presets import PRESETS
+from sparsejax.reports.provenance import commit
 from sparsejax.training.step import Run, TrainState
 from sparsejax.tuning.timing import time_interleaved
 
@@ -68,8 +73,13 @@ class Config:
     meshes: tuple[tuple[int, int, int], ...] = ((2, 1, 1), (1, 2, 1), (1, 1, 2))
     """Sizes (data, fsdp, tensor) of each mesh; none larger than the devices there
     are."""
+    layers: int | None = None
+    """Number of layers; None: the preset's."""
     batch_size: int = 64
     micro_batches: int = 2
+    per_device: bool = False
+    """Whether the batch is that of one device, and that of a mesh as many times as
+    large as it has devices: weak scaling."""
     text: str | None = None
     """Glob of text files; None: the Python standard library's source."""
     rounds: int = 5
@@ -149,8 +159,12 @@ def main(config: Config) -> list[dict]:
         )
     steppers = {name: Stepper(_train_config(config, s)) for name, s in shapes.items()}
     first = {name: stepper.steps(2) for name, stepper in steppers.items()}
+    of_one = {steppers[ONE].run.config.batch_size: first[ONE]}
     for name, reports in first.items():
-        _check(name, reports, first[ONE])
+        batch_size = steppers[name].run.config.batch_size
+        if batch_size not in of_one:
+            of_one[batch_size] = Stepper(_on_one_device(config, batch_size)).steps(2)
+        _check(name, reports, of_one[batch_size])
     calls = {
         name: lambda stepper=stepper: stepper.steps(config.steps)
         for name, stepper in steppers.items()
@@ -159,6 +173,7 @@ def main(config: Config) -> list[dict]:
     for timing in time_interleaved(calls, baseline=ONE, rounds=config.rounds):
         stepper = steppers[timing.name]
         tokens = config.steps * stepper.run.config.tokens_per_step
+        times = stepper.run.config.batch_size / config.batch_size
         memory = stepper.step.memory_analysis()
         assert memory is not None
         row = {
@@ -167,11 +182,15 @@ def main(config: Config) -> list[dict]:
             "recipe": config.recipe,
             "phases": to_json(stepper.run.config)["phases"],
             "backend": config.backend,
-            "batch_size": config.batch_size,
+            "layers": stepper.run.config.model.layers,
+            "scan_layers": stepper.run.config.model.scan_layers,
+            "batch_size": stepper.run.config.batch_size,
+            "micro_batches": config.micro_batches,
+            "per_device": config.per_device,
             "tokens_per_second": 1e3 * tokens / timing.time_ms,
-            "speedup": 1 / timing.ratio,
-            "speedup_min": 1 / timing.ratio_max,
-            "speedup_max": 1 / timing.ratio_min,
+            "speedup": times / timing.ratio,
+            "speedup_min": times / timing.ratio_max,
+            "speedup_max": times / timing.ratio_min,
             "step_ms": timing.time_ms / config.steps,
             "arguments_gib": memory.argument_size_in_bytes / 2**30,
             "temporaries_gib": memory.temp_size_in_bytes / 2**30,
@@ -181,6 +200,7 @@ def main(config: Config) -> list[dict]:
             "rounds": config.rounds,
             "device": jax.devices()[0].device_kind,
             "jax": jax.__version__,
+            "commit": commit(),
             "date": date.today().isoformat(),
         }
         rows.append(row)
@@ -198,16 +218,30 @@ def main(config: Config) -> list[dict]:
 def _train_config(config: Config, shape: tuple[int, int, int]) -> TrainConfig:
     preset = PRESETS[config.preset]()
     data, fsdp, tensor = shape
+    layers = preset.model.layers if config.layers is None else config.layers
+    times = data * fsdp * tensor if config.per_device else 1
     return replace(
         preset,
         recipe=config.recipe,
         phases=config.phases,
         backend=config.backend,
+        model=replace(preset.model, layers=layers),
         data=replace(preset.data, text=config.text),
         mesh=MeshConfig(data=data, fsdp=fsdp, tensor=tensor),
-        batch_size=config.batch_size,
+        batch_size=times * config.batch_size,
         micro_batches=config.micro_batches,
         eval_batches=1,
+    )
+
+
+def _on_one_device(config: Config, batch_size: int) -> TrainConfig:
+    """Returns the settings of one device that takes a larger batch, in more
+    micro-batches of the same size."""
+    times = batch_size // config.batch_size
+    return replace(
+        _train_config(config, (1, 1, 1)),
+        batch_size=batch_size,
+        micro_batches=times * config.micro_batches,
     )
 
 
