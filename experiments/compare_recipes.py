@@ -39,7 +39,7 @@ from experiments.comparing.finished_runs import (
     read_sessions,
     side_by_side,
 )
-from experiments.comparing.side_by_side import Places, RunsFailed, train_all
+from experiments.comparing.side_by_side import RunsFailed, Slots, train_all
 from experiments.plot import plot_comparison
 from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.config import TrainConfig
@@ -82,7 +82,7 @@ class Options:
     """Number of runs that are trained at a time, each with its share of the GPU's
     memory; what they print goes into FOLDER/NAME/seed-SEED/console.txt."""
     gpus: tuple[str, ...] = ()
-    """GPUs that each take so many runs at a time, by their numbers; none: the first."""
+    """Numbers of the GPUs, each of which takes so many; none: every run has all."""
     dry_run: bool = False
     """Print the plan of every run and stop: nothing is allocated or written."""
 
@@ -112,10 +112,10 @@ def main(comparison: Comparison, folder: Path, results: Path | None) -> list[dic
 
 
 def main_side_by_side(
-    comparison: Comparison, folder: Path, results: Path | None, places: Places
+    comparison: Comparison, folder: Path, results: Path | None, slots: Slots
 ) -> list[dict]:
-    """Does what `main` does with a run at a time at each place, all in processes of
-    their own and a branch after its trunk.
+    """Does what `main` does, with several runs at a time, each in a process of its own
+    and a branch after its trunk.
 
     Raises:
       ValueError: as `main`.
@@ -135,12 +135,12 @@ def main_side_by_side(
         _keep(rows, folder, results)
 
     train = lambda trial, gpu: (
-        *(train_beside, places, gpu, trial.config),
+        *(train_beside, slots, gpu, trial.config),
         *(folder / trial.place, trial.branch_in(folder)),
     )
     _keep(rows, folder, results)
-    trials, devices = comparison.trials, places.devices
-    failed = train_all(trials, devices, train, ended=ended, keep=keep)
+    gpus, trials = slots.gpu_of_each, comparison.trials
+    failed = train_all(trials, gpus, train, ended=ended, keep=keep)
     if failed:
         raise RunsFailed(failed, folder)
     if len(ended) < len(comparison.trials):
@@ -257,20 +257,20 @@ def train_here(
 
 
 def train_beside(
-    places: Places,
+    slots: Slots,
     gpu: str | None,
     config: TrainConfig,
     folder: Path,
     branch: Branch | None,
 ) -> bool | None:
-    """Trains one run as `train_here` does, at one of several places: with its share of
-    the memory, and printing into a file of the run's folder."""
+    """Trains one run as `train_here` does, beside others: on that GPU, with its share
+    of the memory, and printing into a file of the run's folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    places.move_in(gpu)
+    slots.enter(gpu)
     with (folder / "console.txt").open("ab") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
-    return train_here(config, folder, branch, places.at_once)
+    return train_here(config, folder, branch, slots.at_once)
 
 
 def _note_provenance(folder: Path, at_once: int) -> None:
@@ -415,7 +415,7 @@ def run(arguments: list[str]) -> int:
     try:
         comparison = read_comparison(options.comparison)
         comparison = comparison.only(options.only, options.seeds)
-        places = Places(options.at_once, options.gpus)
+        slots = Slots(options.at_once, options.gpus)
         if options.dry_run:
             first: dict[str, Trial] = {}
             for trial in comparison.trials:
@@ -431,10 +431,10 @@ def run(arguments: list[str]) -> int:
         folder = options.folder or Path("runs") / comparison.name
         # The devices are for the processes that train.
         jax.config.update("jax_platforms", "cpu")
-        if places == Places():
+        if slots == Slots():
             main(comparison, folder, options.results)
         else:
-            main_side_by_side(comparison, folder, options.results, places)
+            main_side_by_side(comparison, folder, options.results, slots)
     except (
         ValueError,
         NotImplementedError,

@@ -152,16 +152,19 @@ def measured_steps(config: Config) -> Iterator[Measured | None]:
         )
 
 
-def measured_meshes(config: Config) -> Iterator[Measured]:
-    """Yields the steps of several GPUs, and of one beside them."""
+def measured_meshes(config: Config) -> Iterator[Measured | None]:
+    """Yields the steps of several GPUs, and of one beside them; None for a row with
+    static weights."""
     for row in _rows(config.meshes, config.since):
+        if row.get("static_weights"):
+            yield None
+            continue
         preset = PRESETS[row["preset"]]()
         sparsity = _sparsity_of(row)
         sizes = [int(word) for word in row["name"].split() if word.isdigit()]
         data, fsdp, tensor = sizes or (1, 1, 1)
         mesh = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
-        # Rows of before there were such columns ran the loop over all layers, with two
-        # micro-batches.
+        # Rows without these columns are of all layers in a loop, and two micro-batches.
         layers = row.get("layers", preset.model.layers)
         scan, micro_batches = row.get("scan_layers", True), row.get("micro_batches", 2)
         sequences = row["batch_size"] // micro_batches // mesh.token_shards

@@ -7,10 +7,11 @@
         --preset llama-1b --layers 10 --recipe dense --batch-size 8 --per-device \\
         --meshes 2 1 1 1 2 1
 
-Sparse phase of the recipe, or the dense one, real text; attention, optimiser and
-everything else included. Every mesh has the same batch, or with `--per-device` every
-device. The losses and gradient norms of two steps are compared with those of one device
-on the same batch before anything is timed. Each mesh also writes checkpoints in the
+The step is that of the recipe's sparse phase, or of the dense recipe, on real text,
+with attention, optimiser and everything else. Every mesh takes the same batch; with
+`--per-device` that batch is one device's, and a mesh takes one for each of its devices.
+The losses and gradient norms of two steps are compared with those of one device on the
+same batch before anything is timed. Each mesh also writes checkpoints in the
 background, to see for how long a save holds the loop.
 
 Two H200s: about 80 seconds. Expected: data and fsdp 1.75 times one GPU's tokens per
@@ -53,6 +54,7 @@ from sparsejax.launch.flags import (
 from sparsejax.ops.backend import Backend
 from sparsejax.presets import PRESETS
 from sparsejax.reports.provenance import commit
+from sparsejax.sparsity.patterns import name_of
 from sparsejax.training.step import Run, TrainState
 from sparsejax.tuning.timing import time_interleaved
 
@@ -78,8 +80,8 @@ class Config:
     batch_size: int = 64
     micro_batches: int = 2
     per_device: bool = False
-    """Whether the batch is that of one device, and that of a mesh as many times as
-    large as it has devices: weak scaling."""
+    """Whether `batch_size` is for one device, and a mesh takes that times the number of
+    its devices (weak scaling)."""
     text: str | None = None
     """Glob of text files; None: the Python standard library's source."""
     rounds: int = 5
@@ -100,6 +102,8 @@ class Stepper:
         self.run = Run(config, devices=devices, corpus=corpus)
         first, *later = self.run.phases
         timed = later[0] if later and first.static_weights is None else first
+        static = timed.static_weights
+        self.static_weights = None if static is None else name_of(static)
         of_phase = self.run.of_phase(timed)
         state = self.run.of_phase(first).initial_state(first.held)
         self.state: TrainState = self.run.switch_phase(state, first, timed)
@@ -183,6 +187,7 @@ def main(config: Config) -> list[dict]:
             "phases": to_json(stepper.run.config)["phases"],
             "backend": config.backend,
             "layers": stepper.run.config.model.layers,
+            "static_weights": stepper.static_weights,
             "scan_layers": stepper.run.config.model.scan_layers,
             "batch_size": stepper.run.config.batch_size,
             "micro_batches": config.micro_batches,

@@ -17,8 +17,8 @@ the gradient norm of every sparse step are compared with those of the masked den
 (`xla`) in the same precision before it is timed, those of static weights with whole
 ones that are zero where they have no entry. The dense step and every other are timed
 with 8-bit floats too, in attention's four weights and, where it is dense, in the FFN;
-the dense one with 8-bit floats is compared with the dense one without.
-With `--profile` the time of a step is split by kind of GPU kernel.
+the dense one with 8-bit floats is compared with the dense one without. With `--profile`
+the time of a step is split by kind of GPU kernel.
 
 The dense steps are timed alone, before the process runs any sparse kernel, which is
 what a dense run sees; in turn with the sparse ones; and the first alone again. After a
@@ -40,11 +40,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 import tyro
 from flax import nnx
 
 from experiments.bench.kernel_times import by_kind, kernel_times
+from experiments.bench.masked_step import masked_step
 from experiments.bench.power import Draw, PowerSampler
 from experiments.bench.rows import append_rows
 from experiments.bench.sparse_modes import (
@@ -61,17 +61,15 @@ from sparsejax.data.tokenizers import ByteTokenizer
 from sparsejax.dtypes import Precision
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.sparse_ffn import sparse_ffns
-from sparsejax.models.transformer import Transformer, cross_entropy
+from sparsejax.models.transformer import Transformer
 from sparsejax.ops.backend import Backend
 from sparsejax.presets import PRESETS
 from sparsejax.reports import metrics
 from sparsejax.reports.provenance import commit
 from sparsejax.sparsity.patterns import name_of
-from sparsejax.training.micro_batches import loss_and_gradient
 from sparsejax.training.recipe import Phase, model_of
-from sparsejax.training.step import Run, TrainState, train_step
-from sparsejax.training.switches.growth import grown, same_size
-from sparsejax.training.switches.static_weights import layer_of
+from sparsejax.training.step import Run, TrainState
+from sparsejax.training.switches.growth import same_size
 from sparsejax.tuning.timing import Timing, over_alone, time_interleaved
 
 
@@ -102,7 +100,7 @@ class Config:
     v: int = 128
     """Rows of a V:N:M block in the modes."""
     backend: Backend | None = None
-    """What runs the sparse GEMMs; None: the fastest for each."""
+    """The backend that runs the sparse GEMMs; None: the fastest for each."""
     layers: int | None = None
     """Number of layers; None: the preset's."""
     vocab_size: int | None = None
@@ -113,9 +111,10 @@ class Config:
     """The part that a block recomputes in the backward. Recomputing is work that the
     dense step need not do: only where memory ends."""
     scan_layers: bool = False
-    """Whether a loop runs over the layers: compiled faster, and slower."""
+    """Whether a loop runs over the layers: compiling takes less time then, and a step
+    more."""
     logits_of_loss: Literal["float32", "dtype"] = "float32"
-    """Dtype of the logits that the loss reads, as `ModelConfig` has it."""
+    """The dtype of the logits that the loss is computed from, as in `ModelConfig`."""
     text: str | None = None
     """Glob of text files; None: the Python standard library's source."""
     rounds: int = 5
@@ -150,7 +149,7 @@ class Steps:
         self.compiled = self._compiled(
             lambda phase: self.run.of_phase(phase).step(phase.sparsity)
         )
-        masked = partial(_masked_step, self.run)
+        masked = partial(masked_step, self.run)
         self.compiled_masked = self._compiled(masked, without=DENSE_STEP)
 
     def _run_with_state(self, name: str) -> Run:
@@ -209,53 +208,6 @@ class Steps:
         return {quantity: float(value) for quantity, value in values.items()}
 
 
-def _masked_step(run: Run, phase: Phase) -> Any:
-    """Returns a function that JAX compiles, from a state and tokens to the report of a
-    step on masked operands in the phase's precision, or a dense one in the run's."""
-    if phase.static_weights is not None:
-        return _whole_step(run)
-    if phase.sparsity.is_dense:
-        phase = replace(phase, precision=None)
-    on_xla = replace(run.of_phase(phase).config, backend="xla")
-    masked = Run(on_xla, devices=jax.devices()[:1], corpus=run.corpus)
-    graph = masked.graph(phase.sparsity)
-
-    @jax.jit
-    def report(state: TrainState, tokens: jax.Array):
-        return train_step(graph, masked.optimizer, state, tokens)[1]
-
-    return report
-
-
-def _whole_step(run: Run) -> Any:
-    """Returns what a step with static weights reports, as a function that JAX compiles:
-    the same weights in whole ones that are zero elsewhere, and have no gradient
-    there."""
-    graph, template = run.graph(DENSE), run.template(DENSE)
-
-    @jax.jit
-    def report(state: TrainState, tokens: jax.Array):
-        params = grown(state.params, template.params)
-        buffers = jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), template.buffers
-        )
-        keys = jax.random.split(state.key, len(tokens))
-        model = nnx.merge(graph, params, buffers)
-        loss, gradient = loss_and_gradient(cross_entropy, model, tokens, keys)
-
-        def where_there_is_a_weight(path, gradient, weight):
-            if layer_of(path) is None:
-                return gradient
-            return jnp.where(weight != 0, gradient, 0)
-
-        gradient = jax.tree_util.tree_map_with_path(
-            where_there_is_a_weight, gradient, params
-        )
-        return {"loss": loss, "gradient_norm": optax.tree.norm(gradient)}
-
-    return report
-
-
 def _buffers_of(model: Transformer, sparsity: FFNSparsity) -> nnx.State:
     """Returns the buffers of the dense model under another sparsity: its centres are
     the mean directions of its clusters, or of their halves."""
@@ -281,9 +233,9 @@ def main(config: Config) -> list[dict]:
     calls = {
         name: partial(steps.call, name, config.steps) for name in (DENSE_STEP, *modes)
     }
+    alone_fp8 = None
     with PowerSampler() as power:
         alone, before = _by_itself(in_turn, calls[DENSE_STEP], power)
-        alone_fp8 = None
         if DENSE_FP8_STEP in calls:
             alone_fp8, _ = _by_itself(in_turn, calls[DENSE_FP8_STEP], power)
         errors = {name: _check(steps, name) for name in modes}
@@ -365,7 +317,7 @@ def _check(steps: Steps, mode: str) -> dict[str, float]:
         tolerances = {"loss": 2e-2, "gradient_norm": 0.3}
     for name, tolerance in tolerances.items():
         errors[name] = abs(sparse[name] - masked[name]) / masked[name]
-        found = f"{mode}: {name} {sparse[name]}, not {masked[name]} as masked"
+        found = f"{mode}: {name} {sparse[name]}, not {masked[name]}"
         assert errors[name] < tolerance, found
     return errors
 

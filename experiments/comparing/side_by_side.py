@@ -30,17 +30,17 @@ class RunsFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Places:
-    """The places at which runs are trained, one run at a time in each.
+class Slots:
+    """The slots in which runs are trained, one run at a time in each.
 
     Raises:
       ValueError: no run at a time, or a GPU is named twice.
     """
 
     at_once: int = 1
-    """The number of places on each device, among which its memory is divided."""
+    """The number of slots on each device, among which its memory is divided."""
     gpus: tuple[str, ...] = ()
-    """The GPUs, as CUDA_VISIBLE_DEVICES names them; none named: the places share the
+    """The GPUs, as CUDA_VISIBLE_DEVICES names them; none named: the slots share the
     devices that JAX finds."""
 
     def __post_init__(self) -> None:
@@ -53,13 +53,12 @@ class Places:
             )
 
     @property
-    def devices(self) -> list[str | None]:
-        """The device of each place, in the order in which places are taken: the GPUs in
-        turn. None where none is named."""
+    def gpu_of_each(self) -> list[str | None]:
+        """The GPU of each slot, the GPUs in turn; None where none is named."""
         return list(self.gpus or (None,)) * self.at_once
 
-    def move_in(self, gpu: str | None) -> None:
-        """Lets JAX see one GPU alone, where it is named, and take this place's share of
+    def enter(self, gpu: str | None) -> None:
+        """Lets JAX see one GPU alone, where it is named, and take this slot's share of
         the memory that it would otherwise take; to be called before JAX looks for
         devices.
 
@@ -80,19 +79,19 @@ class Places:
 
 def train_all(
     trials: Sequence[Trial],
-    devices: Sequence[str | None],
+    gpus: Sequence[str | None],
     call: Callable[[Trial, str | None], tuple],
     *,
     ended: Collection[Trial],
     keep: Callable[[Trial], None],
 ) -> dict[Trial, str]:
-    """Trains all runs that have not ended, one at a time at each place and a branch
-    after its trunk; after SIGTERM the running ones are stopped and no other begins.
+    """Trains all runs that have not ended, one at a time in each slot, a branch after
+    its trunk; after SIGTERM the running ones are stopped and no other begins.
 
     Args:
       trials: all runs, every branch behind its trunk.
-      devices: the device of each place, in the order in which they are taken.
-      call: a function and its arguments that train a run on such a device in another
+      gpus: the GPU of each slot, or None, in the order in which slots are taken.
+      call: a function and its arguments that train a run on such a GPU in another
         process; True where it has ended, None where a new process is to resume it,
         False where it was stopped.
       ended: the runs that have ended before.
@@ -103,7 +102,7 @@ def train_all(
     done = {(trial.name, trial.seed) for trial in ended}
     waiting = [trial for trial in trials if trial not in ended]
     failed: dict[Trial, str] = {}
-    free, taken = list(devices), dict[Trial, str | None]()
+    free, taken = list(gpus), dict[Trial, str | None]()
     with SideBySide[Trial, bool | None]() as calls:
         while True:
             for trial in [] if calls.terminated else list(waiting):

@@ -48,9 +48,9 @@ class ModelConfig:
     for the gradients of inputs ("fp8"); those of weights too ("fp8_all"). Experimental:
     no loss was compared yet. A phase may have its own."""
     logits_of_loss: Literal["float32", "dtype"] = "float32"
-    """Dtype in which the logits are written that a loss is computed from, and which it
-    reads twice: float32, or the compute dtype, which of a large vocabulary in bfloat16
-    are half as many bytes. The loss itself is computed in float32."""
+    """Dtype of the logits that a loss is computed from: "float32", or the compute dtype
+    ("dtype"). The logits of a large vocabulary are the largest array of a step, and in
+    bfloat16 they have half as many bytes. The loss itself is computed in float32."""
     remat: Literal["none", "full", "dots"] = "none"
     """The part that a block recomputes in the backward: nothing ("none"), everything
     ("full"), or all but the outputs of the plain GEMMs ("dots")."""

@@ -29,16 +29,17 @@ MEMORY_SHARE = 0.616
 """The share of the data sheet's memory bandwidth at which everything else would have
 moved the bytes of `step_time.elementwise_bytes`: gaps between kernels are in it."""
 MEMORY_SHARE_OF = {"NVIDIA H100 80GB HBM3": 0.83}
-"""The same share where a dense step of `llama-1b` was measured on another GPU (10
-layers, 317 ms, 2026-11-25). In bytes per second it is near the H200's: most of these
-kernels are held up by more than the memory."""
+"""`MEMORY_SHARE` of the GPUs that have one of their own, by name. The H100's is
+calibrated on one dense step of `llama-1b` with 10 layers, which took 317 ms
+(experiments/results/bench_step.jsonl, 2026-11-25)."""
 CALIBRATED_WIDTH, CALIBRATED_HEAD = 2048, 128
-"""The d_model and head_dim of that step."""
+"""The d_model and the head_dim of the step `CALIBRATED_ON`."""
 NARROW_GEMM, NARROW_HEAD = 256, 128
-"""What GEMMs and attention lose in narrower models: their time per FLOP is as 1 + 256 /
-d_model and 1 + 128 / head_dim, for a tile begins and ends once however little it sums.
-Fitted to the dense steps of `gpt-124m` on one H200. In wider models nothing is gained:
-the GPU's power limits them."""
+"""The constants by which GEMMs and attention take longer per FLOP in narrower models:
+in proportion to 1 + NARROW_GEMM / d_model and to 1 + NARROW_HEAD / head_dim. The reason
+is assumed to be that a tile begins and ends once, however little it sums. They are the
+best of five pairs that were tried on the measured steps of `gpt-124m`. Models and heads
+wider than the calibrated ones are assumed to gain nothing."""
 FP8_GAIN = 1.93
 """The speed of GEMMs of 8-bit floats over those of bfloat16: the same step with
 `precision` "fp8" took 294 ms in GEMMs."""
@@ -100,6 +101,7 @@ class Speeds:
 
 
 def _slower(lost: int, width: int, calibrated: int) -> float:
+    """Returns the time per FLOP at a width over that at the calibrated one."""
     return (1 + lost / min(width, calibrated)) / (1 + lost / calibrated)
 
 

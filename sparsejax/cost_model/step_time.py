@@ -206,7 +206,9 @@ def elementwise_bytes(
     Per token: the logits, written once and read twice, and their gradient.
     Per parameter: 6 bytes to round it once, 12 for each of several micro-batches whose
     gradients are summed, and what the optimiser reads and writes: gradient twice (for
-    its norm, too), parameter and moments.
+    its norm, too), parameter and moments. The 12 are those of the measured steps, which
+    added gradients in a kernel of its own; without a loop over layers GEMMs add theirs
+    as they write now, which is fewer bytes, and no such step has been measured yet.
     In a loop over layers what the backward reads is copied into stacks and out of them,
     4 times its bytes; and 16 bytes for each parameter of the layers.
     """

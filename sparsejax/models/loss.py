@@ -13,7 +13,7 @@ def token_losses(
     logits: Float[Array, "*batch vocab"], targets: Int[Array, "*batch"]
 ) -> Float[Array, "*batch"]:
     """Returns how surprising each target is, in nats: log sum_v exp(logits_v) minus the
-    target's logit, float32 whatever the dtype of the logits.
+    target's logit. It is computed in float32, or in float64 for float64.
 
     Logits of a large vocabulary are the largest array of a step. On an NVIDIA GPU they
     are read twice: once for their largest, the sum of their exponentials and the
@@ -43,7 +43,7 @@ def in_three_reductions(
     logits: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns log sum_v exp(logits_v) of each token, and the target's logit, both in
-    float32."""
+    the dtype that `logits` are accumulated in."""
     logits = logits.astype(accumulation_dtype(logits.dtype))
     at_target = jnp.where(_is_target(logits, targets), logits, 0)
     return jax.nn.logsumexp(logits, axis=-1), jnp.sum(at_target, axis=-1)
@@ -52,8 +52,8 @@ def in_three_reductions(
 def in_one_reduction(
     logits: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns log sum_v exp(logits_v) of each token, and the target's logit, both in
-    float32, from a single pass over the logits, which is faster on a GPU."""
+    """Returns what `in_three_reductions` does from a single pass over the logits, which
+    is faster on a GPU."""
     logits = logits.astype(accumulation_dtype(logits.dtype))
     nowhere = jnp.array(-jnp.inf, logits.dtype)
     at_target = jnp.where(_is_target(logits, targets), logits, nowhere)

@@ -262,8 +262,9 @@ class Transformer(nnx.Module):
         *,
         of_loss: bool = False,
     ) -> Float[Array, "*batch vocab"]:
-        """Returns features @ head, operands in `config.dtype`, accumulated in float32;
-        those of a loss in the dtype that `config.logits_of_loss` names.
+        """Returns features @ head, operands in `config.dtype`, accumulated and returned
+        in float32. With `of_loss` they are returned in the dtype that
+        `config.logits_of_loss` names.
 
         In the backward the gradient of the logits is rounded to `config.dtype`, and
         that of the head is not.

@@ -56,7 +56,7 @@ def linear(
       out_dtype: the dtype of the result; None for that of x.
     """
     out_dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
-    return _linear(transposed, out_dtype, x, w, jax.lax.stop_gradient(read))
+    return _linear(transposed, out_dtype, x, w, read)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -99,7 +99,7 @@ class _UnrolledLayers:
 
     def __init__(self, model: nnx.Module) -> None:
         self._of_blocks = {
-            (*path, "blocks"): module.config.layers
+            (*path, "blocks")
             for path, module in nnx.iter_modules(model)
             if isinstance(module, Transformer) and not module.config.scan_layers
         }
@@ -108,8 +108,7 @@ class _UnrolledLayers:
         """Returns a state with a `_Layers` in the place of every array of blocks."""
 
         def of(path, array):
-            layers = self._number(path)
-            return _Layers(array[i] for i in range(layers)) if layers else array
+            return _layers_of(array) if self._is_of_blocks(path) else array
 
         return jax.tree_util.tree_map_with_path(of, state)
 
@@ -127,18 +126,10 @@ class _UnrolledLayers:
         )
         return jax.tree.map(read, parts, state, is_leaf=_is_layers)
 
-    def _number(self, path: tuple) -> int | None:
-        """Returns the number of layers of the blocks that an array belongs to, by its
-        path; None where it belongs to none."""
+    def _is_of_blocks(self, path: tuple) -> bool:
+        """Returns whether the array with this path is one of all layers."""
         names = tuple(entry.key for entry in path if hasattr(entry, "key"))
-        return next(
-            (
-                layers
-                for blocks, layers in self._of_blocks.items()
-                if names[: len(blocks)] == blocks
-            ),
-            None,
-        )
+        return any(names[: len(of)] == of for of in self._of_blocks)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -157,6 +148,10 @@ class _Layers(tuple):
         return cls(arrays)
 
 
+def _layers_of(array: jax.Array) -> _Layers:
+    return _Layers(array[i] for i in range(len(array)))
+
+
 def _is_layers(part: Any) -> bool:
     return isinstance(part, _Layers)
 
@@ -172,7 +167,7 @@ def _read_forward(whole, layers):
 
 
 def _read_backward(_, gradient):
-    return None, _Layers(gradient[i] for i in range(len(gradient)))
+    return None, _layers_of(gradient)
 
 
 _read_whole.defvjp(_read_forward, _read_backward)

@@ -14,7 +14,7 @@ from experiments.compare_recipes import main, main_side_by_side
 from experiments.comparing import side_by_side
 from experiments.comparing.comparison_file import Comparison, Trial
 from experiments.comparing.finished_runs import read_finished
-from experiments.comparing.side_by_side import Places, RunsFailed, train_all
+from experiments.comparing.side_by_side import RunsFailed, Slots, train_all
 from tests.support.micro_run import micro_config, read_records
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -133,23 +133,23 @@ def test_a_run_has_a_gpu_that_no_other_has_at_the_time(pretended, capsys):
 
         return (train,)
 
-    devices = Places(at_once=2, gpus=("0", "3")).devices
+    devices = Slots(at_once=2, gpus=("0", "3")).gpu_of_each
     assert devices == ["0", "3", "0", "3"]
     train_all(trials, devices, call, ended=(), keep=lambda of: None)
     assert most == {"0": 2, "3": 2} and not +running
     assert "b, seed 0: begins on GPU 3" in capsys.readouterr().out
     most.clear()
-    train_all(trials, Places(gpus=("0", "3")).devices, call, ended=(), keep=id)
+    train_all(trials, Slots(gpus=("0", "3")).gpu_of_each, call, ended=(), keep=id)
     assert most == {"0": 1, "3": 1}
 
 
 def test_each_takes_its_share_of_what_jax_takes(monkeypatch):
     name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
     monkeypatch.delenv(name, raising=False)
-    Places(5).move_in(None)
+    Slots(5).enter(None)
     assert os.environ[name] == "0.1500"
     monkeypatch.setenv(name, "0.9")
-    Places(4).move_in(None)
+    Slots(4).enter(None)
     assert os.environ[name] == "0.2250"
 
 
@@ -160,10 +160,10 @@ def test_a_gpu_that_is_not_there_is_an_error_and_no_cpu_trains_in_its_place(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     with pytest.raises(ValueError, match="--gpus 9: JAX finds no such GPU"):
-        Places(gpus=("9",)).move_in("9")
+        Slots(gpus=("9",)).enter("9")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "9"
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    Places(gpus=("9",)).move_in("9")
+    Slots(gpus=("9",)).enter("9")
 
 
 # Runs.
@@ -195,7 +195,7 @@ def test_runs_side_by_side_are_those_of_one_after_the_other(
     comparison = micro_comparison(text)
     folder, results = tmp_path / "beside", tmp_path / "rows.jsonl"
     with pytest.raises(RunsFailed, match=r"1 of the runs .*lost, seed 0: .*nowhere"):
-        main_side_by_side(comparison, folder, results, Places(2))
+        main_side_by_side(comparison, folder, results, Slots(2))
     shown = capsys.readouterr().out
     assert shown.index("trunk, seed 0: has ended") < shown.index("short, seed 0: begin")
     assert "step 4/4" not in shown
@@ -208,7 +208,7 @@ def test_runs_side_by_side_are_those_of_one_after_the_other(
     assert rows_of(folder / "rows.jsonl") == rows
 
     whole = replace(comparison, trials=comparison.trials[:2])
-    again = main_side_by_side(whole, folder, results, Places(2))
+    again = main_side_by_side(whole, folder, results, Slots(2))
     assert again == rows == rows_of(results)
     assert (folder / "comparison.png").is_file()
 
@@ -238,9 +238,9 @@ def test_the_command_says_how_many_run_at_once(tmp_path, monkeypatch, capsys):
         compare_recipes, "main_side_by_side", lambda *given: asked.append(given[1:])
     )
     assert compare_recipes.run([str(path), "--at-once", "3"]) == 0
-    assert asked == [(Path("runs/some"), None, Places(3))]
+    assert asked == [(Path("runs/some"), None, Slots(3))]
     assert compare_recipes.run([str(path), "--gpus", "0", "1"]) == 0
-    assert asked[1:] == [(Path("runs/some"), None, Places(1, ("0", "1")))]
+    assert asked[1:] == [(Path("runs/some"), None, Slots(1, ("0", "1")))]
     assert compare_recipes.run([str(path), "--gpus", "1", "1"]) == 1
     assert "--gpus 1 1 names a GPU twice" in capsys.readouterr().err
     assert compare_recipes.run([str(path), "--at-once", "0"]) == 1

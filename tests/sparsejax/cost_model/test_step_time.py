@@ -101,13 +101,17 @@ def test_gradients_hide_behind_the_backward_while_it_lasts(gigabytes, hidden):
 
 def test_sums_over_data_after_several_micro_batches_are_waited_for():
     links = Links(nvlink_gb_per_s=1.0, nvlink_latency_us=0.0)
-    two = step(mesh=MeshConfig(data=2), micro_batches=2, links=links)
-    once = step(mesh=MeshConfig(data=2), links=links)
+    model = dataclasses.replace(MODEL, layers=4)
+    two = step(model, MeshConfig(data=2), micro_batches=2, links=links)
+    once = step(model, MeshConfig(data=2), links=links)
     assert two.communication == once.communication
     assert two.exposed == two.communication["data"]
+    # Of one micro-batch only the sum of one of the four layers is.
+    assert once.exposed == pytest.approx(once.communication["data"] / 4)
     # Over fsdp they are scattered in every micro-batch, and hide.
-    scattered = step(mesh=MeshConfig(data=1, fsdp=2), micro_batches=2, links=links)
-    assert scattered.exposed < scattered.communication["fsdp"]
+    mesh = MeshConfig(data=1, fsdp=2)
+    scattered = step(model, mesh, micro_batches=2, links=links)
+    assert scattered.exposed < scattered.communication["fsdp"] / 2
 
 
 def test_sums_over_tensor_are_waited_for():
