@@ -33,7 +33,13 @@ from pallas_kernels.sm90.sparse_matmul_configs import (
 from pallas_kernels.sm90.threads import activation_tiles
 from sparsejax.ops.gemm_spec import GemmSpec, Times
 from sparsejax.ops.kernels.base import ExpertRows, KeptActivations
-from sparsejax.ops.kernels.hopper_lookups import experts_of, one_by_one, tile_rows, used
+from sparsejax.ops.kernels.hopper_lookups import (
+    experts_of,
+    one_by_one,
+    rows_in_one_call,
+    tile_rows,
+    used,
+)
 from sparsejax.ops.kernels.hopper_packing import HopperPacking
 from sparsejax.ops.kernels.hopper_shapes import (
     all_neurons,
@@ -173,7 +179,9 @@ class HopperKernels(HopperPacking):
         residual_rows: int,
     ) -> Any:
         self._check(a)
-        run = one_by_one(
+        # B and the product have a row for each token.
+        by_token = b_k_major and mode == "sparse_weight"
+        run = (rows_in_one_call if by_token else one_by_one)(
             _gemm,
             kernels=self,
             mode=mode,

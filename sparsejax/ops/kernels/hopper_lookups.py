@@ -1,5 +1,5 @@
-"""The rows of experts, and the dense features' residual rows, as Hopper's kernels look
-them up."""
+"""Hopper's kernels as functions of arrays: what they do under vmap, and how they look
+up the rows of experts and the residual rows of dense features."""
 
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -18,6 +18,31 @@ def one_by_one(kernel: Callable[..., Any], /, **options: Any) -> Callable[..., A
     batching rule: under vmap one call follows the other. The same kernel and options
     give the same function, so that a program with many calls traces it once."""
     return jax.custom_batching.sequential_vmap(partial(kernel, **options))
+
+
+@lru_cache
+def rows_in_one_call(
+    kernel: Callable[..., jax.Array], /, **options: Any
+) -> Callable[..., jax.Array]:
+    """Returns a kernel with hashable options, which gives each row of its last operand
+    a row of the product, as a function of arrays. Under vmap over that operand alone,
+    as where a batch shares its weights, one call takes the rows of all; where another
+    operand is mapped, too, one call follows the other, as in `one_by_one`."""
+    call = jax.custom_batching.custom_vmap(partial(kernel, **options))
+
+    @call.def_vmap
+    def under_vmap(
+        size: int, mapped: list[bool], *operands: jax.Array
+    ) -> tuple[jax.Array, bool]:
+        del size
+        if any(mapped[:-1]):
+            axes = [0 if each else None for each in mapped]
+            return jax.vmap(one_by_one(kernel, **options), axes)(*operands), True
+        *shared, rows = operands
+        product = call(*shared, rows.reshape(-1, rows.shape[-1]))
+        return product.reshape(*rows.shape[:-1], product.shape[-1]), True
+
+    return call
 
 
 def looking_up(
