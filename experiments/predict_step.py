@@ -115,8 +115,12 @@ def main(config: Config) -> list[dict]:
 
 
 def measured_steps(config: Config) -> Iterator[Measured | None]:
-    """Yields the steps of one GPU; None for a row whose sparsity has no name here."""
+    """Yields the steps of one GPU; None for a row whose sparsity has no name here, or
+    whose model is that of a run."""
     for row in _rows(config.steps, config.since):
+        if row.get("model_of"):
+            yield None
+            continue
         preset = PRESETS[row["preset"]]()
         # Rows of before there was such a column ran the loop, in the compute dtype.
         scan = row.get("scan_layers")

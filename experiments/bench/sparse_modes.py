@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from experiments.comparing.comparison_file import read_comparison
-from sparsejax.config import PhaseConfig, PresetName, RecipeName
+from sparsejax.config import PhaseConfig, PresetName, RecipeName, TrainConfig
 from sparsejax.config_file import from_plain
 from sparsejax.dtypes import Precision
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
@@ -83,6 +83,22 @@ def choose(
     return {name: known[name] for name in known if name in names}
 
 
+def config_of_run(comparison: Path | None, run: str) -> TrainConfig:
+    """Returns the settings of a run in a comparison file.
+
+    Raises:
+      ValueError: there is no such run in the file, or no file.
+    """
+    if comparison is None:
+        raise ValueError(f"{run!r} is a run of a comparison file; give comparison too")
+    trials = {trial.name: trial for trial in read_comparison(comparison).trials}
+    if run not in trials:
+        raise ValueError(
+            f"{run!r} is no run of {comparison}; choose from {', '.join(trials)}"
+        )
+    return trials[run].config
+
+
 def sparsities_of_runs(
     comparison: Path | None, runs: Collection[str]
 ) -> dict[str, FFNSparsity]:
@@ -93,22 +109,11 @@ def sparsities_of_runs(
       ValueError: there is no such run in the file, a run has no sparse phase, or runs
         are named without a file.
     """
-    if comparison is None:
-        if runs:
-            raise ValueError(
-                f"runs={list(runs)} are those of a comparison file; give comparison too"
-            )
-        return {}
-    trials = {trial.name: trial for trial in read_comparison(comparison).trials}
     sparse: dict[str, FFNSparsity] = {}
     for run in runs:
-        if run not in trials:
-            raise ValueError(
-                f"runs={run!r} is none of {comparison}; choose from {', '.join(trials)}"
-            )
         of_run = {
             f"{run}, {phase.kind}": phase.sparsity
-            for phase in phases(trials[run].config)
+            for phase in phases(config_of_run(comparison, run))
             if not phase.is_dense
         }
         if not of_run:

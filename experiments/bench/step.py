@@ -51,6 +51,7 @@ from experiments.bench.sparse_modes import (
     DENSE_FP8_STEP,
     DENSE_STEP,
     choose,
+    config_of_run,
     sparse_modes,
     sparsities_of_runs,
     steps_to_time,
@@ -91,6 +92,9 @@ class Config:
     runs: tuple[str, ...] = ()
     """Runs of that file whose sparse phases are timed, after the modes, in the model of
     this benchmark."""
+    model_of: str | None = None
+    """A run of that file whose model and sequence length are taken in place of the
+    preset's."""
     precisions: tuple[Precision, ...] = ("fp8",)
     """Precisions besides the compute dtype in which every step is timed, too; those of
     static weights are not."""
@@ -283,20 +287,23 @@ def _of(config: Config, timing: Timing, draw: Draw | None) -> dict:
 
 
 def _train_config(config: Config) -> TrainConfig:
-    preset = PRESETS[config.preset]().with_recipe("dense")
+    given = PRESETS[config.preset]()
+    if config.model_of is not None:
+        of_run = config_of_run(config.comparison, config.model_of)
+        given = replace(given, model=of_run.model, data=of_run.data)
     layers, vocab_size = config.layers, config.vocab_size
     return replace(
-        preset,
+        given.with_recipe("dense"),
         backend=config.backend,
         model=replace(
-            preset.model,
-            layers=preset.model.layers if layers is None else layers,
-            vocab_size=preset.model.vocab_size if vocab_size is None else vocab_size,
+            given.model,
+            layers=given.model.layers if layers is None else layers,
+            vocab_size=given.model.vocab_size if vocab_size is None else vocab_size,
             remat=config.remat,
             scan_layers=config.scan_layers,
             logits_of_loss=config.logits_of_loss,
         ),
-        data=replace(preset.data, text=config.text),
+        data=replace(given.data, text=config.text),
         mesh=MeshConfig(data=1),
         batch_size=config.batch_size,
         micro_batches=config.micro_batches,
@@ -339,7 +346,8 @@ def _row(config: Config, steps: Steps, timing: Timing, alone: Timing) -> dict:
     static = model.static_weights
     return {
         "name": timing.name,
-        "preset": config.preset,
+        "preset": None if config.model_of else config.preset,
+        "model_of": config.model_of,
         "layers": model.layers,
         "vocab_size": model.vocab_size,
         "d_model": model.d_model,
@@ -378,7 +386,7 @@ def _row(config: Config, steps: Steps, timing: Timing, alone: Timing) -> dict:
 
 def _line(row: dict) -> str:
     text = (
-        f"{row['name']}: {row['preset']}, {row['layers']} layers: "
+        f"{row['name']}: {row['model_of'] or row['preset']}, {row['layers']} layers: "
         f"{row['step_ms']:.0f} ms a step, {row['speedup']:.3f} "
         f"({row['spread'][0]:.3f}-{row['spread'][1]:.3f}) x dense in turn, "
         f"{row['over_dense_alone']:.3f} "

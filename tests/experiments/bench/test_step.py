@@ -289,10 +289,24 @@ def test_the_sparse_phases_of_a_comparisons_runs_are_timed(config, tmp_path):
     assert dense["experts_per_token"] is None
 
 
+def test_the_model_may_be_that_of_a_run(config, tmp_path):
+    """Its widths and its sequence length, where no option names them."""
+    file = tmp_path / "comparison.toml"
+    wide = "[runs.wide]\nmodel.d_hidden = 384\ndata.sequence_length = 64\n"
+    file.write_text(f"{COMPARISON}\n{wide}")
+    given = replace(config, modes=(), comparison=file)
+    (row,) = step.main(replace(given, model_of="wide"))
+    assert (row["model_of"], row["preset"]) == ("wide", None)
+    assert (row["layers"], row["d_hidden"]) == (1, 384)
+    assert row["tokens_per_micro_batch"] == 2 * 64
+    with pytest.raises(ValueError, match="'none' is no run of"):
+        step.main(replace(given, model_of="none"))
+
+
 @pytest.mark.parametrize(
     ("runs", "message"),
     [
-        (("four-of-two",), "runs='four-of-two' is none of .*choose from dense, two-of"),
+        (("four-of-two",), "'four-of-two' is no run of .*choose from dense, two-of"),
         (("dense",), "runs='dense' has no sparse phase"),
     ],
 )
