@@ -120,6 +120,20 @@ def test_every_file_has_its_line():
     assert set(named) == {name for name in there if not name.endswith("__init__.py")}
 
 
+def test_no_file_is_too_long_to_read_and_no_folder_too_full():
+    """At most 450 lines, and a dozen modules beside `__init__`; tests may be longer."""
+    source = ("sparsejax", "pallas_kernels", "experiments")
+    modules: dict[Path, int] = {}
+    for folder in (*source, "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path.name != "__init__.py":
+                modules[path.parent] = modules.get(path.parent, 0) + 1
+            lines = path.read_text().count("\n")
+            assert lines <= 450 or folder == "tests", (name_of(path), lines)
+    full = {name_of(path): count for path, count in modules.items() if count > 12}
+    assert modules[ROOT / "sparsejax"] == 4 and not full
+
+
 def test_the_reference_has_each_public_name_once():
     tree = ast.parse((ROOT / "sparsejax" / "__init__.py").read_text())
     public = [

@@ -46,7 +46,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.bench.kernel_times import kernel_times
-from experiments.bench.masked_ffn import Inputs, masked_dense
+from experiments.bench.references.masked_ffn import Inputs, masked_dense
 from experiments.bench.rows import append_rows
 from experiments.bench.sparse_modes import choose, sparse_modes
 from sparsejax.checkpoints.checkpoint import Checkpoints

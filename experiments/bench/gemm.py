@@ -46,7 +46,6 @@ from pathlib import Path
 import jax
 import tyro
 
-from experiments.bench import cusparselt
 from experiments.bench.gemm_cases import (
     CASES,
     PACK,
@@ -60,6 +59,7 @@ from experiments.bench.gemm_cases import (
     size_of,
 )
 from experiments.bench.power import PowerSampler
+from experiments.bench.references import cusparselt
 from experiments.bench.rows import append_rows
 from pallas_kernels import tuning
 from sparsejax.ops import grouped_loops

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from experiments.bench import cusparselt
 from experiments.bench.expert_shares import drawn_shares, expert_shares, routed
+from experiments.bench.references import cusparselt
 from pallas_kernels import tuning
 from pallas_kernels.sm90 import dense_rows
 from pallas_kernels.sm90.sparse_matmul_configs import (

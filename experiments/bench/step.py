@@ -44,8 +44,8 @@ import tyro
 from flax import nnx
 
 from experiments.bench.kernel_times import by_kind, kernel_times
-from experiments.bench.masked_step import masked_step
 from experiments.bench.power import Draw, PowerSampler
+from experiments.bench.references.masked_step import masked_step
 from experiments.bench.rows import append_rows
 from experiments.bench.sparse_modes import (
     DENSE_FP8_STEP,

@@ -1,0 +1,1 @@
+"""What the benchmarks hold their GEMMs, FFNs and steps against."""
