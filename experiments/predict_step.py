@@ -6,7 +6,8 @@ It reads the rows of `experiments/bench/step.py` and `experiments/bench/mesh.py`
 are kept in `experiments/results/`, the newest of each kind, and predicts every step as
 `sparsejax plan` does, from the data sheets' peaks, the shares of them that one of these
 steps has reached, and the tables of kernel times. Rows whose sparsity has no name here
-(runs of a comparison, static weights) are left out and counted.
+(static weights, and runs whose comparison the row does not name) are left out and
+counted.
 
 It runs on a CPU in a few seconds. Expected: of 91 steps of one GPU half are within
 1.6 %, and all but two within 12 %; 12 steps of two GPUs, all of `gpt-124m`, are
@@ -23,9 +24,14 @@ from typing import Any
 import tyro
 
 from experiments.bench.rows import append_rows
-from experiments.bench.sparse_modes import DENSE_STEP, sparse_modes
+from experiments.bench.sparse_modes import (
+    DENSE_STEP,
+    config_of_run,
+    sparse_modes,
+    sparsities_of_runs,
+)
 from pallas_kernels.device import Device
-from sparsejax.config import RECIPES, MeshConfig, ModelConfig, RecipeConfig
+from sparsejax.config import RECIPES, MeshConfig, ModelConfig, RecipeConfig, TrainConfig
 from sparsejax.config_file import from_plain
 from sparsejax.cost_model import Links, PredictedStep, Speeds, predicted_step
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
@@ -115,39 +121,33 @@ def main(config: Config) -> list[dict]:
 
 
 def measured_steps(config: Config) -> Iterator[Measured | None]:
-    """Yields the steps of one GPU; None for a row whose sparsity has no name here, or
-    whose model is that of a run."""
+    """Yields the steps of one GPU; None for a row whose sparsity has no name here."""
     for row in _rows(config.steps, config.since):
-        if row.get("model_of"):
-            yield None
-            continue
-        preset = PRESETS[row["preset"]]()
+        given = _settings_of(row)
         # Rows of before there was such a column ran the loop, in the compute dtype.
         scan = row.get("scan_layers")
         precision = row.get("precision") or "dtype"
         name = row["name"].removesuffix(f", {precision}")
-        experts, v = row.get("experts") or 4, row.get("v") or 128
-        known = {DENSE_STEP: DENSE} | sparse_modes(experts=experts, v=v)
-        known |= {f"recipe {of}": preset.with_recipe(of).sparsity for of in RECIPES}
-        if name not in known or row.get("static_weights"):
+        sparsity = _sparsity_by_name(name, row, given)
+        if sparsity is None or row.get("static_weights"):
             yield None
             continue
         yield Measured(
             name=name,
-            preset=row["preset"],
+            preset=row.get("model_of") or row["preset"],
             model=replace(
-                preset.model,
+                given.model,
                 layers=row["layers"],
-                vocab_size=row.get("vocab_size") or preset.model.vocab_size,
+                vocab_size=row.get("vocab_size") or given.model.vocab_size,
                 remat=row["remat"],
                 scan_layers=True if scan is None else scan,
                 logits_of_loss=row.get("logits_of_loss") or "float32",
                 precision=precision,
             ),
-            sparsity=known[name],
+            sparsity=sparsity,
             device=row["device"],
             mesh=MeshConfig(data=1),
-            sequence_length=preset.data.sequence_length,
+            sequence_length=given.data.sequence_length,
             tokens_per_device=row["tokens_per_micro_batch"],
             micro_batches=row["micro_batches"],
             backend=None,
@@ -188,6 +188,30 @@ def measured_meshes(config: Config) -> Iterator[Measured | None]:
             date=row["date"],
             step_ms=row["step_ms"],
         )
+
+
+def _settings_of(row: dict) -> TrainConfig:
+    """Returns the settings whose model `bench/step.py` has timed: those of a run in a
+    comparison file, or a preset's."""
+    if run := row.get("model_of"):
+        return config_of_run(_file_of(row), run)
+    return PRESETS[row["preset"]]()
+
+
+def _sparsity_by_name(name: str, row: dict, given: TrainConfig) -> FFNSparsity | None:
+    """Returns what a step of `bench/step.py` has computed, or None where no step has
+    that name today."""
+    experts, v = row.get("experts") or 4, row.get("v") or 128
+    known = {DENSE_STEP: DENSE} | sparse_modes(experts=experts, v=v)
+    known |= {f"recipe {of}": given.with_recipe(of).sparsity for of in RECIPES}
+    if name not in known and row.get("comparison"):
+        run = name.partition(", ")[0]
+        known |= sparsities_of_runs(_file_of(row), (run,))
+    return known.get(name)
+
+
+def _file_of(row: dict) -> Path:
+    return Path(__file__).parent / "comparisons" / f"{row['comparison']}.toml"
 
 
 def _sparsity_of(row: dict) -> FFNSparsity:

@@ -348,6 +348,7 @@ def _row(config: Config, steps: Steps, timing: Timing, alone: Timing) -> dict:
         "name": timing.name,
         "preset": None if config.model_of else config.preset,
         "model_of": config.model_of,
+        "comparison": config.comparison and config.comparison.stem,
         "layers": model.layers,
         "vocab_size": model.vocab_size,
         "d_model": model.d_model,

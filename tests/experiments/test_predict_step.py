@@ -47,3 +47,38 @@ def test_other_steps_of_one_gpu_are_near(rows):
 def test_two_gpus_are_predicted_too_fast(rows):
     two = [row["error"] for row in rows if row["devices"] == 2]
     assert len(two) == 12 and -0.19 < min(two) and max(two) < -0.05
+
+
+def test_steps_of_a_comparisons_runs_are_predicted_in_the_model_of_one(tmp_path):
+    """The FFN takes less where a token uses fewer experts; a row without the name of
+    its comparison is left out."""
+    row = {
+        "model_of": "fading",
+        "comparison": "direct-57m",
+        "preset": None,
+        "layers": 2,
+        "vocab_size": 256,
+        "tokens_per_micro_batch": 65536,
+        "micro_batches": 1,
+        "remat": "none",
+        "scan_layers": False,
+        "precision": "dtype",
+        "experts": None,
+        "v": None,
+        "device": "NVIDIA H100 80GB HBM3",
+        "date": "2026-11-25",
+        "step_ms": 43.6,
+    }
+    names = ("dense", "fading, two-of-eight", "fading, four-of-eight")
+    rows = [row | {"name": name} for name in names]
+    rows.append(row | {"name": names[1], "comparison": None, "model_of": None})
+    rows[-1]["preset"] = "llama-1b"
+    steps, meshes = tmp_path / "steps.jsonl", tmp_path / "meshes.jsonl"
+    steps.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    meshes.write_text("")
+    dense, two, four = main(Config(steps=steps, meshes=meshes, results=None))
+    assert [of["name"] for of in (dense, two, four)] == list(names)
+    assert {of["preset"] for of in (dense, two, four)} == {"fading"}
+    # As in the direct run, whose dense steps took 43.6 ms.
+    assert abs(dense["error"]) < 0.01
+    assert two["predicted_ms"] < four["predicted_ms"] < dense["predicted_ms"]

@@ -297,6 +297,7 @@ def test_the_model_may_be_that_of_a_run(config, tmp_path):
     given = replace(config, modes=(), comparison=file)
     (row,) = step.main(replace(given, model_of="wide"))
     assert (row["model_of"], row["preset"]) == ("wide", None)
+    assert row["comparison"] == "comparison"
     assert (row["layers"], row["d_hidden"]) == (1, 384)
     assert row["tokens_per_micro_batch"] == 2 * 64
     with pytest.raises(ValueError, match="'none' is no run of"):
