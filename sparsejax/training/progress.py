@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.config_file import to_json
+from sparsejax.feed_forward.sparsity import DENSE
 from sparsejax.models.transformer import Transformer
 from sparsejax.reports.records import (
     Record,
@@ -143,24 +144,29 @@ class Progress:
         run = self.run.of_phase(phase)
         return run.validate(self.state, phase.sparsity, phase.held, masks=masks)
 
-    def switch(self, before: Phase, index: int) -> None:
+    def switch(self, before: Phase, index: int, loss: float | None = None) -> None:
         """Brings a state of the phase `before` to the phase number `index`, with a
-        validation on both sides."""
+        validation on both sides; `loss` is the one of the phase `before`, None where it
+        was not taken yet."""
         after = self.phases[index]
-        losses = {
-            "before": self.validation_loss(before),
-            "before_unmasked": self.validation_loss(before, masks=False),
-        }
+        losses = self._losses_around_masks("before", before, loss)
         self.state = self.run.switch_phase(self.state, before, after)
-        losses |= {
-            "after": self.validation_loss(after),
-            "after_unmasked": self.validation_loss(after, masks=False),
-        }
+        losses |= self._losses_around_masks("after", after)
         self.refuse_non_finite(self.step, losses)
         self.phase_index = index
         jump = losses["after"] - losses["before"]
         kinds = {"from": before.kind, "to": self.phase.kind}
         self.record("switch", **kinds, jump=jump, large=jump > JUMP, **losses)
+
+    def _losses_around_masks(
+        self, side: str, phase: Phase, loss: float | None = None
+    ) -> dict[str, float]:
+        """Returns the validation loss of the present state and that of the dense
+        network, which are one where the phase's steps compute densely."""
+        own = self.validation_loss(phase) if loss is None else loss
+        is_dense = phase.sparsity == DENSE
+        unmasked = own if is_dense else self.validation_loss(phase, masks=False)
+        return {side: own, f"{side}_unmasked": unmasked}
 
     def save(self, *, permanent: bool = False, blocking: bool = False) -> None:
         begin = time.perf_counter()

@@ -226,13 +226,14 @@ class _Loop(Progress):
             with self.pace.clock.stopped():
                 if log:
                     self.log(report)
+                loss = None
                 if evaluate:
-                    self.validate()
+                    loss = self.validate()
                     self.look_at_ffns(masks)
                 if recluster:
                     self.recluster()
                 if at_end:
-                    self.end_phase(validated=evaluate)
+                    self.end_phase(loss)
                 elif save or stopping:
                     self.save(blocking=stopping)
             if at_end:
@@ -319,7 +320,8 @@ class _Loop(Progress):
             own["static_weights"] = name_of(model.static_weights)
         return {"d_hidden": model.d_hidden, "layers": model.layers, **own}
 
-    def validate(self) -> None:
+    def validate(self) -> float:
+        """Records the validation loss of the present state, and returns it."""
         own: dict[str, list[float]] = {}
         if self.step == self.config.steps:
             # What is drawn from the last loss needs its spread over the batches.
@@ -331,6 +333,7 @@ class _Loop(Progress):
             loss = self.validation_loss(self.phase)
         self.refuse_non_finite(self.step, {"validation_loss": loss})
         self.record("validation", loss=loss, **own)
+        return loss
 
     def look_at_ffns(self, masks_before: list[jax.Array] | None) -> None:
         model = self.model()
@@ -342,14 +345,15 @@ class _Loop(Progress):
         values = {name: np.asarray(value).tolist() for name, value in report.items()}
         self.record("ffn", **values)
 
-    def end_phase(self, *, validated: bool) -> None:
-        """Validates, switches to the next phase if there is one, and saves for good."""
-        if not validated:
-            self.validate()
+    def end_phase(self, loss: float | None) -> None:
+        """Validates, unless `loss` is the validation loss of this step, switches to the
+        next phase if there is one, and saves for good, while the next steps run."""
+        if loss is None:
+            loss = self.validate()
         last = self.phase_index + 1 == len(self.phases)
         if not last:
-            self.switch(self.phase, self.phase_index + 1)
-        self.save(permanent=True, blocking=True)
+            self.switch(self.phase, self.phase_index + 1, loss)
+        self.save(permanent=True)
 
     def recluster_is_due(self) -> bool:
         every = self.config.phases.recluster_every

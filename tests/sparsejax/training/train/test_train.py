@@ -68,21 +68,23 @@ def test_multiples_of_keep_every_stay_too(uninterrupted, tmp_path):
     assert names == {f"step_{step:08d}" for step in kept}
 
 
+@pytest.mark.parametrize(("step", "until"), [(4, 6), (3, 4), (9, 10)])
 def test_steps_go_on_while_a_checkpoint_is_written(
-    uninterrupted, tmp_path, monkeypatch
+    step, until, uninterrupted, tmp_path, monkeypatch
 ):
+    """Those of the switches, after steps 3 and 9, too."""
     config, _, expected = uninterrupted("default")
     stepped, write = threading.Event(), manifest.write
-    slow = tmp_path / "checkpoints" / "step_00000004"
+    slow = tmp_path / "checkpoints" / f"step_{step:08d}"
 
     def write_later(folder: Path, version: int) -> None:
-        # Until two steps later, which would never come if they waited for this.
+        # Until later steps, which would never come if they waited for this.
         if folder.name.startswith(slow.name):
             assert stepped.wait(timeout=30)
         write(folder, version)
 
     def observe(record: dict) -> None:
-        if (record["event"], record["step"]) == ("step", 6):
+        if (record["event"], record["step"]) == ("step", until):
             assert not slow.exists()
             stepped.set()
 
@@ -141,6 +143,29 @@ def test_a_switch_records_both_sides_with_and_without_masks(uninterrupted):
     for record in (entering, leaving):
         assert record["jump"] == record["after"] - record["before"]
         assert record["large"] == (record["jump"] > 0.1)
+
+
+def test_no_loss_around_a_switch_is_computed_twice(
+    uninterrupted, tmp_path, monkeypatch
+):
+    config, folder, _ = uninterrupted("default")
+    computed: list[tuple[bool, bool]] = []
+    losses = Run.batch_losses
+
+    def counted(run, state, sparsity, held=None, *, masks=True):
+        computed.append((sparsity.is_dense, masks))
+        return losses(run, state, sparsity, held, masks=masks)
+
+    monkeypatch.setattr(Run, "batch_losses", counted)
+    train(replace(config, eval_every=0), tmp_path)
+    dense, sparse, unmasked = (True, True), (False, True), (False, False)
+    into, out = [dense, sparse, unmasked], [sparse, unmasked, dense]
+    assert computed == [*into, *out, dense]
+    switches = [
+        [r for r in read_records(of) if r["event"] == "switch"]
+        for of in (folder, tmp_path)
+    ]
+    assert switches[0] == switches[1]
 
 
 def test_folding_makes_the_switch_out_of_two_four_weights_lossless(text, tmp_path):
