@@ -27,9 +27,9 @@ the batches of the last validation, the same ones for all runs; and over the spe
 `--speed` gives its interval too. The spread over seeds is pooled over all arms and
 lengths with two seeds or more; without any there is no interval.
 
-It runs on a CPU in seconds, and prints a table. FOLDER/equal_loss.png shows R against
-tokens per parameter (of the dense model, without embedding and head), and `--results`
-takes a row per arm and length.
+It runs on a CPU in seconds, and prints a table. FOLDER/equal_loss.png shows the losses
+against seconds, and R against tokens per parameter (of the dense model, without
+embedding and head); `--results` takes a row per arm and length.
 """
 
 import shlex
@@ -117,8 +117,7 @@ def main(config: Config, command: str) -> list[Row]:
     if all(row.R_low is None for row in rows):
         console.say("no arm has two seeds of one length: no interval")
     append_rows(map(asdict, rows), config.results)
-    others = [asdict(row) for row in rows if row.arm != reference]
-    console.say(plot_equal_loss(config.folder, others))
+    console.say(plot_equal_loss(config.folder, list(map(asdict, rows)), reference))
     return rows
 
 

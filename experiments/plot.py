@@ -99,17 +99,23 @@ def _seconds_label(runs: Iterable[Path]) -> str:
     return "seconds of training steps" + (", on a shared device" if shared else "")
 
 
-def plot_equal_loss(folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+def plot_equal_loss(
+    folder: Path, rows: Sequence[Mapping[str, Any]], reference: str
+) -> str:
     """Draws equal_loss.png in the folder of a comparison; returns a line that says what
     happened.
 
-    It has R, the seconds to a loss over those of the dense model, against tokens per
-    parameter, with its interval: a line for each arm, at most six, labelled at its end.
-    Arms with sparse steps come first, then those with the lowest R.
+    On the left are the losses against the seconds of steps; where those were not
+    measured, against what FLOPs and speeds say of them, as a share of the longest dense
+    run's. On the right is R, the seconds to a loss over those of the dense model,
+    against tokens per parameter, with its interval. Each arm is a line that is labelled
+    at its end, at most six with the dense model's: those with sparse steps first, then
+    those with the lowest R.
 
     Args:
       folder: the folder of the comparison.
-      rows: the rows of experiments/equal_loss.py, without those of the dense model.
+      rows: the rows of experiments/equal_loss.py.
+      reference: the arm of the dense model.
     """
     plt = pyplot()
     if plt is None:
@@ -118,37 +124,76 @@ def plot_equal_loss(folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         if row["R"] is not None and math.isfinite(row["R"]):
             lines.setdefault(row["arm"], []).append(row)
+    dense = lines.pop(reference, [])
     order = lambda arm: (
         not any(row["sparse_share"] for row in lines[arm]),
         lines[arm][-1]["R"],
     )
-    drawn = sorted(lines, key=order)[:MOST_LINES]
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.axhline(1.0, color="gray", linestyle="--", linewidth=1)
-    for arm in drawn:
-        points = lines[arm]
-        at = [row["tokens_per_parameter"] for row in points]
-        (line,) = axes.plot(at, [row["R"] for row in points], "o-", markersize=4)
+    drawn = sorted(lines, key=order)[: MOST_LINES - 1]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    shown = {reference: dense} | {arm: lines[arm] for arm in drawn}
+    all_rows = [row for points in shown.values() for row in points]
+    at, label = _time_axis(all_rows, max((row["tokens"] for row in dense), default=1))
+    for arm, points in shown.items():
+        how = "measured" if all(row["measured"] for row in points) else "not measured"
+        is_dense = arm == reference
+        color = {"color": "black"} if is_dense else {}
+        ordered = sorted(points, key=at)
+        losses = [row["loss"] for row in ordered]
+        (line,) = left.plot(list(map(at, ordered)), losses, "o-", markersize=4, **color)
+        _label_end(left, line, arm)
+        if is_dense:
+            continue
+        tokens = [row["tokens_per_parameter"] for row in points]
+        (line,) = right.plot(
+            tokens,
+            [row["R"] for row in points],
+            "o-",
+            markersize=4,
+            color=line.get_color(),
+        )
+        _label_end(right, line, f"{arm} ({how})")
         if all(row["R_low"] is not None for row in points):
             low, high = ([row[end] for row in points] for end in ("R_low", "R_high"))
-            axes.fill_between(at, low, high, color=line.get_color(), alpha=0.15)
-        how = "measured" if all(row["measured"] for row in points) else "not measured"
-        axes.annotate(
-            f" {arm} ({how})",
-            (at[-1], points[-1]["R"]),
-            color=line.get_color(),
-            va="center",
-        )
-    axes.set_xscale("log")
-    axes.margins(x=0.3)
-    axes.set_xlabel("tokens per parameter of the dense model")
-    axes.set_ylabel("R, seconds to the loss / dense's")
-    axes.set_title(folder.name)
+            right.fill_between(tokens, low, high, color=line.get_color(), alpha=0.15)
+    left.set_xlabel(label)
+    left.set_ylabel("final validation loss, nats per token")
+    right.axhline(1.0, color="black", linestyle="--", linewidth=1)
+    lengths = sorted({row["tokens_per_parameter"] for row in rows})
+    if lengths:
+        right.set_xscale("log")
+        right.set_xlim(lengths[0] / 1.5, lengths[-1] * 3)
+        right.set_xticks(lengths, [f"{length:.3g}" for length in lengths], minor=False)
+        right.set_xticks([], minor=True)
+    right.set_xlabel("tokens per parameter of the dense model")
+    right.set_ylabel(f"R, seconds to the loss / those of {reference}")
+    for axes in (left, right):
+        axes.margins(x=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(folder.name)
     figure.savefig(folder / "equal_loss.png", dpi=120)
     plt.close(figure)
     left_out = [arm for arm in lines if arm not in drawn]
     of = f"; without {', '.join(left_out)}" if left_out else ""
     return f"figure: {folder / 'equal_loss.png'}{of}"
+
+
+def _time_axis(
+    rows: Sequence[Mapping[str, Any]], longest: int
+) -> tuple[Callable[[Mapping[str, Any]], float], str]:
+    """Returns a function of a row, its place on the axis of seconds, and that axis'
+    label; `longest` is the number of tokens of the longest dense run."""
+    if all(row["measured"] for row in rows):
+        return lambda row: row["seconds"], "seconds of training steps"
+    return (
+        lambda row: row["R"] * row["dense_tokens"] / longest,
+        "seconds, not measured, over those of the longest dense run",
+    )
+
+
+def _label_end(axes: Any, line: Any, text: str) -> None:
+    end = line.get_xydata()[-1]
+    axes.annotate(f"  {text}", end, color=line.get_color(), va="center")
 
 
 def _validation_curve(records: list[dict]) -> list[tuple[int, float]]:

@@ -355,6 +355,42 @@ def test_a_folder_without_a_comparison_is_refused(tmp_path, capsys):
     assert "holds no comparison" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("side_by_side", [1, 4])
+def test_the_figure_has_losses_against_seconds_and_R(
+    side_by_side, tmp_path, monkeypatch
+):
+    """As a share of the longest dense run's seconds, where none were measured."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    sparse = Synthetic(
+        name="sparse",
+        config=sparse_config(300, 0.8),
+        loss=loss(tokens_of(270)),
+        seconds=0.07 * 300,
+    )
+    given = {"speed": ("sparse=1.6",), "speed_from": "a row"}
+    runs = [*dense_runs(side_by_side=side_by_side), sparse]
+    rows = rows_of(tmp_path, runs, **(given if side_by_side > 1 else {}))
+    left, right = figures[0].axes
+    dense, own = (line.get_xydata() for line in left.lines)
+    if side_by_side > 1:
+        places, place = [0.1, 0.3, 1.0], 0.3 * (0.8 / 1.6 + 0.2)
+        assert "not measured" in left.get_xlabel()
+    else:
+        places, place = [10.0, 30.0, 100.0], 0.07 * 300
+        assert left.get_xlabel() == "seconds of training steps"
+    losses = [loss(tokens_of(steps)) for steps in BUDGETS]
+    np.testing.assert_allclose(dense, np.stack([places, losses], axis=1), rtol=1e-3)
+    np.testing.assert_allclose(own, [[place, sparse.loss]], rtol=1e-3)
+    (ratio, one) = (line.get_xydata() for line in right.lines)
+    row = rows["sparse", 300]
+    np.testing.assert_allclose(ratio, [[row["tokens_per_parameter"], row["R"]]])
+    assert set(one[:, 1]) == {1.0}
+    texts = [text.get_text().split()[0] for text in (*left.texts, *right.texts)]
+    assert texts == ["dense", "sparse", "sparse"]
+
+
 def test_the_figure_has_six_lines_at_most(tmp_path, capsys):
     arms = [
         Synthetic(
@@ -366,4 +402,5 @@ def test_the_figure_has_six_lines_at_most(tmp_path, capsys):
         for number in range(7)
     ]
     rows_of(tmp_path, [*dense_runs(), *arms])
-    assert "equal_loss.png; without arm-6\n" in capsys.readouterr().out
+    # The seventh line would be the sixth of these: dense is one, too.
+    assert "equal_loss.png; without arm-5, arm-6\n" in capsys.readouterr().out
