@@ -11,7 +11,9 @@ KINDS = {
     "2:4 GEMM": ("sparse_matmul",),
     "2:4 packing": ("pack_weight", "activations_"),
     "attention": ("cudnn", "sdpa", "fmha", "flash"),
-    "dense GEMM": ("gemm", "nvjet", "cublas", "cutlass", "xmma", "dense_over_rows"),
+    "experts' dense GEMM": ("dense_rows", "dense_over_rows"),
+    "experts' rows": ("gather_rows", "sum_rows"),
+    "dense GEMM": ("gemm", "nvjet", "cublas", "cutlass", "xmma"),
     "copy": ("memcpy", "memset"),
 }
 """The kinds of GPU kernels, each with parts of kernel names; a kernel is of the first

@@ -29,9 +29,14 @@ def test_kernels_are_grouped_by_what_they_compute():
     ]
 
 
-def test_the_dense_kernel_of_experts_is_a_dense_gemm():
-    ms = {"dense_over_rows_64x64x128_mosaic_gpu_kernel": 1.0}
-    assert by_kind(ms) == {"dense GEMM": 1.0}
+def test_the_kernels_by_expert_have_kinds_of_their_own():
+    ms = {
+        "dense_over_rows_64x64x128_mosaic_gpu_kernel": 1.0,
+        "dense_rows_128x64x64_mosaic_gpu_kernel": 2.0,
+        "gather_rows_mosaic_gpu_kernel": 0.5,
+        "sum_rows_mosaic_gpu_kernel": 0.25,
+    }
+    assert by_kind(ms) == {"experts' dense GEMM": 3.0, "experts' rows": 0.75}
 
 
 def test_without_kernels_there_is_nothing_to_group():
