@@ -14,6 +14,7 @@ from sparsejax.cost_model.hardware import FP8_GAIN, Links, Speeds
 from sparsejax.cost_model.memory import memory_bytes
 from sparsejax.cost_model.parameters import parameter_count
 from sparsejax.cost_model.speed import LOWER_CLOCK, KernelFactors, flops_per_token
+from sparsejax.feed_forward.experts.observed import EVERY
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.backend import Decision
 
@@ -100,6 +101,7 @@ def predicted_step(
     ffn = sum(
         _ffn_gemm_seconds(of, config, speeds, micro_batches, slowed) for of in decisions
     )
+    dense += tokens * sampled_flops(config, sparsity) / mesh.tensor
     gemms = slowed * speeds.gemm_seconds(dense, config.d_model)
     gemms += micro_batches * config.layers * config.groups * ffn
     mixing = flops.sdpa_causal * (1 + (config.remat != "none") / 3)
@@ -181,7 +183,23 @@ def _ffn_gemm_seconds(
     if decision.on_sparse_cores:
         executed *= 2 / KernelFactors().two_four
     gain = FP8_GAIN if spec.fp8 else 1
-    return slowed * runs * speeds.gemm_seconds(executed, config.d_model) / gain
+    narrowest = min(config.d_model, *spec.widths_of_expert)
+    return slowed * runs * speeds.gemm_seconds(executed, narrowest) / gain
+
+
+def observes(sparsity: FFNSparsity) -> bool:
+    """Returns whether training computes some tokens with all their neurons."""
+    return bool(sparsity.observes) or sparsity.learns
+
+
+def sampled_flops(config: ModelConfig, sparsity: FFNSparsity) -> float:
+    """Returns the FLOPs per token of the tokens that training looks at with all their
+    neurons: GEMM 1 of a sixteenth of them, and GEMM 5 for the penalty."""
+    if not observes(sparsity):
+        return 0.0
+    gemms = 1 + (sparsity.skipped_energy is not None)
+    of_layer = 2 * config.d_model * config.d_hidden * gemms / EVERY
+    return of_layer * config.layers * config.groups
 
 
 def elementwise_bytes(
@@ -199,10 +217,13 @@ def elementwise_bytes(
     Per token and layer, in elements of the compute dtype: 10 d_model in the forward
     (a residual sum, and a norm that reads twice, for each branch) and 12 in the
     backward; the rotation of queries and keys, 2 each way; the activation, read and
-    written, 2 of its hidden values, and 5 in the backward, which computes it again; for
-    an FFN by expert 8 d_model, the rows to experts and back. With remat the forward's
-    come twice. In 8-bit floats 5 bytes for each operand that is rounded: it is read
-    twice and written once.
+    written, 2 of its hidden values, and 5 in the backward, which computes it again.
+    For an FFN by expert, with k experts of a token, (6 k + 2) d_model: the k rows of Y
+    and of dX are read and summed, and those of X and of dY are read, and written in the
+    order of the experts; and all hidden values once more where the router reads them.
+    With remat the forward's come twice. In 8-bit floats 5 bytes for each operand that
+    is rounded: it is read twice and written once. Where training observes a sixteenth
+    of the tokens, 24 bytes for each of their hidden values.
     Per token: the logits, written once and read twice, and their gradient.
     Per parameter: 6 bytes to round it once, 12 for each of several micro-batches whose
     gradients are summed, and what the optimiser reads and writes: gradient twice (for
@@ -219,8 +240,14 @@ def elementwise_bytes(
     forward = 10 * d + 2 * heads + 2 * computed
     backward = 12 * d + 2 * heads + 5 * computed
     if sparsity.experts:
-        forward, backward = forward + 4 * d, backward + 4 * d
+        choices = sparsity.expert_choices
+        forward += (choices + 1) * d
+        backward += (5 * choices + 1) * d
+        if sparsity.router.reads == "y_up":
+            forward += hidden
     per_token = element * (forward * (1 + (config.remat != "none")) + backward)
+    if observes(sparsity):
+        per_token += 24 * hidden // EVERY
     if config.precision != "dtype":
         rounded = (
             2 * d + config.query_width // tensor + heads + config.kv_width // tensor

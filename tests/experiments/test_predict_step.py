@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 
-from experiments.predict_step import Config, main
+from experiments.predict_step import RESULTS, Config, main
 
 
 @pytest.fixture(scope="module")
@@ -41,17 +41,29 @@ def test_other_steps_of_one_gpu_are_near(rows):
     h100 = errors(rows, preset="llama-1b", device="NVIDIA H100 80GB HBM3")
     assert len(h100) > 10 and max(h100) < 0.05
     one = errors(rows, devices=1)
-    assert median(one) < 0.02 and sum(error > 0.12 for error in one) <= 2
+    assert median(one) < 0.015 and sum(error > 0.11 for error in one) <= 2
 
 
 def test_two_gpus_are_predicted_too_fast(rows):
     two = [row["error"] for row in rows if row["devices"] == 2]
-    assert len(two) == 12 and -0.19 < min(two) and max(two) < -0.05
+    assert len(two) == 12 and -0.15 < min(two) and max(two) < -0.05
+
+
+def logged_ms(arm: str, kind: str) -> float:
+    """Returns the milliseconds of a step of the direct run, by its records."""
+    records = RESULTS / "direct-57m" / arm / "seed-0" / "metrics.jsonl"
+    steps = [json.loads(line) for line in records.read_text().splitlines()]
+    speeds = [
+        step["tokens_per_second"]
+        for step in steps
+        if step["kind"] == kind and "tokens_per_second" in step
+    ]
+    return 1e3 * 65536 / median(speeds)
 
 
 def test_steps_of_a_comparisons_runs_are_predicted_in_the_model_of_one(tmp_path):
-    """The FFN takes less where a token uses fewer experts; a row without the name of
-    its comparison is left out."""
+    """As docs/many-gpus.md says of them. A row without the name of its comparison is
+    left out."""
     row = {
         "model_of": "fading",
         "comparison": "direct-57m",
@@ -67,18 +79,19 @@ def test_steps_of_a_comparisons_runs_are_predicted_in_the_model_of_one(tmp_path)
         "v": None,
         "device": "NVIDIA H100 80GB HBM3",
         "date": "2026-11-25",
-        "step_ms": 43.6,
     }
-    names = ("dense", "fading, two-of-eight", "fading, four-of-eight")
-    rows = [row | {"name": name} for name in names]
-    rows.append(row | {"name": names[1], "comparison": None, "model_of": None})
-    rows[-1]["preset"] = "llama-1b"
+    measured = {
+        "dense": logged_ms("dense", "dense"),
+        "fading, two-of-eight": logged_ms("fading", "two-of-eight"),
+        "fading, four-of-eight": logged_ms("fading", "four-of-eight"),
+    }
+    rows = [row | {"name": name, "step_ms": ms} for name, ms in measured.items()]
+    rows.append(rows[1] | {"comparison": None, "model_of": None, "preset": "llama-1b"})
     steps, meshes = tmp_path / "steps.jsonl", tmp_path / "meshes.jsonl"
     steps.write_text("".join(json.dumps(each) + "\n" for each in rows))
     meshes.write_text("")
-    dense, two, four = main(Config(steps=steps, meshes=meshes, results=None))
-    assert [of["name"] for of in (dense, two, four)] == list(names)
-    assert {of["preset"] for of in (dense, two, four)} == {"fading"}
-    # As in the direct run, whose dense steps took 43.6 ms.
-    assert abs(dense["error"]) < 0.01
-    assert two["predicted_ms"] < four["predicted_ms"] < dense["predicted_ms"]
+    predicted = main(Config(steps=steps, meshes=meshes, results=None))
+    assert [of["name"] for of in predicted] == list(measured)
+    assert {of["preset"] for of in predicted} == {"fading"}
+    dense, two, four = (of["error"] for of in predicted)
+    assert abs(dense) < 0.01 and -0.08 < two < -0.06 and -0.08 < four < -0.06

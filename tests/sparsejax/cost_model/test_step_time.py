@@ -4,10 +4,14 @@ import dataclasses
 
 import pytest
 
+from pallas_kernels.device import Device
 from sparsejax.config import MeshConfig, ModelConfig
 from sparsejax.cost_model import Links, Speeds, predicted_step
-from sparsejax.feed_forward.sparsity import DENSE
+from sparsejax.cost_model.step_time import elementwise_bytes, sampled_flops
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.reports.metrics import ffn_decisions
+from sparsejax.routing.routers import ActivationEnergy
+from sparsejax.sparsity.patterns import VNM
 
 # d_model 8, 16 neurons, one head of 8, ids of 0 to 31, 32 tokens in sequences of 4.
 MODEL = ModelConfig(
@@ -58,6 +62,58 @@ def test_computation_by_hand():
     assert one.elementwise == pytest.approx(moved / 1e6)
     assert one.exposed == 0 and one.communication == {}
     assert one.total == one.gemms + one.attention + one.elementwise
+
+
+def test_rows_of_experts_are_moved_for_each_expert_of_a_token():
+    model, tokens = dataclasses.replace(MODEL, d_hidden=64), 32
+    one = FFNSparsity(activations=VNM(16, 2, 16), weight_gradients="expert_columns")
+    two = dataclasses.replace(one, experts_per_token=2)
+    by_energy = dataclasses.replace(two, router=ActivationEnergy())
+    penalised = dataclasses.replace(by_energy, skipped_energy=0.05)
+
+    def bytes_of(sparsity):
+        sizes = {"tokens_per_device": tokens, "micro_batches": 1, "mesh": ONE}
+        return elementwise_bytes(model, sparsity=sparsity, **sizes) / tokens
+
+    # 8 d_model with one, in float32, and 7 for each neuron that is computed.
+    dense = bytes_of(DENSE)
+    assert bytes_of(one) - dense == 4 * (8 * 8 - 7 * (64 - 16))
+    assert bytes_of(two) - bytes_of(one) == 4 * (6 * 8 + 7 * 16)
+    assert bytes_of(by_energy) - bytes_of(two) == 4 * 64
+    assert bytes_of(penalised) - bytes_of(by_energy) == 24 * 64 / 16
+    # GEMM 1 of a sixteenth of the tokens, and for the penalty GEMM 5.
+    assert sampled_flops(model, by_energy) == 0
+    assert sampled_flops(model, penalised) == 2 * 2 * 8 * 64 / 16
+    learned = dataclasses.replace(one, router="learned", skip_blocks=True)
+    assert sampled_flops(model, learned) == 2 * 8 * 64 / 16
+
+
+def test_gemms_of_narrow_experts_take_longer_per_flop():
+    """As those of a model that is as narrow."""
+    sizes = {"d_model": 1024, "heads": 8, "kv_heads": 8, "d_hidden": 4096}
+    wide = dataclasses.replace(MODEL, dtype="bfloat16", **sizes)
+    sparsity = FFNSparsity(
+        activations=VNM(128, 4, 32), skip_blocks=True, weight_gradients="expert_columns"
+    )
+    gemms = [
+        predicted_step(
+            wide,
+            sequence_length=4,
+            tokens_per_device=4096,
+            micro_batches=1,
+            sparsity=of,
+            decisions=ffn_decisions(
+                wide, of, 4096, device=Device.named("NVIDIA H100 80GB HBM3")
+            ),
+            speeds=SPEEDS,
+            mesh=ONE,
+            links=Links(),
+        ).gemms
+        for of in (DENSE, sparsity)
+    ]
+    ffn = 4096 * 12 * 1024 * 4096 / 1e6
+    dense, narrow = ((1 + 256 / width) / (1 + 256 / 2048) for width in (1024, 512))
+    assert gemms[0] - gemms[1] == pytest.approx(ffn * (dense - narrow / 8))
 
 
 def test_what_is_recomputed_is_paid_again():
