@@ -14,7 +14,7 @@ from sparsejax.cost_model.hardware import FP8_GAIN, Links, Speeds
 from sparsejax.cost_model.memory import memory_bytes
 from sparsejax.cost_model.parameters import parameter_count
 from sparsejax.cost_model.speed import LOWER_CLOCK, KernelFactors, flops_per_token
-from sparsejax.feed_forward.experts.observed import EVERY
+from sparsejax.feed_forward.experts.observed import sampling_stride
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.backend import Decision
 
@@ -101,7 +101,8 @@ def predicted_step(
     ffn = sum(
         _ffn_gemm_seconds(of, config, speeds, micro_batches, slowed) for of in decisions
     )
-    dense += tokens * sampled_flops(config, sparsity) / mesh.tensor
+    stride = sampling_stride(tokens_per_device * mesh.token_shards)
+    dense += tokens * observed_flops(config, sparsity) / stride / mesh.tensor
     gemms = slowed * speeds.gemm_seconds(dense, config.d_model)
     gemms += micro_batches * config.layers * config.groups * ffn
     mixing = flops.sdpa_causal * (1 + (config.remat != "none") / 3)
@@ -192,14 +193,13 @@ def observes(sparsity: FFNSparsity) -> bool:
     return bool(sparsity.observes) or sparsity.learns
 
 
-def sampled_flops(config: ModelConfig, sparsity: FFNSparsity) -> float:
-    """Returns the FLOPs per token of the tokens that training looks at with all their
-    neurons: GEMM 1 of a sixteenth of them, and GEMM 5 for the penalty."""
+def observed_flops(config: ModelConfig, sparsity: FFNSparsity) -> int:
+    """Returns the FLOPs of a token that training looks at with all its neurons: those
+    of GEMM 1, and for the penalty those of GEMM 5."""
     if not observes(sparsity):
-        return 0.0
+        return 0
     gemms = 1 + (sparsity.skipped_energy is not None)
-    of_layer = 2 * config.d_model * config.d_hidden * gemms / EVERY
-    return of_layer * config.layers * config.groups
+    return 2 * config.d_model * config.d_hidden * gemms * config.layers * config.groups
 
 
 def elementwise_bytes(
@@ -222,8 +222,8 @@ def elementwise_bytes(
     and of dX are read and summed, and those of X and of dY are read, and written in the
     order of the experts; and all hidden values once more where the router reads them.
     With remat the forward's come twice. In 8-bit floats 5 bytes for each operand that
-    is rounded: it is read twice and written once. Where training observes a sixteenth
-    of the tokens, 24 bytes for each of their hidden values.
+    is rounded: it is read twice and written once. Where training observes a sample of
+    the tokens, 24 bytes for each of their hidden values.
     Per token: the logits, written once and read twice, and their gradient.
     Per parameter: 6 bytes to round it once, 12 for each of several micro-batches whose
     gradients are summed, and what the optimiser reads and writes: gradient twice (for
@@ -247,7 +247,8 @@ def elementwise_bytes(
             forward += hidden
     per_token = element * (forward * (1 + (config.remat != "none")) + backward)
     if observes(sparsity):
-        per_token += 24 * hidden // EVERY
+        stride = sampling_stride(tokens_per_device * mesh.token_shards)
+        per_token += 24 * hidden // stride
     if config.precision != "dtype":
         rounded = (
             2 * d + config.query_width // tensor + heads + config.kv_width // tensor

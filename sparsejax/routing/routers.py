@@ -322,9 +322,9 @@ class LearnedEnergy(Router):
 
         <x, w_e> + b_e = log(energy_e / sum of all energies + 1e-3)
 
-    both sides less their mean over the experts, which no choice depends on, for a
-    sixteenth of the tokens, whose neurons are all computed. It is known before GEMM 1,
-    so that `skip_blocks` can use it. A new clustering makes it begin anew.
+    both sides less their mean over the experts, which no choice depends on, for the
+    sample of the tokens whose neurons are all computed. It is known before GEMM 1, so
+    that `skip_blocks` can use it. A new clustering makes it begin anew.
     """
 
     name = "learned"

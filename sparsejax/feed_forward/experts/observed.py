@@ -1,10 +1,12 @@
 """What training steps observe of the experts, and keep from step to step.
 
-A sixteenth of the tokens of a call is computed with all neurons, in one dense GEMM, so
-that the neurons which a token skips are known too. What is kept moves after the call
-that it was read by: no token's result depends on a later token.
+A sixteenth of the tokens of a call, and no more than 2,048, is computed with all
+neurons, in one dense GEMM, so that the neurons which a token skips are known too. What
+is kept moves after the call that it was read by: no token's result depends on a later
+token.
 """
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -20,7 +22,11 @@ type Observed = Mapping[str, Array]
 """The arrays that are kept, by the names in `FFNSparsity.observes`."""
 
 EVERY = 16
-"""Every so many tokens one is in the sample."""
+"""Every so many tokens one is in the sample, unless that makes more than `MOST`."""
+
+MOST = 2048
+"""The most tokens of a sample. With as many the penalty and the adaptive number of
+experts were compared (experiments/LOG.md); a larger call needs no larger sample."""
 
 THRESHOLD_RATE = 0.1
 """The rate at which the log of the threshold grows in an optimiser step, for each
@@ -61,6 +67,11 @@ class Sample(NamedTuple):
         return jnp.sum(jnp.square(self.a_by_expert), axis=-1)
 
 
+def sampling_stride(tokens: int) -> int:
+    """Returns every how many tokens of a call one is in the sample."""
+    return max(EVERY, math.ceil(tokens / MOST))
+
+
 def initial(sparsity: FFNSparsity, layers: tuple[int, ...] = ()) -> dict[str, Array]:
     """Returns what is kept before the first step; `layers` are stacked in front."""
     start = {
@@ -78,7 +89,7 @@ def sampled(
     expert_index: Int[Array, "tokens choices"] | None,
     kept: Observed,
 ) -> Sample:
-    """Returns every sixteenth token of a call, without a gradient.
+    """Returns some tokens of a call, every `sampling_stride`th, without a gradient.
 
     Args:
       x: the tokens that the FFN reads.
@@ -89,7 +100,8 @@ def sampled(
     """
     if sparsity.weights is not None:
         w_up = scale * soft_threshold(w_up, axis=-2)
-    x, w_up = lax.stop_gradient((x[::EVERY], w_up.astype(x.dtype)))
+    stride = sampling_stride(len(x))
+    x, w_up = lax.stop_gradient((x[::stride], w_up.astype(x.dtype)))
     y_up = jnp.matmul(x, w_up, preferred_element_type=jnp.float32)
     experts = sparsity.experts
     assert experts is not None
@@ -101,7 +113,7 @@ def sampled(
             threshold=kept.get("energy_threshold"),
         )
     else:
-        index = expert_index[::EVERY]
+        index = expert_index[::stride]
     used = jax.nn.one_hot(index, experts, dtype=bool).any(axis=1)
     return Sample(x, y_up, used)
 

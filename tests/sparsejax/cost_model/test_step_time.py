@@ -7,7 +7,7 @@ import pytest
 from pallas_kernels.device import Device
 from sparsejax.config import MeshConfig, ModelConfig
 from sparsejax.cost_model import Links, Speeds, predicted_step
-from sparsejax.cost_model.step_time import elementwise_bytes, sampled_flops
+from sparsejax.cost_model.step_time import elementwise_bytes, observed_flops
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.reports.metrics import ffn_decisions
 from sparsejax.routing.routers import ActivationEnergy
@@ -81,11 +81,11 @@ def test_rows_of_experts_are_moved_for_each_expert_of_a_token():
     assert bytes_of(two) - bytes_of(one) == 4 * (6 * 8 + 7 * 16)
     assert bytes_of(by_energy) - bytes_of(two) == 4 * 64
     assert bytes_of(penalised) - bytes_of(by_energy) == 24 * 64 / 16
-    # GEMM 1 of a sixteenth of the tokens, and for the penalty GEMM 5.
-    assert sampled_flops(model, by_energy) == 0
-    assert sampled_flops(model, penalised) == 2 * 2 * 8 * 64 / 16
+    # GEMM 1 of what is looked at, and for the penalty GEMM 5.
+    assert observed_flops(model, by_energy) == 0
+    assert observed_flops(model, penalised) == 2 * 2 * 8 * 64
     learned = dataclasses.replace(one, router="learned", skip_blocks=True)
-    assert sampled_flops(model, learned) == 2 * 8 * 64 / 16
+    assert observed_flops(model, learned) == 2 * 8 * 64
 
 
 def test_gemms_of_narrow_experts_take_longer_per_flop():

@@ -57,6 +57,26 @@ def test_the_threshold_moves_until_tokens_use_as_many_as_asked_for(target):
         assert abs(np.mean(used) - target) < 0.05 and len(np.unique(used)) > 1
 
 
+@pytest.mark.parametrize(
+    ("tokens", "stride"), [(1, 16), (3200, 16), (32768, 16), (32769, 17), (65536, 32)]
+)
+def test_a_sample_has_every_sixteenth_token_and_2048_at_most(tokens, stride):
+    d_model, d_hidden = 8, 32
+    x = jax.ShapeDtypeStruct((tokens, d_model), jnp.float32)
+    w_up = jax.ShapeDtypeStruct((d_model, d_hidden), jnp.float32)
+    index = jax.ShapeDtypeStruct((tokens, 2), jnp.int32)
+    scale = jax.ShapeDtypeStruct((), jnp.float32)
+    for expert_index in (None, index):
+
+        def of(x, w_up, scale, expert_index=expert_index):
+            chosen = None if expert_index is None else jnp.zeros((tokens, 2), jnp.int32)
+            kept = initial(OBSERVED)
+            return sampled(x, w_up, scale, OBSERVED, chosen, kept)
+
+        sample = jax.eval_shape(of, x, w_up, scale)
+        assert len(sample.x) == len(sample.used) == -(-tokens // stride) <= 2048
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_the_router_learns_in_a_run_and_elsewhere_stays(text, micro_batches):
     config = config_of(text, batch_size=8, micro_batches=micro_batches)
