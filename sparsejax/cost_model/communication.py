@@ -78,8 +78,8 @@ def exchanges(
     and in a reduce-scatter, and twice that in a ring all-reduce.
 
     Assumed, in every micro-batch, but for gradients over data without a loop over the
-    layers: XLA on GPUs sums those after the last one, except for the head's where it is
-    the embedding, whose lookup gives it another gradient.
+    layers: XLA on GPUs sums those after the last one. An embedding that is the head,
+    too, has two gradients, as two weights would.
       weights: a layer's are gathered in the forward and again in the backward, as
         `gathered_bytes` says, attention's with remat "none" only once unless they are
         in 8-bit floats, and then once more; the head once, since its backward follows
@@ -126,10 +126,6 @@ def exchanges(
             micro_batches * over_data,
             micro_batches * (layers + 1),
         )
-    elif config.tie_embeddings:
-        of_head = 2 * _received(embedding // mesh.fsdp, mesh.data)
-        over_data += (micro_batches - 1) * of_head
-        sums_over_data += micro_batches - 1
 
     token = tokens_per_device * config.d_model
     sums = layers * (5 if config.remat == "full" else 4) + 1

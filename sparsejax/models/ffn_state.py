@@ -31,6 +31,11 @@ class WeightsAsRead(nnx.Variable[Any]):
     or in 8-bit floats, made from the masters: see `micro_batches`."""
 
 
+class EmbeddingAsHead(nnx.Variable[jax.Array]):
+    """The embedding as the head of a tied model reads it, with a gradient of its own:
+    see `micro_batches`."""
+
+
 def soft_threshold_scales(
     into_hidden: Sequence[Float[Array, "*layers d_model d_hidden"]],
     w_down: Float[Array, "*layers d_hidden d_model"],

@@ -20,7 +20,12 @@ from sparsejax.distributed.explicit_axes import (
 from sparsejax.distributed.mesh import BATCH, batch_parts, constrain, ffn_layout
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.attention import Attention, KVCache
-from sparsejax.models.ffn_state import ObservedState, RouterState, WeightsAsRead
+from sparsejax.models.ffn_state import (
+    EmbeddingAsHead,
+    ObservedState,
+    RouterState,
+    WeightsAsRead,
+)
 from sparsejax.models.initializers import fan_in_normal
 from sparsejax.models.loss import token_losses
 from sparsejax.models.norm import RMSNorm
@@ -150,6 +155,7 @@ class Transformer(nnx.Module):
         self.final_norm = RMSNorm(width, config.norm_epsilon, config.dtype)
         # Only in the copies of a model that `micro_batches` makes and drops.
         self.as_read: WeightsAsRead | None = nnx.data(None)
+        self.embedding_as_head: EmbeddingAsHead | None = nnx.data(None)
 
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(in_axes=0, out_axes=0)
@@ -289,7 +295,10 @@ class Transformer(nnx.Module):
     @property
     def _head_weight(self) -> Float[Array, "rows columns"]:
         """The head (d_model, vocab), or the embedding (vocab, d_model)."""
-        return self.embedding[...] if self.head is None else self.head[...]
+        if self.head is not None:
+            return self.head[...]
+        of_head = self.embedding_as_head
+        return self.embedding[...] if of_head is None else of_head[...]
 
     def weights_as_read(self) -> Float[Array, "rows columns"] | None:
         """Returns the head, or the embedding in its place, in the compute dtype; None

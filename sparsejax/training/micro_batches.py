@@ -11,7 +11,8 @@ Gradients are added up for each layer by itself, where a `Transformer` goes thro
 layers without a loop, though its parameters are stacked: a GEMM then adds its gradient
 to the sum of the layer as it writes, and XLA can move the sum over devices, one for
 each layer, out of the loop over micro-batches. It does neither for an array of all
-layers, into which each layer's gradient would be copied.
+layers, into which each layer's gradient would be copied. For the same reason an
+embedding that is the head, too, has a sum for each of its two uses.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,7 +24,7 @@ from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
 from sparsejax.models.attention import Attention
-from sparsejax.models.ffn_state import WeightsAsRead
+from sparsejax.models.ffn_state import EmbeddingAsHead, WeightsAsRead
 from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.models.transformer import Transformer
 
@@ -66,22 +67,31 @@ def loss_and_gradient(
             layer.as_read = None if as_read is None else WeightsAsRead(as_read)
         if isinstance(layer, SparseFFN):
             layer.share_of_step = 1 / count
-    graph, params, as_read, rest = nnx.split(reading, nnx.Param, WeightsAsRead, ...)
+        if isinstance(layer, Transformer) and layer.head is None and count > 1:
+            layer.embedding_as_head = EmbeddingAsHead(layer.embedding[...])
+    graph, params, heads, as_read, rest = nnx.split(
+        reading, nnx.Param, EmbeddingAsHead, WeightsAsRead, ...
+    )
     layers = _UnrolledLayers(reading)
-    parts = layers.apart(params)
+    parts = layers.apart(params), heads
+    kept = nnx.Not(nnx.Any(nnx.Param, EmbeddingAsHead, WeightsAsRead))
 
     def loss_and_rest(parts, rest, batch):
-        read = layers.read_whole(params, parts)
-        model = nnx.merge(graph, read, as_read, rest, copy=True)
+        of_layers, heads = parts
+        read = layers.read_whole(params, of_layers)
+        model = nnx.merge(graph, read, heads, as_read, rest, copy=True)
         loss = loss_of(model, *batch)
-        return loss, nnx.state(model, nnx.Not(nnx.Any(nnx.Param, WeightsAsRead)))
+        return loss, nnx.state(model, kept)
 
     def accumulate(carry, batch):
         total, rest = carry
-        (loss, rest), gradient = jax.value_and_grad(loss_and_rest, has_aux=True)(
-            parts, rest, batch
-        )
-        gradient = layers.apart(place(layers.together(gradient)))
+        (loss, rest), (gradient, heads) = jax.value_and_grad(
+            loss_and_rest, has_aux=True
+        )(parts, rest, batch)
+        gradient = layers.together(gradient)
+        # A head's gradient lies as the embedding's does.
+        of_heads = place(_with_heads(gradient, heads, lambda _, head: head))
+        gradient = layers.apart(place(gradient)), _heads_of(of_heads, heads)
         return (jax.tree.map(jnp.add, total, (loss, gradient)), rest), None
 
     zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, parts))
@@ -89,8 +99,42 @@ def loss_and_gradient(
         accumulate, (zeros, rest), batches, unroll=count == 1
     )
     nnx.update(model, rest)
-    loss, gradient = jax.tree.map(lambda x: x / count, total)
-    return loss, layers.together(gradient)
+    loss, (gradient, heads) = jax.tree.map(lambda x: x / count, total)
+    return loss, _with_heads(layers.together(gradient), heads, jnp.add)
+
+
+def _with_heads(
+    state: nnx.State,
+    heads: nnx.State,
+    change: Callable[[jax.Array, jax.Array], jax.Array],
+) -> nnx.State:
+    """Returns the state with `change(embedding, head)` for each embedding that `heads`
+    has as a head."""
+    of_embedding = {
+        (*_names(path)[:-1], "embedding"): head
+        for path, head in jax.tree_util.tree_leaves_with_path(heads)
+    }
+
+    def of(path, leaf):
+        head = of_embedding.get(_names(path))
+        return leaf if head is None else change(leaf, head)
+
+    return jax.tree_util.tree_map_with_path(of, state)
+
+
+def _heads_of(state: nnx.State, heads: nnx.State) -> nnx.State:
+    """Returns `heads` with the embeddings of the state."""
+    by_name = {
+        _names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: by_name[*_names(path)[:-1], "embedding"], heads
+    )
+
+
+def _names(path: tuple) -> tuple:
+    """Returns the names on the path of an array in a state."""
+    return tuple(entry.key for entry in path if hasattr(entry, "key"))
 
 
 class _UnrolledLayers:
@@ -128,7 +172,7 @@ class _UnrolledLayers:
 
     def _is_of_blocks(self, path: tuple) -> bool:
         """Returns whether the array with this path is one of all layers."""
-        names = tuple(entry.key for entry in path if hasattr(entry, "key"))
+        names = _names(path)
         return any(names[: len(of)] == of for of in self._of_blocks)
 
 

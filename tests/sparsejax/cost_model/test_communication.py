@@ -127,9 +127,8 @@ def test_gradients_over_data_are_summed_once_without_a_loop_over_layers():
     assert (three == one).all()
     assert (over_data(1, scan_layers=True) == one).all()
     assert (over_data(3, scan_layers=True) == 3 * one).all()
-    # float32, half of 64 x 16 numbers on a device along fsdp, and half along tensor
-    tied = over_data(3, scan_layers=False, tie_embeddings=True) - one
-    assert tied.tolist() == [2 * 2 * (4 * 64 * 16 // 2 // 2) // 2, 2]
+    # What an embedding's two uses give is summed by itself, as those of two weights.
+    assert (over_data(3, scan_layers=False, tie_embeddings=True) == one).all()
 
 
 def test_tied_weights_are_two_gradients():

@@ -134,6 +134,39 @@ def test_gradients_are_added_up_layer_by_layer_without_a_loop(scan_layers, spars
     assert added[16, 48] == (0 if scan_layers else 3)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_embedding_that_is_the_head_has_a_sum_for_each_of_its_uses(count):
+    sizes = {"d_model": 16, "layers": 1, "heads": 2, "kv_heads": 1, "d_hidden": 48}
+    config = ModelConfig(tie_embeddings=True, vocab_size=40, **sizes)
+    model = Transformer(config, rngs=nnx.Rngs(0))
+    tokens = jax.random.randint(jax.random.key(0), (count, 2, 9), 0, 40)
+    each = [nnx.value_and_grad(cross_entropy)(model, batch) for batch in tokens]
+    wanted = jax.tree.map(lambda *of: sum(of) / count, *each)
+    placed = []
+
+    def place(gradient):
+        placed.append(jax.tree.structure(gradient))
+        return gradient
+
+    got = loss_and_gradient(cross_entropy, model, tokens, place=place)
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=1e-6)
+    assert set(placed) == {jax.tree.structure(wanted[1])}
+    graph, state = nnx.split(model)
+    traced = jax.make_jaxpr(
+        lambda state: loss_and_gradient(cross_entropy, nnx.merge(graph, state), tokens)
+    )(state)
+    added = Counter(
+        out.aval.shape
+        for equation in traced.jaxpr.eqns
+        if equation.primitive is jax.lax.scan_p and equation.params["length"] == count
+        for out in equation.outvars
+    )
+    if count > 1:
+        assert added[40, 16] == 2
+    assert model.embedding_as_head is None
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_are_rounded_to_bfloat16_outside_of_the_loop(tied):
     sizes = {"d_model": 16, "layers": 2, "heads": 2, "kv_heads": 1, "d_hidden": 48}
