@@ -131,7 +131,8 @@ def plot_equal_loss(
     )
     drawn = sorted(lines, key=order)[: MOST_LINES - 1]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    shown = {reference: dense} | {arm: lines[arm] for arm in drawn}
+    shown = {reference: dense} if dense else {}
+    shown |= {arm: lines[arm] for arm in drawn}
     all_rows = [row for points in shown.values() for row in points]
     at, label = _time_axis(all_rows, max((row["tokens"] for row in dense), default=1))
     for arm, points in shown.items():

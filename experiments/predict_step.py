@@ -121,14 +121,19 @@ def main(config: Config) -> list[dict]:
 
 
 def measured_steps(config: Config) -> Iterator[Measured | None]:
-    """Yields the steps of one GPU; None for a row whose sparsity has no name here."""
+    """Yields the steps of one GPU; None for a row whose sparsity has no name here, or
+    whose run is in no comparison file any more."""
     for row in _rows(config.steps, config.since):
-        given = _settings_of(row)
         # Rows of before there was such a column ran the loop, in the compute dtype.
         scan = row.get("scan_layers")
         precision = row.get("precision") or "dtype"
         name = row["name"].removesuffix(f", {precision}")
-        sparsity = _sparsity_by_name(name, row, given)
+        try:
+            given = _settings_of(row)
+            sparsity = _sparsity_by_name(name, row, given)
+        except (OSError, ValueError):
+            yield None
+            continue
         if sparsity is None or row.get("static_weights"):
             yield None
             continue

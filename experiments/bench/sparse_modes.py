@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from experiments.comparing.comparison_file import read_comparison
@@ -91,12 +92,18 @@ def config_of_run(comparison: Path | None, run: str) -> TrainConfig:
     """
     if comparison is None:
         raise ValueError(f"{run!r} is a run of a comparison file; give comparison too")
-    trials = {trial.name: trial for trial in read_comparison(comparison).trials}
-    if run not in trials:
+    configs = _configs_of(comparison)
+    if run not in configs:
         raise ValueError(
-            f"{run!r} is no run of {comparison}; choose from {', '.join(trials)}"
+            f"{run!r} is no run of {comparison}; choose from {', '.join(configs)}"
         )
-    return trials[run].config
+    return configs[run]
+
+
+@cache
+def _configs_of(comparison: Path) -> dict[str, TrainConfig]:
+    """Returns the settings of all runs in a comparison file, by their names."""
+    return {trial.name: trial.config for trial in read_comparison(comparison).trials}
 
 
 def sparsities_of_runs(

@@ -188,15 +188,10 @@ def _ffn_gemm_seconds(
     return slowed * runs * speeds.gemm_seconds(executed, narrowest) / gain
 
 
-def observes(sparsity: FFNSparsity) -> bool:
-    """Returns whether training computes some tokens with all their neurons."""
-    return bool(sparsity.observes) or sparsity.learns
-
-
 def observed_flops(config: ModelConfig, sparsity: FFNSparsity) -> int:
     """Returns the FLOPs of a token that training looks at with all its neurons: those
     of GEMM 1, and for the penalty those of GEMM 5."""
-    if not observes(sparsity):
+    if not sparsity.samples_tokens:
         return 0
     gemms = 1 + (sparsity.skipped_energy is not None)
     return 2 * config.d_model * config.d_hidden * gemms * config.layers * config.groups
@@ -246,7 +241,7 @@ def elementwise_bytes(
         if sparsity.router.reads == "y_up":
             forward += hidden
     per_token = element * (forward * (1 + (config.remat != "none")) + backward)
-    if observes(sparsity):
+    if sparsity.samples_tokens:
         stride = sampling_stride(tokens_per_device * mesh.token_shards)
         per_token += 24 * hidden // stride
     if config.precision != "dtype":

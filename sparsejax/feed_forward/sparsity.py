@@ -148,6 +148,12 @@ class FFNSparsity:
         return tuple(name for name, is_set in names.items() if is_set)
 
     @property
+    def samples_tokens(self) -> bool:
+        """Whether training steps compute some tokens with all their neurons, for what
+        they observe or the router learns."""
+        return bool(self.observes) or self.learns
+
+    @property
     def learns(self) -> bool:
         """Whether training steps move what the router keeps."""
         return bool(self.experts) and self.router.learns

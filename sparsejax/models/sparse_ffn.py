@@ -219,8 +219,7 @@ class SparseFFN(nnx.Module):
     @property
     def is_observing(self) -> bool:
         """Whether a call moves the state that is not trained."""
-        moves = self.sparsity.observes or self.sparsity.learns
-        return self.share_of_step is not None and bool(moves)
+        return self.share_of_step is not None and self.sparsity.samples_tokens
 
     def _observe(self, sample: Sample) -> None:
         """Moves what training steps observe by some tokens of a call."""

@@ -359,7 +359,7 @@ def test_a_folder_without_a_comparison_is_refused(tmp_path, capsys):
 def test_the_figure_has_losses_against_seconds_and_R(
     side_by_side, tmp_path, monkeypatch
 ):
-    """As a share of the longest dense run's seconds, where none were measured."""
+    """Where no seconds were measured, they are a share of the longest dense run's."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
     figures = []
     monkeypatch.setattr(pyplot, "close", figures.append)

@@ -62,8 +62,8 @@ def logged_ms(arm: str, kind: str) -> float:
 
 
 def test_steps_of_a_comparisons_runs_are_predicted_in_the_model_of_one(tmp_path):
-    """As docs/many-gpus.md says of them. A row without the name of its comparison is
-    left out."""
+    """The errors are those in docs/many-gpus.md. A row is left out that does not name
+    its comparison, or names one or a run that is not there."""
     row = {
         "model_of": "fading",
         "comparison": "direct-57m",
@@ -87,6 +87,8 @@ def test_steps_of_a_comparisons_runs_are_predicted_in_the_model_of_one(tmp_path)
     }
     rows = [row | {"name": name, "step_ms": ms} for name, ms in measured.items()]
     rows.append(rows[1] | {"comparison": None, "model_of": None, "preset": "llama-1b"})
+    rows.append(rows[0] | {"comparison": "no-such-file"})
+    rows.append(rows[0] | {"model_of": "no-such-run"})
     steps, meshes = tmp_path / "steps.jsonl", tmp_path / "meshes.jsonl"
     steps.write_text("".join(json.dumps(each) + "\n" for each in rows))
     meshes.write_text("")

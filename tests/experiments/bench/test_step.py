@@ -290,7 +290,7 @@ def test_the_sparse_phases_of_a_comparisons_runs_are_timed(config, tmp_path):
 
 
 def test_the_model_may_be_that_of_a_run(config, tmp_path):
-    """Its widths and its sequence length, where no option names them."""
+    """The run's widths and sequence length are taken where no option names others."""
     file = tmp_path / "comparison.toml"
     wide = "[runs.wide]\nmodel.d_hidden = 384\ndata.sequence_length = 64\n"
     file.write_text(f"{COMPARISON}\n{wide}")

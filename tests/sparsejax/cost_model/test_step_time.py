@@ -30,15 +30,15 @@ ONE = MeshConfig(data=1)
 PER_TOKEN = {"attention": 4 * 8 * 8, "ffn": 2 * 8 * 16, "head": 8 * 32}
 
 
-def step(model=MODEL, mesh=ONE, micro_batches=1, links=None):
+def step(model=MODEL, mesh=ONE, micro_batches=1, links=None, sparsity=DENSE):
     tokens = 32 // micro_batches
     return predicted_step(
         model,
         sequence_length=4,
         tokens_per_device=tokens,
         micro_batches=micro_batches,
-        sparsity=DENSE,
-        decisions=ffn_decisions(model, DENSE, tokens),
+        sparsity=sparsity,
+        decisions=ffn_decisions(model, sparsity, tokens),
         speeds=SPEEDS,
         mesh=mesh,
         links=links or Links(),
@@ -86,10 +86,14 @@ def test_rows_of_experts_are_moved_for_each_expert_of_a_token():
     assert observed_flops(model, penalised) == 2 * 2 * 8 * 64
     learned = dataclasses.replace(one, router="learned", skip_blocks=True)
     assert observed_flops(model, learned) == 2 * 8 * 64
+    # They are those of a sixteenth of the tokens, and in the time of the GEMMs.
+    gemms = [step(model, sparsity=of).gemms for of in (by_energy, penalised)]
+    added = SLOW_GEMMS * tokens / 16 * 2 * 2 * 8 * 64 / 1e6
+    assert gemms[1] - gemms[0] == pytest.approx(added)
 
 
 def test_gemms_of_narrow_experts_take_longer_per_flop():
-    """As those of a model that is as narrow."""
+    """They take the time per FLOP of a model that is as narrow."""
     sizes = {"d_model": 1024, "heads": 8, "kv_heads": 8, "d_hidden": 4096}
     wide = dataclasses.replace(MODEL, dtype="bfloat16", **sizes)
     sparsity = FFNSparsity(

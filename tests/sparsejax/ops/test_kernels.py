@@ -127,7 +127,7 @@ def test_under_vmap_one_kernel_follows_the_other():
 
 @pytest.mark.newest_jax
 def test_under_vmap_over_tokens_alone_one_kernel_takes_all_rows():
-    """Batched twice, too; with a weight of its own for each, one follows the other."""
+    """So it is with two vmaps. With a weight for each, one kernel follows the other."""
     on_hopper = HopperKernels(hopper.H200)
 
     def run(w, x):
@@ -148,7 +148,7 @@ def test_under_vmap_over_tokens_alone_one_kernel_takes_all_rows():
 
 
 def test_rows_of_one_call_are_those_of_each():
-    """In the order of the batch, also where what comes before them is mapped."""
+    """They come in the order of the batch, also where another operand is mapped."""
     rng = np.random.default_rng(0)
     w, x = rng.integers(-8, 9, (2, 4, 5)), rng.integers(-8, 9, (2, 3, 7, 5))
 

@@ -72,7 +72,7 @@ def test_multiples_of_keep_every_stay_too(uninterrupted, tmp_path):
 def test_steps_go_on_while_a_checkpoint_is_written(
     step, until, uninterrupted, tmp_path, monkeypatch
 ):
-    """Those of the switches, after steps 3 and 9, too."""
+    """The checkpoints of the switches, after steps 3 and 9, hold up no step either."""
     config, _, expected = uninterrupted("default")
     stepped, write = threading.Event(), manifest.write
     slow = tmp_path / "checkpoints" / f"step_{step:08d}"
