@@ -136,10 +136,11 @@ def main(config: Config, command: str) -> list[Prediction]:
 
 
 def rows_of_arm(path: Path, arm: str) -> list[dict[str, Any]]:
-    """Returns the last row of the arm for each size and length.
+    """Returns the last row of the arm for each size and length. Rows without an
+    interval, of arms with one seed, are named on the console and left out.
 
     Raises:
-      ValueError: the file has no row of the arm, or a row without an interval.
+      ValueError: the file has no row of the arm, or none with an interval.
     """
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     arms = dict.fromkeys(row["arm"] for row in rows)
@@ -147,17 +148,23 @@ def rows_of_arm(path: Path, arm: str) -> list[dict[str, Any]]:
         raise ValueError(
             f"--arm {arm} has no row in {path}; there are {', '.join(arms) or 'none'}"
         )
-    own = [row for row in rows if row["arm"] == arm]
-    for row in own:
+    kept = {}
+    for row in (row for row in rows if row["arm"] == arm):
+        parameters = _dense_parameters(row)
         if row.get("R_tokens_low") is None:
-            raise ValueError(
-                f"the row of {arm} at {row['tokens_per_parameter']:.1f} tokens per "
-                f"parameter in {path} has no interval; train a second seed of an arm "
-                f"and run experiments/equal_loss.py again"
+            console.say(
+                f"{arm} at {row['tokens_per_parameter']:.1f} tokens per parameter of "
+                f"{parameters:,} has no interval; left out"
             )
-    # A file is added to: of two analyses of one length the later one counts.
-    places = {(_dense_parameters(row), row["tokens"]): row for row in own}
-    return list(places.values())
+        else:
+            # A file is added to: of two analyses of one length the later one counts.
+            kept[parameters, row["tokens"]] = row
+    if not kept:
+        raise ValueError(
+            f"no row of {arm} in {path} has an interval; train a second seed of an "
+            f"arm and run experiments/equal_loss.py again"
+        )
+    return list(kept.values())
 
 
 def _dense_parameters(row: dict[str, Any]) -> int:

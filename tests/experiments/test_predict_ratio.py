@@ -96,7 +96,7 @@ def test_a_speed_brings_its_interval_and_a_control_its_own_cost(tmp_path):
         ({}, {"speed_from": None}, "belong together"),
         ({}, {"speed": "fast"}, "could not convert"),
         ({"sparse_share": 0.0}, {}, "of which sparse has none; leave it out"),
-        ({"R_tokens_low": None}, {}, "has no interval; train a second seed"),
+        ({"R_tokens_low": None}, {}, "has an interval; train a second seed"),
         ({"tokens_per_parameter": 20.0}, {}, "known at 1 length only"),
         ({"arm": "other"}, {}, "--arm sparse has no row in .*; there are other"),
     ],
@@ -105,6 +105,18 @@ def test_what_cannot_be_predicted_is_refused(tmp_path, changes, settings, messag
     path = write_rows(tmp_path, size=0.02, spread=0.01, **changes)
     with pytest.raises(ValueError, match=message):
         predicted(path, **settings)
+
+
+def test_a_row_without_an_interval_is_left_out_and_named(tmp_path, capsys):
+    path = write_rows(tmp_path, size=0.02, spread=0.002)
+    expected = predicted(path, parameters=(1.8e9,), tokens_per_parameter=(20,))
+    lines = path.read_text().splitlines()
+    one_seed = json.loads(lines[0]) | {"R_tokens": 3.0, "R_tokens_low": None}
+    path.write_text("\n".join([*lines, json.dumps(one_seed)]) + "\n")
+    capsys.readouterr()
+    assert predicted(path, parameters=(1.8e9,), tokens_per_parameter=(20,)) == expected
+    said = capsys.readouterr().out
+    assert "20.0 tokens per parameter of 5,000,000 has no interval; left out" in said
 
 
 def test_an_interval_without_width_is_refused():
