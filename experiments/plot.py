@@ -1,6 +1,6 @@
 """Figures of runs and of comparisons, drawn from what they wrote.
 
-uv run experiments/plot.py runs/tiny-default-20260101-120000
+uv run experiments/plot.py runs/tiny-experts-20260101-120000
 uv run experiments/plot.py runs/ablations
 """
 
@@ -193,8 +193,17 @@ def _time_axis(
 
 
 def _label_end(axes: Any, line: Any, text: str) -> None:
-    end = line.get_xydata()[-1]
-    axes.annotate(f"  {text}", end, color=line.get_color(), va="center")
+    """Writes the text right of a line's last point, on a ground that hides what other
+    lines would strike through."""
+    axes.annotate(
+        text,
+        line.get_xydata()[-1],
+        xytext=(6, 0),
+        textcoords="offset points",
+        color=line.get_color(),
+        va="center",
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8},
+    )
 
 
 def _validation_curve(records: list[dict]) -> list[tuple[int, float]]:

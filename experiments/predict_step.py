@@ -31,8 +31,15 @@ from experiments.bench.sparse_modes import (
     sparsities_of_runs,
 )
 from pallas_kernels.device import Device
-from sparsejax.config import RECIPES, MeshConfig, ModelConfig, RecipeConfig, TrainConfig
-from sparsejax.config_file import from_plain
+from sparsejax.config import (
+    RECIPES,
+    MeshConfig,
+    ModelConfig,
+    RecipeConfig,
+    RecipeName,
+    TrainConfig,
+)
+from sparsejax.config_file import FORMER_RECIPES, from_plain
 from sparsejax.cost_model import Links, PredictedStep, Speeds, predicted_step
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.presets import PRESETS
@@ -209,6 +216,9 @@ def _sparsity_by_name(name: str, row: dict, given: TrainConfig) -> FFNSparsity |
     experts, v = row.get("experts") or 4, row.get("v") or 128
     known = {DENSE_STEP: DENSE} | sparse_modes(experts=experts, v=v)
     known |= {f"recipe {of}": given.with_recipe(of).sparsity for of in RECIPES}
+    known |= {
+        f"recipe {of}": known[f"recipe {now}"] for of, now in FORMER_RECIPES.items()
+    }
     if name not in known and row.get("comparison"):
         run = name.partition(", ")[0]
         known |= sparsities_of_runs(_file_of(row), (run,))
@@ -221,7 +231,8 @@ def _file_of(row: dict) -> Path:
 
 def _sparsity_of(row: dict) -> FFNSparsity:
     """Returns the sparsity of the step that `bench/mesh.py` has timed."""
-    recipe, phases = row["recipe"], row["phases"]
+    recipe: RecipeName = FORMER_RECIPES.get(row["recipe"], row["recipe"])
+    phases = row["phases"]
     if RECIPES[recipe].is_dense:
         return DENSE
     if "sparsity" in phases:

@@ -36,7 +36,7 @@ from sparsejax.reports.provenance import commit
 from sparsejax.tuning import tune
 from sparsejax.tuning.tune import Trial
 
-RECIPES: tuple[RecipeName, ...] = ("weights", "activations", "default", "paper")
+RECIPES: tuple[RecipeName, ...] = ("weights", "activations", "two-four", "paper")
 
 
 @dataclass(frozen=True, kw_only=True)

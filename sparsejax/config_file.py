@@ -16,6 +16,7 @@ from sparsejax.config import (
     OptimizerConfig,
     PhaseConfig,
     RecipeConfig,
+    RecipeName,
     TrainConfig,
 )
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
@@ -66,8 +67,25 @@ def from_json(settings: Any) -> TrainConfig:
       ValueError: names the dotted setting that this version does not know, or whose
         type or value is wrong.
     """
-    config = from_plain(TrainConfig, _on_its_recipe(_with_sparsity(settings)))
+    settings = _on_its_recipe(_with_sparsity(_with_its_name(settings)))
+    config = from_plain(TrainConfig, settings)
     return replace(config, phases=config.phases.relative_to(config.recipe))
+
+
+FORMER_RECIPES: dict[str, RecipeName] = {"default": "two-four"}
+"""Former names of recipes, and what they are called now."""
+
+
+def _with_its_name(settings: Any) -> Any:
+    """Returns settings of an earlier version with the present name of their recipe.
+    Beside a schedule, which reads no recipe, the earlier version wrote its default."""
+    former = settings.get("recipe") if isinstance(settings, Mapping) else None
+    if former not in list(FORMER_RECIPES):
+        return settings
+    phases = settings.get("phases")
+    scheduled = isinstance(phases, Mapping) and phases.get("schedule")
+    named = TrainConfig.recipe if scheduled else FORMER_RECIPES[former]
+    return {**settings, "recipe": named}
 
 
 def _on_its_recipe(settings: Any) -> Any:

@@ -149,7 +149,7 @@ SMALL = (
     "--steps 4 --batch-size 2 --model.layers 1 --model.d-model 16 --model.d-hidden 64 "
     "--model.heads 1 --model.kv-heads 1 --data.sequence-length 8 --sample-length 4"
 )
-RUN = "runs/tiny-default-20260101-120000"
+RUN = "runs/tiny-experts-20260101-120000"
 """The run that the documents plot and resume."""
 
 

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sparsejax.command.train import read_options
 from sparsejax.sparsity.masks import soft_threshold
+from tests.support.wide_console import widen
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -39,6 +41,18 @@ def test_example_has_fifteen_lines_and_learns():
     losses = [float(loss) for loss in names["losses"]]
     assert losses[-1] < 0.3 * losses[0]
     assert names["ffn"].sparsity.weights is not None
+
+
+def test_every_setting_that_a_page_names_is_a_flag(monkeypatch, capsys):
+    widen(monkeypatch)
+    with pytest.raises(SystemExit):
+        read_options(["--help"])
+    flag = re.compile(r"--(?:phases|model|optimizer|data|mesh)\.[a-z0-9-]*[a-z0-9]")
+    known = set(flag.findall(capsys.readouterr().out))
+    assert "--phases.router" in known
+    for document in DOCUMENTS:
+        unknown = set(flag.findall(document.read_text())) - known
+        assert not unknown, (name_of(document), unknown)
 
 
 def test_the_readme_has_at_most_900_words():

@@ -68,7 +68,7 @@ class Config:
     written."""
 
     preset: PresetName = "gpt-124m"
-    recipe: RecipeName = "default"
+    recipe: RecipeName = "experts"
     phases: RecipeConfig = field(default_factory=RecipeConfig)
     backend: Backend | None = None
     """The backend that runs the sparse GEMMs; None: the fastest for each."""

@@ -26,7 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from sparsejax.config import RECIPES, TrainConfig
-from sparsejax.config_file import check_branchable, from_json, to_json
+from sparsejax.config_file import (
+    FORMER_RECIPES,
+    check_branchable,
+    from_json,
+    to_json,
+)
 from sparsejax.presets import PRESETS
 from sparsejax.training.branch import Branch
 from sparsejax.training.recipe import phases
@@ -307,14 +312,18 @@ def _config(run: str, base: Any, changes: Any, seed: int) -> TrainConfig:
         others = ("seeds", "branch", "arm")
         own = {name: value for name, value in changes.items() if name not in others}
         settings = _overlaid(base, own)
+        if "recipe" not in own and _has_schedule(own):
+            # The run's own phases stand in place of the recipe of all runs.
+            settings.pop("recipe", None)
         preset = settings.get("preset")
         default = PRESETS[preset]() if preset in list(PRESETS) else TrainConfig()
         recipe = settings.get("recipe", default.recipe)
+        if recipe in list(FORMER_RECIPES):
+            recipe = FORMER_RECIPES[recipe]
         if recipe != default.recipe and recipe in list(RECIPES):
             default = default.with_recipe(recipe)
         start = to_json(default)
-        phases_of_it = settings.get("phases")
-        if isinstance(phases_of_it, dict) and phases_of_it.get("schedule"):
+        if _has_schedule(settings):
             # Of the preset's recipe nothing would be read.
             start = to_json(default.with_schedule(()))
             start["phases"]["sparsity"] = None
@@ -324,6 +333,11 @@ def _config(run: str, base: Any, changes: Any, seed: int) -> TrainConfig:
     except ValueError as error:
         raise ValueError(f"runs.{run}, seed {seed}: {error}") from error
     return config
+
+
+def _has_schedule(settings: Mapping[str, Any]) -> bool:
+    phases_of_it = settings.get("phases")
+    return isinstance(phases_of_it, dict) and bool(phases_of_it.get("schedule"))
 
 
 def _overlaid(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict:

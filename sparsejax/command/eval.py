@@ -4,7 +4,7 @@
 Of a run without --text: on the tokens that the run has held out, all of them. A run's
 model computes as its phase does, sparse phases included:
 
-    sparsejax eval runs/tiny-default-20260101-120000
+    sparsejax eval runs/tiny-experts-20260101-120000
     sparsejax eval my-model --text 'corpus/**/*.txt' --windows 64
     sparsejax eval my-model --tasks next-word --tasks-folder tasks --limit 4
 """

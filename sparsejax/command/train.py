@@ -12,11 +12,11 @@ On a GPU, the method of arXiv 2602.06183, own text, a larger model:
 
 Continuing a stopped run:
 
-    sparsejax train --resume runs/tiny-default-20260101-120000
+    sparsejax train --resume runs/tiny-experts-20260101-120000
 
 A new run that begins with another one's last checkpoint, and goes on to more steps:
 
-    sparsejax train --steps 2600 --branch runs/tiny-default-20260101-120000
+    sparsejax train --steps 2600 --branch runs/tiny-experts-20260101-120000
 
 The run folder receives config.json, metrics.jsonl, checkpoints/, loss.png and
 model.safetensors, the dense weights. For a long dense phase after one on a GPU's sparse

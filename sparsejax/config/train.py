@@ -37,11 +37,12 @@ class TrainConfig:
 
     preset: PresetName = "tiny"
     """Sizes and settings to start from; every other flag overrides one of them."""
-    recipe: RecipeName = "default"
-    """The named schedule of what is sparse, and when. default: 2:4 weights and
-    activations in its middle. paper: 2:4 weights and V:2:M activations (arXiv
-    2602.06183). activations: 2:4 activations only (arXiv 2503.16672). weights: 2:4
-    weights only. s2d: all linear layers with static weights from the first step, a
+    recipe: RecipeName = "experts"
+    """The named schedule of what is sparse, and when. experts: V:4:M activations in its
+    middle, two of eight experts of a token by their energy. two-four: 2:4 weights and
+    activations. paper: 2:4 weights and V:2:M activations (arXiv 2602.06183).
+    activations: 2:4 activations only (arXiv 2503.16672). weights: 2:4 weights only.
+    s2d: all linear layers with static weights from the first step, a
     quarter of them by default (arXiv 2304.05511). dense: nothing. phases.sparsity and
     phases.static_weights change their settings. Not read with a schedule."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -181,8 +182,15 @@ class TrainConfig:
         """Raises ValueError where the settings do not fit the recipe, or its sparsity
         does not fit the model."""
         self.phases.check_fits(self.recipe)
-        sparsity = self.sparsity
-        if self.model.activation == "swiglu" and sparsity.in_expert is not None:
+        sparsity, activation = self.sparsity, self.model.activation
+        if activation != "relu2" and sparsity.skipped_energy is not None:
+            raise ValueError(
+                f"recipe={self.recipe!r} has a penalty on skipped neurons, skipped_"
+                f"energy={sparsity.skipped_energy}, which FFNs with model.activation="
+                f"{activation!r} do not know; leave it out with --phases.skipped-"
+                f"energy None, or use another --recipe or --model.activation relu2"
+            )
+        if activation == "swiglu" and sparsity.in_expert is not None:
             inside = " --phases.activations 128:4:16," if sparsity.experts else ""
             raise ValueError(
                 f"recipe={self.recipe!r} makes activations 2:4, which "

@@ -36,7 +36,8 @@ def decide(
     gemms: Sequence[GemmSpec], backend: Backend | None, with_epilogues: Epilogues
 ) -> tuple[Decision, ...]:
     """Returns what runs each of the GEMMs, and why. A named backend that has no dense
-    GEMM runs the sparse GEMMs alone, and tokamax those by expert, beside XLA.
+    GEMM runs the sparse GEMMs, and of those by expert that are dense the ones that it
+    can; tokamax runs those by expert. XLA runs the others.
 
     The activations are packed for all GEMMs that read them token by token, and from
     that for the weight gradients, or for none of them. Unasked, the kernels are taken
@@ -46,10 +47,12 @@ def decide(
     to take less time than the dense GEMM of all neurons, and else that one.
 
     Raises:
-      NotImplementedError: the named backend cannot run one of them; says why.
+      NotImplementedError: the named backend cannot run one of the sparse GEMMs, or none
+        of all; says why.
     """
     decisions = with_epilogues(_one_by_one(gemms, backend))
     if backend is not None:
+        _check_runs_some(backend, decisions)
         return decisions
     decisions = _fastest_together(gemms, decisions, with_epilogues)
     if any(decision.on_kernels for decision in decisions):
@@ -285,6 +288,15 @@ def _why_slower_together(decisions: Sequence[Decision]) -> str | None:
         f"{known}: {sparse:.0f} us and {packing:.0f} of packing, dense {dense:.0f}"
         f"{where}"
     )
+
+
+def _check_runs_some(backend: Backend, decisions: Sequence[Decision]) -> None:
+    """Raises NotImplementedError where a named set of kernels runs no GEMM of an FFN
+    whose GEMMs by expert are dense."""
+    if backend in registry.names() and not any(of.on_kernels for of in decisions):
+        for of in decisions:
+            if of.spec.experts is not None:
+                choose_backend(of.spec, backend, _implementations_of(of.spec))
 
 
 def _choose(gemm: GemmSpec, backend: Backend | None) -> Decision:

@@ -123,15 +123,20 @@ class Pretrained:
         )
 
     def settings(self, start: TrainConfig) -> TrainConfig:
-        """Returns the settings `start` with the folder's model and tokenizer. Of
-        weights that were trained for another activation, at least `RELUFIED_WARMUP` of
-        the steps are dense before the sparse ones.
+        """Returns the settings `start` with the folder's model and tokenizer. Where the
+        model is gated, a recipe's penalty on skipped neurons, which gated FFNs do not
+        know, is left out. Of weights that were trained for another activation, at least
+        `RELUFIED_WARMUP` of the steps are dense before the sparse ones.
 
         Raises:
           ValueError: the recipe does not fit the model.
         """
         computed = {name: getattr(start.model, name) for name in HOW_COMPUTED}
         recipe = start.phases
+        is_gated = self.model.activation != "relu2"
+        if is_gated and not (recipe.schedule or recipe.sparsity):
+            own = replace(start.sparsity, skipped_energy=None)
+            recipe = replace(recipe, sparsity=own).relative_to(start.recipe)
         if self.relufied and not recipe.schedule:
             warmup = max(recipe.warmup_share, RELUFIED_WARMUP)
             sparse = min(recipe.sparse_share, 1 - warmup)

@@ -58,8 +58,8 @@ def test_some_runs_of_a_comparison_come_with_their_baseline(capsys):
         whole.only(["papers"], [])
     with pytest.raises(ValueError, match="seeds=2 .* 0, 1"):
         whole.only([], [2])
-    with pytest.raises(ValueError, match="only='default' has the seeds 0 and none"):
-        whole.only(["two-of-eight-longer", "default"], [1])
+    with pytest.raises(ValueError, match="only='two-four' has the seeds 0 and none"):
+        whole.only(["two-of-eight-longer", "two-four"], [1])
     path = str(FILES / "venom-268m.toml")
     assert compare_recipes.run([path, "--dry-run", "--only", "paper"]) == 0
     assert capsys.readouterr().out.count("FLOPs per token") == 2

@@ -37,7 +37,7 @@ def test_rows(config):
 
 @pytest.mark.parametrize(
     ("recipe", "meshes"),
-    [("dense", ((2, 1, 1),)), ("default", ((2, 1, 1), (2, 2, 1)))],
+    [("dense", ((2, 1, 1),)), ("two-four", ((2, 1, 1), (2, 2, 1)))],
 )
 def test_a_batch_for_every_device_is_checked_against_one_device(config, recipe, meshes):
     config = replace(

@@ -17,7 +17,7 @@ from tests.support.files.exported_models import some_model
 from tests.support.micro_run import arrays_of, micro_config, with_phases
 
 
-@pytest.mark.parametrize("recipe", ["default", "paper"])
+@pytest.mark.parametrize("recipe", ["two-four", "paper"])
 def test_the_state_is_that_of_one_device_and_split(recipe, text, tmp_path):
     config = replace(micro_config(text), batch_size=16, micro_batches=1)
     model = replace(config.model, d_model=32, heads=8, kv_heads=8, d_hidden=128)

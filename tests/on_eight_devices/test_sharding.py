@@ -24,7 +24,7 @@ def config_for(text: str, variant: str) -> TrainConfig:
     config = replace(micro_config(text), steps=6, batch_size=16)
     config = with_phases(config, warmup_share=0.34, sparse_share=0.34)
     model = replace(config.model, d_model=32, heads=8, kv_heads=8, d_hidden=128)
-    if variant == "default":
+    if variant == "two-four":
         model = replace(model, remat="dots")
     if variant == "paper":
         model = replace(model, remat="full")
@@ -122,7 +122,7 @@ GATES_AND_ROUTERS = (
 @pytest.mark.parametrize(
     ("variant", "mesh"),
     [
-        *(("default", mesh) for mesh in MESHES),
+        *(("two-four", mesh) for mesh in MESHES),
         *(("paper", mesh) for mesh in MESHES),
         *((variant, "all") for variant in GATES_AND_ROUTERS),
     ],
@@ -145,7 +145,7 @@ def test_a_step_of_8_bit_floats_is_that_of_one_device(text):
 
 @pytest.mark.parametrize("mesh", ["fsdp", "tensor", "all"])
 def test_parameters_and_moments_are_split_and_stay_split(mesh, text):
-    config = on(config_for(text, "default"), mesh)
+    config = on(config_for(text, "two-four"), mesh)
     run = built(config)
     state, parts = run.initial_state(), config.mesh.fsdp * config.mesh.tensor
     sparsity = run.phases[0].sparsity
@@ -172,7 +172,7 @@ def compiled_step(config: TrainConfig) -> str:
 
 
 def test_the_compiled_step_gathers_nine_sixteenths_of_a_two_four_weight(text):
-    config = on(config_for(text, "default"), "fsdp")
+    config = on(config_for(text, "two-four"), "fsdp")
     model = replace(config.model, dtype="bfloat16", remat="none")
     config = replace(config, model=model)
     d, f = config.model.d_model, config.model.d_hidden
@@ -193,7 +193,7 @@ def test_the_compiled_step_gathers_nine_sixteenths_of_a_two_four_weight(text):
 
 
 def test_logits_stay_split_over_the_vocabulary(text):
-    config = on(config_for(text, "default"), "tensor")
+    config = on(config_for(text, "two-four"), "tensor")
     # A size that nothing else has.
     config = replace(config, model=replace(config.model, vocab_size=1048))
     program = compiled_step(config)
@@ -201,7 +201,7 @@ def test_logits_stay_split_over_the_vocabulary(text):
 
 
 def test_packing_needs_no_communication(text):
-    config = on(config_for(text, "default"), "all")
+    config = on(config_for(text, "two-four"), "all")
     run = built(config)
     sparsity = run.phases[1].sparsity
 

@@ -14,6 +14,7 @@ from sparsejax.config import (
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
+    PhaseConfig,
     RecipeConfig,
     TrainConfig,
 )
@@ -73,6 +74,13 @@ def test_what_a_recipe_leaves_as_it_is_is_written_and_read_as_the_recipes_own():
     assert from_json({"recipe": "paper", "phases": {"sparsity": None}}) == config
 
 
+def test_a_recipe_is_read_by_its_former_name():
+    config = TrainConfig(recipe="two-four", phases=RecipeConfig(sparse_share=0.25))
+    assert from_json(to_json(config) | {"recipe": "default"}) == config
+    scheduled = TrainConfig(phases=RecipeConfig(schedule=(PhaseConfig(name="all"),)))
+    assert from_json(to_json(scheduled) | {"recipe": "default"}) == scheduled
+
+
 FORMER = {
     "warmup_share": 0.25,
     "sparse_share": 0.5,
@@ -125,9 +133,9 @@ def test_the_phases_of_an_earlier_version_are_read():
     ("recipe", "changes", "message"),
     [
         (
-            "default",
+            "two-four",
             {"experts": 8},
-            r"phases\.experts=8 has no meaning in recipe 'def",
+            r"phases\.experts=8 has no meaning in recipe 'two",
         ),
         (
             "paper",
@@ -196,9 +204,9 @@ def test_an_integer_may_stand_for_a_float_and_becomes_one():
         ({"plot": 1}, "setting plot=1 must be true or false$"),
         (
             {"recipe": "blue"},
-            "setting recipe='blue' must be one of 'default', 'paper',",
+            "setting recipe='blue' must be one of 'experts', 'two-four',",
         ),
-        ({"recipe": ["paper"]}, r"setting recipe=\['paper'\] must be one of 'default'"),
+        ({"recipe": ["paper"]}, r"setting recipe=\['paper'\] must be one of 'experts'"),
         ({"backend": 1}, "backend=1 must be one of 'reference', .* or null$"),
         ({"data": {"text": 1}}, r"setting data\.text=1 must be a string or null$"),
         ({"model": {"dtype": None}}, r"model\.dtype=None must be one of 'float32', "),
@@ -401,7 +409,7 @@ def test_the_number_of_micro_batches_of_an_older_run_is_one_that_was_named():
     [
         ({"batch_size": 64}, "runs/a holds a run whose batch_size is 32 and cannot"),
         ({"data": DataConfig(seed=1)}, r"whose data\.seed is 0 and cannot become 1;"),
-        ({"recipe": "dense"}, "whose recipe is 'default' and cannot become 'dense'"),
+        ({"recipe": "dense"}, "whose recipe is 'experts' and cannot become 'dense'"),
         ({"optimizer": OptimizerConfig(beta1=0.5)}, r"optimizer\.beta1 is 0\.9"),
     ],
 )

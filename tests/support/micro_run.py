@@ -35,7 +35,7 @@ def write_text(folder: Path) -> str:
 def micro_config(text: str, **changes) -> TrainConfig:
     """3 steps of warm-up, 6 sparse ones, 3 of the tail; 16 neurons per expert."""
     phases = RecipeConfig(warmup_share=0.25, sparse_share=0.5)
-    recipe = changes.pop("recipe", "default")
+    recipe = changes.pop("recipe", "two-four")
     if recipe == "paper":
         sparsity = replace(RECIPES["paper"], activations=VNM(8, 2, 16))
         phases = replace(phases, sparsity=sparsity)

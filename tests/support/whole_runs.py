@@ -89,7 +89,7 @@ def shared_run(config: TrainConfig, *, corpus: Corpus | None = None) -> Run:
 
 
 VARIANTS = {
-    "default": lambda c: c,
+    "two-four": lambda c: c,
     "paper": lambda c: with_phases(replace(c, recipe="paper"), recluster_every=2),
     # Of 64 neurons 48 are drawn; an expert's 16 would all be in the dense tile.
     "mvue": lambda c: with_phases(

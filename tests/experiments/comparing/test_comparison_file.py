@@ -88,7 +88,7 @@ keep_every = 200
 [runs.sparse-long]
 branch = "sparse"
 steps = 800
-recipe = "default"
+recipe = "two-four"
 optimizer.decay_share = 0.5
 [runs.dense-long]
 branch = "dense@200"
@@ -170,6 +170,7 @@ def test_a_run_may_have_a_schedule_instead_of_its_presets_phases(tmp_path):
         seeds = [0]
         [base]
         preset = "wide-200m"
+        recipe = "dense"
         [runs.a]
         [[runs.b.phases.schedule]]
         name = "sparse"
@@ -196,6 +197,12 @@ def test_a_run_may_have_a_schedule_instead_of_its_presets_phases(tmp_path):
         ValueError, match=r"runs.b, seed 0: .*schedule\[0\]\.sparsity: activations"
     ):
         read_comparison(path)
+
+
+def test_a_run_may_have_the_former_name_of_its_recipe(tmp_path):
+    text = 'seeds = [0]\n[base]\nsteps = 40\n[runs.a]\nrecipe = "default"\n'
+    (a,) = read_comparison(write(tmp_path, text)).trials
+    assert a.config == TrainConfig(recipe="two-four", steps=40)
 
 
 def test_the_kept_steps_are_those_of_the_keep_policy():

@@ -14,7 +14,7 @@ def evaluated(capsys, *arguments: str) -> dict:
 
 
 def test_a_run_and_its_export_have_one_loss(uninterrupted, text, tmp_path, capsys):
-    _, folder, outcome = uninterrupted("default")
+    _, folder, outcome = uninterrupted("two-four")
     out = tmp_path / "out"
     assert main.run(["export", str(folder), str(out)]) == 0
     capsys.readouterr()

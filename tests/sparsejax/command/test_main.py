@@ -37,7 +37,7 @@ def test_what_cannot_be_done_is_one_line(capsys, tmp_path):
 
 
 def test_a_run_is_exported(uninterrupted, tmp_path, capsys):
-    _, folder, _ = uninterrupted("default")
+    _, folder, _ = uninterrupted("two-four")
     out = tmp_path / "out"
     assert main.run(["export", str(folder), str(out), "--dtype", "bfloat16"]) == 0
     assert "after step 12" in capsys.readouterr().out
@@ -47,7 +47,7 @@ def test_a_run_is_exported(uninterrupted, tmp_path, capsys):
 
 
 def test_a_run_and_its_export_say_the_same(uninterrupted, tmp_path, capsys):
-    _, folder, _ = uninterrupted("default")
+    _, folder, _ = uninterrupted("two-four")
     out = tmp_path / "out"
     assert main.run(["export", str(folder), str(out)]) == 0
     capsys.readouterr()
@@ -63,7 +63,7 @@ def test_a_run_and_its_export_say_the_same(uninterrupted, tmp_path, capsys):
 
 
 def test_a_sample_ends_where_the_folder_says(uninterrupted, tmp_path, capsys):
-    _, folder, _ = uninterrupted("default")
+    _, folder, _ = uninterrupted("two-four")
     out = tmp_path / "out"
     assert main.run(["export", str(folder), str(out)]) == 0
     sample = ["sample", str(out), "--prompt", "the ", "--tokens", "8"]

@@ -90,9 +90,15 @@ def test_a_resume_with_other_settings_is_refused(
             "--phases.activations V:2:M, where M is four ",
         ),
         (["--recipe", "weights", "--phases.activations", "2:4"], "makes another rec"),
-        (["--phases.experts-per-token", "2"], "has no meaning in recipe 'default'; l"),
-        (["--model.d-model", "6", *ONE_HEAD], "d_model=6 is not a multiple of 4"),
-        (["--model.d-hidden", "10"], "d_hidden=10 is not a multiple of m=4"),
+        (
+            ["--recipe", "two-four", "--phases.experts-per-token", "2"],
+            "has no meaning in recipe 'two-four'; l",
+        ),
+        (
+            ["--recipe", "two-four", "--model.d-model", "6", *ONE_HEAD],
+            "d_model=6 is not a multiple of 4",
+        ),
+        (["--model.d-hidden", "10"], "d_hidden=10 is not a multiple of m=32"),
         (["--steps", "3000000000"], "steps=3000000000 must be at least 1 and at most"),
         (["--seed", "-1"], "seed=-1 must be at least 0"),
         (["--keep-every", "3"], "keep_every=3 is not a multiple of checkpoint_every"),

@@ -74,8 +74,18 @@ def paper(**changes):
             "phases.sparsity='paper' must be of type FFNSparsity or None",
         ),
         (
-            lambda: TrainConfig(model=ModelConfig(activation="swiglu")),
-            "recipe='default' makes activations 2:4, .* use --recipe weights or",
+            lambda: TrainConfig(
+                recipe="two-four", model=ModelConfig(activation="swiglu")
+            ),
+            "recipe='two-four' makes activations 2:4, .* use --recipe weights or",
+        ),
+        *(
+            (
+                lambda gate=gate: TrainConfig(model=ModelConfig(activation=gate)),
+                f"recipe='experts' has a penalty .* model.activation='{gate}' do not "
+                f"know; leave it out with --phases.skipped-energy None, or",
+            )
+            for gate in ("swiglu", "reglu2")
         ),
         (
             lambda: TrainConfig(recipe="paper", model=ModelConfig(activation="swiglu")),
@@ -89,9 +99,9 @@ def paper(**changes):
         ),
         *(
             (
-                lambda name=name, value=value: changed("default", **{name: value}),
-                f"phases.sparsity.{name}={value!r} has no meaning in recipe 'default'; "
-                f"leave it out or use --recipe paper$",
+                lambda name=name, value=value: changed("two-four", **{name: value}),
+                f"phases.sparsity.{name}={value!r} has no meaning in recipe "
+                f"'two-four'; leave it out or use --recipe experts or paper$",
             )
             for name, value in {
                 "experts_per_token": 2,
@@ -99,11 +109,13 @@ def paper(**changes):
             }.items()
         ),
         (
-            lambda: TrainConfig(phases=RecipeConfig(recluster_every=5)),
-            "phases.recluster_every=5 has no meaning in recipe 'default'; .* paper$",
+            lambda: TrainConfig(
+                recipe="two-four", phases=RecipeConfig(recluster_every=5)
+            ),
+            "phases.recluster_every=5 has no meaning in recipe 'two-four'; .* paper$",
         ),
         (
-            lambda: changed("default", skip_blocks=True),
+            lambda: changed("two-four", skip_blocks=True),
             "skip_blocks=True needs a V:N:M activation pattern",
         ),
         *(
@@ -113,7 +125,7 @@ def paper(**changes):
                 f", which has {own}; leave it out, use another --recipe, or write",
             )
             for recipe, value, said, own in (
-                ("default", VNM(64, 2, 32), "'64:2:32'", "'2:4'"),
+                ("two-four", VNM(64, 2, 32), "'64:2:32'", "'2:4'"),
                 ("activations", None, "None", "'2:4'"),
                 ("dense", NM(2, 4), "'2:4'", "None"),
             )
@@ -124,7 +136,7 @@ def paper(**changes):
         ),
         (
             lambda: changed("weights", token_sparsity="mvue"),
-            "token_sparsity='mvue' has no meaning .* --recipe default or paper or act",
+            "token_sparsity='mvue' has no meaning .* --recipe experts or two-four or",
         ),
         (
             lambda: changed("dense", mask_reuse=False),
@@ -132,7 +144,7 @@ def paper(**changes):
         ),
         *(
             (
-                lambda name=name, value=value: changed("default", **{name: value}),
+                lambda name=name, value=value: changed("two-four", **{name: value}),
                 f"phases.sparsity.{name}={value!r} has no meaning without token_"
                 "sparsity; leave it out or set that to one of 'magnitude', 'mvue', ",
             )
@@ -161,7 +173,7 @@ def test_what_cannot_be_is_refused_with_its_name_and_the_way_out(build, message)
     ("recipe", "model", "changes", "message"),
     [
         ("weights", {"d_model": 6, "heads": 1, "kv_heads": 1}, {}, "d_model=6 is not"),
-        ("default", {"d_hidden": 6}, {}, "d_hidden=6 is not a multiple of m=4"),
+        ("two-four", {"d_hidden": 6}, {}, "d_hidden=6 is not a multiple of m=4"),
         ("activations", {"d_hidden": 6}, {}, "d_hidden=6 is not a multiple of m=4"),
         ("paper", {"d_hidden": 8}, {}, "d_hidden=8 is not a multiple of m=16"),
         (

@@ -34,3 +34,16 @@ def test_named_backend_runs_or_raises():
     options = {"sparsity": FFNSparsity(weights=TWO_FOUR), "scales": jnp.ones(2)}
     with pytest.raises(NotImplementedError, match="mosaic_sm90: .*leave backend=None"):
         ffn(x, w_up, w_down, backend="mosaic_sm90", **options)
+
+
+def test_a_named_backend_that_runs_none_of_the_gemms_by_expert_is_refused():
+    """GEMMs by expert that are dense inside have no pattern, and would fall back."""
+    x, w_up, w_down, _ = make_inputs()
+    inside = VNM(128, 4, 8)
+    options = {
+        "sparsity": FFNSparsity(activations=inside, weight_gradients="expert_columns"),
+        "expert_index": jnp.zeros((TOKENS, 1), jnp.int32),
+    }
+    ffn(x, w_up, w_down, backend="xla", **options)
+    with pytest.raises(NotImplementedError, match="GEMM 2 .* needs a Hopper GPU"):
+        ffn(x, w_up, w_down, backend="mosaic_sm90", **options)

@@ -152,12 +152,12 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path):
 
 
 def test_the_card_says_recipe_loss_tokens_and_commit(uninterrupted, tmp_path):
-    config, folder, outcome = uninterrupted("default")
+    config, folder, outcome = uninterrupted("two-four")
     export_run(load_trained_model(folder), tmp_path / "my-model")
     card = (tmp_path / "my-model" / "README.md").read_text()
     records = read_records(folder)
     validation = [of for of in records if of["event"] == "validation"][-1]
-    assert "# my-model\n" in card and "recipe `default`, 12 of 12 steps" in card
+    assert "# my-model\n" in card and "recipe `two-four`, 12 of 12 steps" in card
     assert "* sparse: 6 steps, weights 2:4, activations 2:4\n" in card
     assert f"| validation loss | {validation['loss']:.4f} nats per token" in card
     assert f"| tokens seen | {12 * 4 * 16} |" in card
@@ -191,7 +191,7 @@ def test_the_card_of_a_static_phase_says_which_entries_there_are(text, tmp_path)
 def test_a_run_with_sparse_activations_is_exported_only_on_demand(
     uninterrupted, tmp_path
 ):
-    _, folder, _ = uninterrupted("default")
+    _, folder, _ = uninterrupted("two-four")
     run = load_trained_model(folder, 3)  # saved after the switch
     assert run.phase.kind == "sparse"
     with pytest.raises(ValueError, match="RUN@STEP"):
@@ -202,7 +202,7 @@ def test_a_run_with_sparse_activations_is_exported_only_on_demand(
 
 
 def test_a_tokenizer_that_has_moved_is_named(uninterrupted, tmp_path):
-    _, folder, _ = uninterrupted("default")
+    _, folder, _ = uninterrupted("two-four")
     copy = tmp_path / "run"
     shutil.copytree(folder, copy)
     (record,) = (copy / "checkpoints").glob("step_00000012*/record.json")

@@ -65,7 +65,7 @@ def test_another_recipe_than_the_presets_drops_what_only_that_one_reads(on_a_gpu
     lengths = RecipeConfig(
         warmup_share=wide.phases.warmup_share, sparse_share=wide.phases.sparse_share
     )
-    for recipe in ("dense", "default"):
+    for recipe in ("dense", "two-four"):
         config = read_options(["--recipe", recipe]).config
         assert config == replace(wide, recipe=recipe, phases=lengths)
     assert read_options(["--recipe", "paper"]).config == wide

@@ -63,6 +63,8 @@ def test_weights_of_a_folder_bring_their_model(text, tmp_path, capsys):
     options = read_options([*begin, "--recipe", "weights", "--model.dtype=bfloat16"])
     assert options.config.model == replace(MODELS["swiglu"], dtype="bfloat16")
     assert options.config.recipe == "weights" and options.init_from == tmp_path
+    sparsity = read_options(begin).config.sparsity
+    assert sparsity == replace(RECIPES["experts"], skipped_energy=None)
     planned = [*begin, "--recipe", "weights", "--data.text", text, "--dry-run"]
     assert run_train([*planned, "--data.sequence-length=16", "--batch-size=4"]) == 0
     assert f"begins with the weights of {tmp_path}, and" in capsys.readouterr().out
@@ -70,7 +72,7 @@ def test_weights_of_a_folder_bring_their_model(text, tmp_path, capsys):
         (["--recipe", "dense", "--model.layers", "3"], "model.layers=3 is not that of"),
         (["--resume", "runs/a"], "goes on with a run, and --init-from"),
         (["--branch", "runs/a"], "leave one of them out"),
-        ([], "--recipe weights"),  # silu has no zeros for the default recipe
+        (["--recipe", "two-four"], "--recipe weights"),  # silu has no zeros
     ]:
         with pytest.raises(ValueError, match=reason):
             read_options([*begin, *more])
@@ -86,7 +88,7 @@ def test_a_gate_of_silu_becomes_squared_relu_and_begins_dense(text, tmp_path, ca
     begin = ["--init-from", str(tmp_path / "silu"), "--relufy"]
     config = read_options(begin).config
     assert config.model == replace(MODELS["qwen2"], activation="reglu2")
-    assert config.recipe == "default" and config.phases.warmup_share == 0.2
+    assert config.recipe == "experts" and config.phases.warmup_share == 0.2
     longer = read_options([*begin, "--phases.warmup-share", "0.3"]).config
     assert longer.phases.warmup_share == 0.3
     planned = [*begin, "--data.text", text, "--dry-run"]
@@ -119,7 +121,7 @@ def test_help_explains_the_flags_with_their_units(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     for part in (
         "--preset {tiny,wide-200m,gpt-124m,llama-1b,llama-7b}",
-        "--recipe {default,paper,activations,weights,s2d,dense}",
+        "--recipe {experts,two-four,paper,activations,weights,s2d,dense}",
         "--model.d-hidden",
         "--dry-run",
         "--resume",
@@ -182,6 +184,7 @@ def test_the_phases_of_a_run_are_read_from_a_file(text, tmp_path, capsys):
         arguments.index(f"--phases.{name}")
         for name in ("warmup-share", "sparse-share", "weights", "activations")
     ]
+    of_recipe.append(arguments.index("--recipe"))
     for index in sorted(of_recipe, reverse=True):
         del arguments[index : index + 2]
     assert run_train([*arguments, "--dry-run"]) == 0

@@ -175,14 +175,14 @@ def test_times_survive_json_and_damaged_ones_are_refused():
         from_json(plain | {"sparse": "none"})
 
 
-@pytest.mark.parametrize("recipe", ["default", "dense"])
+@pytest.mark.parametrize("recipe", ["two-four", "dense"])
 def test_steps_are_timed_as_they_will_run(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr("sparsejax.reports.step_times.WARM_SECONDS", 0.01)
     monkeypatch.setattr("sparsejax.reports.step_times.ROUND_SECONDS", 0.01)
     config = micro_config(write_text(tmp_path), recipe=recipe)
     corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
     times = time_steps(config, corpus.head(500))
-    assert [of.phase for of in times.sparse] == ([1] if recipe == "default" else [])
+    assert [of.phase for of in times.sparse] == ([1] if recipe == "two-four" else [])
     assert 0 < times.fastest_dense_ms <= times.dense_ms <= times.slowest_dense_ms
     for of in times.sparse:
         assert 0 < of.fastest_ms <= of.step_ms <= of.slowest_ms

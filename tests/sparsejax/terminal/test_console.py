@@ -310,7 +310,7 @@ def test_the_devices_that_train_are_said_with_their_processes(capsys):
     assert "memory, GiB" not in shown
 
 
-@pytest.mark.parametrize("recipe", ["default", "paper"])
+@pytest.mark.parametrize("recipe", ["two-four", "paper"])
 def test_nothing_is_printed_of_a_plan_that_cannot_be(recipe, capsys):
     wrong = ["--recipe", recipe, "--model.d-hidden", "6"]
     assert run_train([*wrong, "--dry-run"]) == 1

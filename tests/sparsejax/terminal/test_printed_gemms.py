@@ -19,7 +19,7 @@ def test_a_gpu_without_a_kernel_for_experts_is_told(platform, capsys, monkeypatc
     device = hopper.A100 if platform == "gpu" else CPU
     hopper.see_device(monkeypatch, device)
     wide = ["--preset", "llama-1b", "--mesh.data", "1"]
-    for recipe, said in (("paper", platform == "gpu"), ("default", False)):
+    for recipe, said in (("paper", platform == "gpu"), ("two-four", False)):
         assert run_train(["--recipe", recipe, "--dry-run", *wide]) == 0
         assert (UNTIMED in capsys.readouterr().out) == said
     hopper.pretend(monkeypatch)

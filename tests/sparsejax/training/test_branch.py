@@ -169,7 +169,7 @@ def test_a_branch_that_was_killed_resumes_without_its_trunk(uninterrupted, tmp_p
 def test_a_folder_is_gone_on_with_only_as_the_branch_that_it_is(
     uninterrupted, tmp_path
 ):
-    config, trunk, _ = uninterrupted("default")
+    config, trunk, _ = uninterrupted("two-four")
     own = tmp_path / "branch"
     train(config, own, branch=Branch(trunk, 9))
     assert train(config, own, branch=Branch(trunk)).completed
@@ -184,7 +184,7 @@ def test_a_folder_is_gone_on_with_only_as_the_branch_that_it_is(
 
 
 def test_a_branch_counts_the_seconds_of_its_trunk(uninterrupted, tmp_path):
-    config, trunk, _ = uninterrupted("default")
+    config, trunk, _ = uninterrupted("two-four")
     train(config, tmp_path, branch=Branch(trunk, 9))
     before = training_seconds(read_records(trunk), config.tokens_per_step)
     own = training_seconds(read_records(tmp_path), config.tokens_per_step)
@@ -196,7 +196,7 @@ def test_a_branch_counts_the_seconds_of_its_trunk(uninterrupted, tmp_path):
 def test_a_branch_without_times_trains_dense_what_its_trunk_did(
     uninterrupted, tmp_path, monkeypatch
 ):
-    config, _, _ = uninterrupted("default")
+    config, _, _ = uninterrupted("two-four")
     slow = tmp_path / "slow"
     monkeypatch.setattr(resume, "phases_run_dense", lambda *of, **how: (1,))
     times = loop.StepTimes(
@@ -229,14 +229,14 @@ def test_a_branch_without_times_trains_dense_what_its_trunk_did(
 def test_a_step_without_checkpoint_or_without_steps_left_is_refused(
     step, message, uninterrupted, tmp_path
 ):
-    config, trunk, _ = uninterrupted("default")
+    config, trunk, _ = uninterrupted("two-four")
     with pytest.raises(ValueError, match=message):
         train(config, tmp_path / "own", branch=Branch(trunk, step))
     assert not (tmp_path / "own" / "config.json").exists()
 
 
 def test_a_folder_that_is_no_trunk_is_refused(uninterrupted, tmp_path):
-    config, _, _ = uninterrupted("default")
+    config, _, _ = uninterrupted("two-four")
     with pytest.raises(ValueError, match="nowhere has no checkpoint to branch from"):
         train(config, tmp_path / "own", branch=Branch(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="a branch needs a run folder of its own"):
@@ -258,14 +258,14 @@ def test_a_folder_that_is_no_trunk_is_refused(uninterrupted, tmp_path):
 def test_a_setting_that_the_checkpoint_fixes_is_refused(
     change, name, uninterrupted, tmp_path
 ):
-    config, trunk, _ = uninterrupted("default")
+    config, trunk, _ = uninterrupted("two-four")
     message = f"holds a run whose {name}, and a branch of it cannot have .*; leave it"
     with pytest.raises(ValueError, match=message):
         train(change(config), tmp_path / "own", branch=Branch(trunk, 9))
 
 
 def test_other_tokens_are_refused(uninterrupted, tmp_path, monkeypatch):
-    config, trunk, _ = uninterrupted("default")
+    config, trunk, _ = uninterrupted("two-four")
     monkeypatch.setattr(loop, "Run", Run)
     (tmp_path / "text").mkdir()
     glob = write_text(tmp_path / "text")
@@ -276,7 +276,7 @@ def test_other_tokens_are_refused(uninterrupted, tmp_path, monkeypatch):
 
 
 def test_a_damaged_checkpoint_is_refused_and_left_as_it_is(uninterrupted, tmp_path):
-    config, folder, _ = uninterrupted("default")
+    config, folder, _ = uninterrupted("two-four")
     trunk = tmp_path / "trunk"
     shutil.copytree(folder, trunk)
     record = trunk / "checkpoints" / "step_00000009" / "record.json"

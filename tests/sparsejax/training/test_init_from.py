@@ -23,7 +23,7 @@ from tests.support.whole_runs import Killed, kill_at, shared_run
 @pytest.fixture(scope="module")
 def exported(uninterrupted, tmp_path_factory):
     """A run's settings, its last validation loss, and its folder for transformers."""
-    config, folder, _ = uninterrupted("default")
+    config, folder, _ = uninterrupted("two-four")
     out = tmp_path_factory.mktemp("exported") / "model"
     export_run(load_trained_model(folder), out)
     losses = [of["loss"] for of in read_records(folder) if of["event"] == "validation"]
@@ -118,7 +118,7 @@ def test_a_run_begins_with_another_one_as_with_its_export(
     exported, uninterrupted, tmp_path
 ):
     config, loss, folder = exported
-    _, source, _ = uninterrupted("default")
+    _, source, _ = uninterrupted("two-four")
     of_run = Pretrained.read(source)
     assert (of_run.model, of_run.tokenizer) == (config.model, None)
     begun = train(config, tmp_path / "run", init_from=of_run)

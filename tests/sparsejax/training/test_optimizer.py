@@ -106,7 +106,7 @@ def test_the_decay_of_adafactor_is_times_the_learning_rate():
 
 @pytest.mark.parametrize(
     ("name", "recipe"),
-    [("lion", "paper"), ("muon", "paper"), ("adafactor", "default")],
+    [("lion", "paper"), ("muon", "paper"), ("adafactor", "two-four")],
 )
 def test_a_run_learns_and_resumes_to_the_same_bits(
     name, recipe, quick_loop, text, tmp_path

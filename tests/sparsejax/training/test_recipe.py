@@ -30,8 +30,13 @@ def test_empty_phases_are_left_out():
 
 
 def test_recipes_are_the_documented_sparsities():
-    default = RECIPES["default"]
-    assert (default.weights, default.activations) == (NM(2, 4), NM(2, 4))
+    experts = RECIPES["experts"]
+    assert experts.activations == VNM(128, 4, 32) and experts.weights is None
+    assert (experts.router, experts.experts_per_token) == (ActivationEnergy(), 2)
+    assert experts.weight_gradients == "expert_columns"
+    assert experts.skipped_energy == 0.05 and TrainConfig.recipe == "experts"
+    two_four = RECIPES["two-four"]
+    assert (two_four.weights, two_four.activations) == (NM(2, 4), NM(2, 4))
     paper = RECIPES["paper"]
     assert paper.activations == VNM(128, 2, 16)
     assert (paper.router, paper.experts_per_token) == (NearestCentre(), 1)
@@ -54,10 +59,10 @@ def test_a_sparsity_takes_the_place_of_the_recipes_own():
     assert TrainConfig(recipe="paper").sparsity == RECIPES["paper"]
     own = RecipeConfig(sparsity=RECIPES["paper"])
     assert own.relative_to("paper") == RecipeConfig()
-    assert own.relative_to("default") == own
+    assert own.relative_to("two-four") == own
 
 
-@pytest.mark.parametrize("recipe", ["default", "paper", "activations"])
+@pytest.mark.parametrize("recipe", ["two-four", "paper", "activations"])
 def test_recipes_with_sparse_activations_take_the_settings_of_the_backward(recipe):
     chosen = {
         "token_sparsity": "mvue",
@@ -73,5 +78,5 @@ def test_recipes_with_sparse_activations_take_the_settings_of_the_backward(recip
 
 
 def test_an_unknown_recipe_is_refused():
-    with pytest.raises(ValueError, match="recipe='papr' must be one of 'default', 'pa"):
+    with pytest.raises(ValueError, match="recipe='papr' must be one of 'experts', 't"):
         RecipeConfig().sparsity_of("papr")

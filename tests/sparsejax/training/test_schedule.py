@@ -97,7 +97,7 @@ def test_what_the_shares_leave_goes_to_the_phase_without_one():
     assert phases(config)[0].kind == "4"
 
 
-@pytest.mark.parametrize("recipe", ["default", "paper", "weights", "dense"])
+@pytest.mark.parametrize("recipe", ["two-four", "paper", "weights", "dense"])
 def test_a_recipe_is_a_schedule_of_the_same_phases(recipe):
     for steps in (1, 7, 1000, 1301):
         config = TrainConfig(recipe=recipe, steps=steps)

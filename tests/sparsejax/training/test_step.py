@@ -32,7 +32,7 @@ def run_of(tmp_path_factory):
     text = write_text(tmp_path_factory.mktemp("text"))
 
     @lru_cache
-    def of(recipe="default", micro_batches=1, **phases) -> Run:
+    def of(recipe="two-four", micro_batches=1, **phases) -> Run:
         config = micro_config(text, recipe=recipe, micro_batches=micro_batches)
         return Run(with_phases(config, **phases))
 
@@ -216,7 +216,7 @@ def test_a_step_follows_the_gradient_of_the_mean_loss(sparse, run_of):
 
 @pytest.mark.parametrize(
     ("recipe", "sparse"),
-    [("default", False), ("default", True), ("paper", True), ("weights", True)],
+    [("two-four", False), ("two-four", True), ("paper", True), ("weights", True)],
 )
 def test_four_micro_batches_are_one_batch(recipe, sparse, run_of):
     whole, parts = run_of(recipe), run_of(recipe, micro_batches=4)
@@ -271,7 +271,7 @@ def test_weights_are_packed_once_per_step(run_of, monkeypatch):
 
 
 def test_random_estimators_draw_anew_each_step_and_the_same_when_repeated(run_of):
-    run = run_of("default", token_sparsity="mvue")
+    run = run_of("two-four", token_sparsity="mvue")
     state, sparsity = state_in(run, sparse=True)
     copies = [jax.tree.map(jnp.copy, state) for _ in range(3)]
     tokens = next(run.batches())["tokens"]
@@ -302,7 +302,7 @@ def test_the_first_state_is_deterministic_and_depends_on_the_seed(run_of):
     assert not np.array_equal(ours[name], theirs[name])
 
 
-@pytest.mark.parametrize("recipe", ["default", "paper"])
+@pytest.mark.parametrize("recipe", ["two-four", "paper"])
 def test_a_template_is_the_state_without_its_values(recipe, run_of):
     run = run_of(recipe)
     for sparse in (False, True):
@@ -317,7 +317,7 @@ def test_a_template_is_the_state_without_its_values(recipe, run_of):
 
 
 def test_validation_is_the_mean_over_the_held_out_batches(run_of):
-    run = run_of("default")
+    run = run_of("two-four")
     state, sparsity = state_in(run, sparse=True)
     assert len(run.validation) == 2
 

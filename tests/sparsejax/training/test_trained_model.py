@@ -22,7 +22,7 @@ def assert_same_parameters(model, expected):
 
 
 def test_the_last_model_is_the_run_s(uninterrupted):
-    config, folder, outcome = uninterrupted("default")
+    config, folder, outcome = uninterrupted("two-four")
     run = load_trained_model(folder)
     assert (run.step, run.phase.kind, run.tokens) == (12, "dense", 12 * 4 * 16)
     assert run.config == config and run.model.sparsity.is_dense
@@ -61,6 +61,6 @@ def test_dense_weights_of_2to4_ones_compute_the_same(quick_loop, text, tmp_path)
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path, uninterrupted):
     with pytest.raises(ValueError, match="run folder of a run that has saved one"):
         load_trained_model(tmp_path)
-    _, folder, _ = uninterrupted("default")
+    _, folder, _ = uninterrupted("two-four")
     with pytest.raises(ValueError, match="no checkpoint of step=5"):
         load_trained_model(folder, 5)

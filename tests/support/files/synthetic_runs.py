@@ -44,7 +44,7 @@ class Synthetic:
 
 def ladder() -> list[Synthetic]:
     """Dense runs of three lengths, and a sparse one of each, of two seeds."""
-    sparse = DENSE.with_recipe("default")
+    sparse = DENSE.with_recipe("two-four")
     return [
         Synthetic(
             name=f"{arm}-{steps}",

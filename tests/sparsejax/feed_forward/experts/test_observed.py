@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from sparsejax.config import Interleaved, PhaseConfig, RecipeConfig
+from sparsejax.config import Interleaved, PhaseConfig, RecipeConfig, TrainConfig
 from sparsejax.feed_forward.experts.observed import initial, moved, sampled
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.sparse_ffn import SparseFFN
@@ -111,7 +111,7 @@ def test_the_router_learns_in_a_run_and_elsewhere_stays(text, micro_batches):
 def config_of(text, **changes):
     """12 steps, a dense first phase; every third step of the sparse one is on all
     neurons, and its neurons are clustered anew."""
-    config = micro_config(text, **changes)
+    config = micro_config(text, recipe=TrainConfig.recipe, **changes)
     between = Interleaved(steps=3, sparsity=ALL_NEURONS)
     schedule = (
         PhaseConfig(name="warm-up", share=0.25),

@@ -246,7 +246,7 @@ def test_a_quarter_of_the_weights_costs_a_quarter_of_their_flops(text):
         ),
         (
             lambda c: replace(c, phases=RecipeConfig(static_weights=QUARTER)),
-            "phases.static_weights='diagonal:4' has no meaning in recipe 'default'",
+            "phases.static_weights='diagonal:4' has no meaning in recipe 'two-four'",
         ),
         (
             lambda c: replace(c, model=replace(c.model, static_weights=QUARTER)),

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("quick_loop")
 
 
 def test_records_of_a_run_are_complete(uninterrupted):
-    _, folder, _ = uninterrupted("default")
+    _, folder, _ = uninterrupted("two-four")
     records = read_records(folder)
 
     def steps_of(event: str) -> list[int]:
@@ -51,17 +51,17 @@ def test_records_of_a_run_are_complete(uninterrupted):
     kinds = {r["step"]: r["kind"] for r in records if r["event"] == "step"}
     assert list(kinds.values()) == ["warm-up"] * 3 + ["sparse"] * 6 + ["dense"] * 3
     saved = json.loads((folder / "config.json").read_text())
-    assert saved == to_json(uninterrupted("default")[0])
+    assert saved == to_json(uninterrupted("two-four")[0])
 
 
 def test_checkpoints_of_the_switches_and_the_newest_stay(uninterrupted):
-    config, folder, _ = uninterrupted("default")
+    config, folder, _ = uninterrupted("two-four")
     assert config.keep_checkpoints == 2
     assert Checkpoints(folder / "checkpoints").steps() == [3, 9, 10, 12]
 
 
 def test_multiples_of_keep_every_stay_too(uninterrupted, tmp_path):
-    config, _, _ = uninterrupted("default")
+    config, _, _ = uninterrupted("two-four")
     train(replace(config, keep_every=4), tmp_path)
     kept = {10, 12} | {4, 8, 12} | {3, 9, 12}  # the newest, multiples, switches and end
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
@@ -73,7 +73,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(
     step, until, uninterrupted, tmp_path, monkeypatch
 ):
     """The checkpoints of the switches, after steps 3 and 9, hold up no step either."""
-    config, _, expected = uninterrupted("default")
+    config, _, expected = uninterrupted("two-four")
     stepped, write = threading.Event(), manifest.write
     slow = tmp_path / "checkpoints" / f"step_{step:08d}"
 
@@ -131,7 +131,7 @@ def test_a_phase_compiles_one_step_and_both_dense_phases_share_it(
 
 
 def test_a_switch_records_both_sides_with_and_without_masks(uninterrupted):
-    _, folder, _ = uninterrupted("default")
+    _, folder, _ = uninterrupted("two-four")
     entering, leaving = (r for r in read_records(folder) if r["event"] == "switch")
     assert (entering["to"], leaving["to"]) == ("sparse", "dense")
     # Dense on one side of each: there is nothing to mask.
@@ -148,7 +148,7 @@ def test_a_switch_records_both_sides_with_and_without_masks(uninterrupted):
 def test_no_loss_around_a_switch_is_computed_twice(
     uninterrupted, tmp_path, monkeypatch
 ):
-    config, folder, _ = uninterrupted("default")
+    config, folder, _ = uninterrupted("two-four")
     computed: list[tuple[bool, bool]] = []
     losses = Run.batch_losses
 
@@ -228,7 +228,7 @@ def poison(monkeypatch, *, step: int, name: str, value: float) -> None:
 def test_what_is_not_finite_stops_the_run_before_it_is_saved(
     name, value, text, tmp_path, monkeypatch, uninterrupted
 ):
-    config, folder, expected = uninterrupted("default")
+    config, folder, expected = uninterrupted("two-four")
     with monkeypatch.context() as patch:
         patch.setattr(loop, "Run", Run)
         # Step 8 ends in a validation and a checkpoint.
@@ -261,7 +261,7 @@ def test_it_is_noticed_between_records_as_well(text, tmp_path, monkeypatch):
 def test_a_non_finite_validation_stops_the_run_before_the_switch(
     text, tmp_path, monkeypatch, uninterrupted
 ):
-    config, _, _ = uninterrupted("default")
+    config, _, _ = uninterrupted("two-four")
     monkeypatch.setattr(Run, "validate", lambda *_, **__: math.nan)
     with pytest.raises(NonFiniteLoss, match="validation_loss=nan at step 3, phase 0"):
         train(config, tmp_path)
@@ -283,7 +283,7 @@ def test_a_huge_learning_rate_never_leaves_a_non_finite_checkpoint(text, tmp_pat
 
 
 def test_sigterm_finishes_the_step_and_saves_it(uninterrupted, tmp_path):
-    config, _, expected = uninterrupted("default")
+    config, _, expected = uninterrupted("two-four")
 
     def observe(record: dict) -> None:
         if (record["event"], record["step"]) == ("step", 5):
@@ -307,7 +307,7 @@ def sparse_kernels(monkeypatch):
 def test_a_caller_may_resume_in_a_new_process_after_sparse_kernels(
     uninterrupted, sparse_kernels, tmp_path
 ):
-    config, _, expected = uninterrupted("default")
+    config, _, expected = uninterrupted("two-four")
     config = replace(config, new_process_minutes=0)
     stopped = train(config, tmp_path, stop_after_sparse=True)
     assert (stopped.resume_in_new_process, stopped.completed) == (True, False)
@@ -327,7 +327,7 @@ def test_where_nobody_asks_or_nothing_is_gained_it_goes_on(
     """A short dense phase, or no sparse kernels before it."""
     if kernels:
         request.getfixturevalue("sparse_kernels")
-    config, _, _ = uninterrupted("default")
+    config, _, _ = uninterrupted("two-four")
     config = replace(config, new_process_minutes=minutes)
     outcome = train(config, tmp_path, stop_after_sparse=asked)
     assert outcome.completed and not outcome.resume_in_new_process
@@ -337,7 +337,7 @@ def test_where_nobody_asks_or_nothing_is_gained_it_goes_on(
 def test_what_is_left_is_estimated_from_the_pace(
     minutes, stops, uninterrupted, sparse_kernels, monkeypatch, tmp_path
 ):
-    config, _, _ = uninterrupted("default")
+    config, _, _ = uninterrupted("two-four")
     config = replace(config, new_process_minutes=minutes)
     # The three dense steps would take five minutes.
     rate = 3 * config.tokens_per_step / 300
@@ -349,7 +349,7 @@ def test_what_is_left_is_estimated_from_the_pace(
 def test_a_run_that_is_told_to_stop_is_not_resumed_in_a_new_process(
     uninterrupted, sparse_kernels, tmp_path
 ):
-    config, _, _ = uninterrupted("default")
+    config, _, _ = uninterrupted("two-four")
     config = replace(config, new_process_minutes=0)
 
     def observe(record: dict) -> None:
@@ -381,7 +381,7 @@ class SignalledBatches:
 def test_sigterm_between_records_is_saved_too(
     text, tmp_path, monkeypatch, uninterrupted
 ):
-    _, _, expected = uninterrupted("default")
+    _, _, expected = uninterrupted("two-four")
     settings = {"log_every": 100, "eval_every": 0, "checkpoint_every": 0}
     config = micro_config(text, **settings)
     batches = Run.batches
@@ -394,7 +394,7 @@ def test_sigterm_between_records_is_saved_too(
 
 
 def test_the_handler_of_sigterm_is_given_back(uninterrupted, tmp_path):
-    config, _, _ = uninterrupted("default")
+    config, _, _ = uninterrupted("two-four")
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Killed):
         train(config, tmp_path, observe=kill_at("step", 1))
@@ -424,7 +424,7 @@ def test_the_clock_counts_steps_and_nothing_else(monkeypatch):
 
 
 def test_speed_is_recorded_but_for_the_first_interval_of_a_phase(uninterrupted):
-    _, folder, _ = uninterrupted("default")
+    _, folder, _ = uninterrupted("two-four")
     steps = [r for r in read_records(folder) if r["event"] == "step"]
     silent = [r["step"] for r in steps if "tokens_per_second" not in r]
     assert silent == [1, 4, 10]
@@ -446,7 +446,7 @@ def test_the_routers_share_is_recorded_where_there_is_a_router(uninterrupted):
 
 
 def test_gradient_norms_and_rates_are_those_of_the_step(uninterrupted):
-    _, folder, _ = uninterrupted("default")
+    _, folder, _ = uninterrupted("two-four")
     steps = [r for r in read_records(folder) if r["event"] == "step"]
     # warm-up of round(0.1 * 12) = 1 step, then one cosine, blind to the phases
     expected = [0.01]

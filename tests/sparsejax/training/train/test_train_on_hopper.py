@@ -48,7 +48,7 @@ def one_sparse_step(config):
     ("recipe", "phases"),
     [
         ("weights", {}),
-        ("default", {"token_sparsity": "magnitude"}),
+        ("two-four", {"token_sparsity": "magnitude"}),
         ("paper", {"router": ActivationEnergy(), "experts_per_token": 2}),
         ("paper", {"router": ActivationEnergy(), "token_sparsity": "magnitude"}),
         ("paper", {"token_sparsity": "mvue"}),

@@ -69,7 +69,7 @@ def test_every_checkpoint_of_a_run_leads_to_its_end(variant, uninterrupted, tmp_
 
 
 def test_a_finished_run_is_left_as_it_is(uninterrupted, tmp_path):
-    config, folder, expected = uninterrupted("default")
+    config, folder, expected = uninterrupted("two-four")
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     again = train(config, tmp_path)
     assert again.completed
@@ -81,7 +81,7 @@ def test_a_finished_run_is_left_as_it_is(uninterrupted, tmp_path):
 
 
 def test_a_folder_of_another_run_is_refused_and_left_alone(uninterrupted, tmp_path):
-    config, folder, _ = uninterrupted("default")
+    config, folder, _ = uninterrupted("two-four")
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     saved = (tmp_path / "config.json").read_bytes()
     with pytest.raises(ValueError, match="whose seed is 0 and cannot become 1"):
@@ -94,7 +94,7 @@ def test_a_folder_of_another_run_is_refused_and_left_alone(uninterrupted, tmp_pa
 
 
 def test_a_resumed_run_may_change_what_it_writes(uninterrupted, tmp_path):
-    config, _, expected = uninterrupted("default")
+    config, _, expected = uninterrupted("two-four")
     with pytest.raises(Killed):
         train(config, tmp_path, observe=kill_at("step", 5))
     changed = replace(config, log_every=5, eval_every=0, keep_checkpoints=9)
@@ -119,7 +119,7 @@ def test_a_resume_on_other_text_is_refused(text, tmp_path):
 
 
 def test_a_line_that_is_no_whole_record_is_dropped(uninterrupted, tmp_path):
-    config, folder, _ = uninterrupted("default")
+    config, folder, _ = uninterrupted("two-four")
     with pytest.raises(Killed):
         train(config, tmp_path, observe=kill_at("step", 5))
     whole = {"event": "step", "step": 3, "phase": 0, "kind": "warm-up", "loss": 1.0}
@@ -146,7 +146,7 @@ def test_a_line_that_is_no_whole_record_is_dropped(uninterrupted, tmp_path):
 
 
 def test_a_folder_in_which_a_run_trains_is_refused(uninterrupted, tmp_path):
-    config, _, expected = uninterrupted("default")
+    config, _, expected = uninterrupted("two-four")
     refused = []
 
     def observe(record: dict) -> None:
@@ -162,7 +162,7 @@ def test_a_folder_in_which_a_run_trains_is_refused(uninterrupted, tmp_path):
 
 
 def test_a_file_system_without_locks_will_do(uninterrupted, tmp_path, monkeypatch):
-    config, _, _ = uninterrupted("default")
+    config, _, _ = uninterrupted("two-four")
 
     def flock(file, operation):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -176,7 +176,7 @@ def test_a_file_system_without_locks_will_do(uninterrupted, tmp_path, monkeypatc
 def test_a_record_that_cannot_be_written_ends_the_run_and_is_told(
     name, uninterrupted, tmp_path
 ):
-    config, _, expected = uninterrupted("default")
+    config, _, expected = uninterrupted("two-four")
     with pytest.raises(Killed):
         train(config, tmp_path, observe=kill_at("step", 5))
     draft = tmp_path / Path(name).with_suffix(".draft")
@@ -193,7 +193,7 @@ def test_a_record_that_cannot_be_written_ends_the_run_and_is_told(
 def test_a_full_disk_under_the_records_ends_the_run_and_is_told(
     uninterrupted, tmp_path
 ):
-    config, _, expected = uninterrupted("default")
+    config, _, expected = uninterrupted("two-four")
     records, aside = tmp_path / "metrics.jsonl", tmp_path / "aside"
 
     def observe(record: dict) -> None:
@@ -226,7 +226,7 @@ def test_a_run_without_an_intact_checkpoint_is_not_begun_anew_unasked(text, tmp_
 
 
 def test_a_finished_run_goes_on_to_more_steps(uninterrupted, tmp_path):
-    config, folder, _ = uninterrupted("default")
+    config, folder, _ = uninterrupted("two-four")
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     outcome = train(replace(config, steps=16), tmp_path)
     assert outcome.completed and int(outcome.state.step) == 16
@@ -248,7 +248,7 @@ def test_a_finished_run_goes_on_to_more_steps(uninterrupted, tmp_path):
 def test_steps_that_move_the_run_into_another_phase_are_refused(
     steps, plan, uninterrupted, tmp_path
 ):
-    config, folder, _ = uninterrupted("default")
+    config, folder, _ = uninterrupted("two-four")
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     with pytest.raises(ValueError) as caught:
         train(replace(config, steps=steps), tmp_path)
