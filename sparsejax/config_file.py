@@ -75,17 +75,27 @@ def from_json(settings: Any) -> TrainConfig:
 FORMER_RECIPES: dict[str, RecipeName] = {"default": "two-four"}
 """Former names of recipes, and what they are called now."""
 
+FORMER_SPARSE_SHARE = 0.5
+"""The former default of `phases.sparse_share`."""
+
 
 def _with_its_name(settings: Any) -> Any:
     """Returns settings of an earlier version with the present name of their recipe.
-    Beside a schedule, which reads no recipe, the earlier version wrote its default."""
-    former = settings.get("recipe") if isinstance(settings, Mapping) else None
-    if former not in list(FORMER_RECIPES):
+    Beside a schedule, which reads neither recipe nor shares, the earlier version wrote
+    its defaults, in the place of which come those of this one."""
+    if not isinstance(settings, Mapping):
         return settings
-    phases = settings.get("phases")
-    scheduled = isinstance(phases, Mapping) and phases.get("schedule")
-    named = TrainConfig.recipe if scheduled else FORMER_RECIPES[former]
-    return {**settings, "recipe": named}
+    phases, named = settings.get("phases"), dict(settings)
+    former = settings.get("recipe")
+    if former in list(FORMER_RECIPES):
+        named["recipe"] = FORMER_RECIPES[former]
+    if isinstance(phases, Mapping) and phases.get("schedule"):
+        if former in list(FORMER_RECIPES):
+            named["recipe"] = TrainConfig.recipe
+        if phases.get("sparse_share") == FORMER_SPARSE_SHARE:
+            share = RecipeConfig.sparse_share
+            named["phases"] = {**phases, "sparse_share": share}
+    return named
 
 
 def _on_its_recipe(settings: Any) -> Any:

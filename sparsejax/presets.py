@@ -40,7 +40,9 @@ def wide_200m() -> TrainConfig:
             scan_layers=False,
         ),
         data=DataConfig(sequence_length=1024),
-        optimizer=OptimizerConfig(peak_learning_rate=3e-4, warmup_share=0.05),
+        optimizer=OptimizerConfig(
+            peak_learning_rate=3e-4, schedule="cosine", warmup_share=0.05
+        ),
         phases=RecipeConfig(
             warmup_share=0.1,
             sparse_share=0.7,
@@ -58,8 +60,8 @@ def wide_200m() -> TrainConfig:
 
 def gpt_124m() -> TrainConfig:
     """Returns the settings of GPT-2's smallest size with squared ReLU. Steps, batch and
-    warm-up are those of arXiv 2404.01847; the learning rate is ours, four times theirs,
-    and not tuned."""
+    warm-up are those of arXiv 2404.01847; the learning rate and its course are ours,
+    the rate four times theirs and not tuned."""
     return TrainConfig(
         preset="gpt-124m",
         model=ModelConfig(
@@ -87,7 +89,7 @@ def gpt_124m() -> TrainConfig:
 
 def llama_1b() -> TrainConfig:
     """Returns the settings of the probable 1B set-up of arXiv 2602.06183: Meta
-    Lingua's, with squared ReLU.
+    Lingua's, with squared ReLU, and ours for recipe and course of the learning rate.
 
     F is 4 d_model and not the 8448 that would have exactly SwiGLU's parameters: 2, 4, 8
     or 16 experts are then whole blocks of 64 neurons, as sparse tensor cores need.
@@ -124,7 +126,7 @@ def llama_1b() -> TrainConfig:
 
 def llama_7b() -> TrainConfig:
     """Returns the settings of the probable 7B set-up of arXiv 2602.06183: Meta
-    Lingua's, with squared ReLU.
+    Lingua's, with squared ReLU, and ours for recipe and course of the learning rate.
 
     F is 4 d_model and not 16,512, as in `llama_1b`.
     """

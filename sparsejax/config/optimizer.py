@@ -31,10 +31,10 @@ class OptimizerConfig:
     moments as rows and columns (arXiv 1804.04235); its learning rate is relative to the
     RMS of each weight."""
     peak_learning_rate: Positive = 3e-3
-    schedule: ScheduleName = "cosine"
-    """Course of the learning rate. cosine: one cosine decay from the warm-up to the
-    last step. wsd (warm-up, stable, decay): constant at the peak, and a decay over the
-    last steps (arXiv 2405.18392)."""
+    schedule: ScheduleName = "wsd"
+    """Course of the learning rate. wsd (warm-up, stable, decay): constant at the peak,
+    and a decay over the last steps (arXiv 2405.18392), before which a sparse phase is
+    to end. cosine: one cosine decay from the warm-up to the last step."""
     warmup_share: Share = 0.04
     """Share of the steps over which the learning rate rises from 0."""
     decay_share: Share = 0.2

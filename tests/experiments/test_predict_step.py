@@ -49,9 +49,9 @@ def test_two_gpus_are_predicted_too_fast(rows):
     assert len(two) == 12 and -0.15 < min(two) and max(two) < -0.05
 
 
-def logged_ms(arm: str, kind: str) -> float:
-    """Returns the milliseconds of a step of the direct run, by its records."""
-    records = RESULTS / "direct-57m" / arm / "seed-0" / "metrics.jsonl"
+def logged_ms(comparison: str, arm: str, kind: str) -> float:
+    """Returns the milliseconds of a step of a direct run, by its records."""
+    records = RESULTS / comparison / arm / "seed-0" / "metrics.jsonl"
     steps = [json.loads(line) for line in records.read_text().splitlines()]
     speeds = [
         step["tokens_per_second"]
@@ -81,11 +81,17 @@ def test_steps_of_a_comparisons_runs_are_predicted_in_the_model_of_one(tmp_path)
         "date": "2026-11-25",
     }
     measured = {
-        "dense": logged_ms("dense", "dense"),
-        "fading, two-of-eight": logged_ms("fading", "two-of-eight"),
-        "fading, four-of-eight": logged_ms("fading", "four-of-eight"),
+        "dense": logged_ms("direct-57m", "dense", "dense"),
+        "fading, two-of-eight": logged_ms("direct-57m", "fading", "two-of-eight"),
+        "fading, four-of-eight": logged_ms("direct-57m", "fading", "four-of-eight"),
     }
     rows = [row | {"name": name, "step_ms": ms} for name, ms in measured.items()]
+    later = row | {"comparison": "direct-57m-linux", "model_of": "narrow"}
+    narrow_ms = logged_ms("direct-57m-linux", "narrow", "dense")
+    rows.append(later | {"name": "dense", "step_ms": narrow_ms})
+    name, later["model_of"] = "two-of-eight, two-of-eight", "two-of-eight"
+    two_ms = logged_ms("direct-57m-linux", "two-of-eight", "two-of-eight")
+    rows.append(later | {"name": name, "step_ms": two_ms})
     rows.append(rows[1] | {"comparison": None, "model_of": None, "preset": "llama-1b"})
     rows.append(rows[0] | {"comparison": "no-such-file"})
     rows.append(rows[0] | {"model_of": "no-such-run"})
@@ -93,8 +99,10 @@ def test_steps_of_a_comparisons_runs_are_predicted_in_the_model_of_one(tmp_path)
     steps.write_text("".join(json.dumps(each) + "\n" for each in rows))
     meshes.write_text("")
     predicted = main(Config(steps=steps, meshes=meshes, results=None))
-    assert [of["name"] for of in predicted] == list(measured)
-    assert {of["preset"] for of in predicted} == {"fading"}
-    dense, two, four = (of["error"] for of in predicted)
+    assert [of["name"] for of in predicted] == [*measured, "dense", name]
+    models = [of["preset"] for of in predicted]
+    assert models == ["fading", "fading", "fading", "narrow", "two-of-eight"]
+    dense, two, four, narrow, two_of_today = (of["error"] for of in predicted)
     # Those with experts looked at twice as many tokens with all neurons as today's do.
     assert abs(dense) < 0.01 and -0.09 < two < -0.07 and -0.09 < four < -0.07
+    assert -0.05 < narrow < -0.04 and -0.08 < two_of_today < -0.07

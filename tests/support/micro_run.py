@@ -46,7 +46,9 @@ def micro_config(text: str, **changes) -> TrainConfig:
             vocab_size=256, d_model=16, layers=2, heads=2, kv_heads=1, d_hidden=64
         ),
         data=DataConfig(text=text, sequence_length=16, validation_share=0.3),
-        optimizer=OptimizerConfig(peak_learning_rate=1e-2, warmup_share=0.1),
+        optimizer=OptimizerConfig(
+            peak_learning_rate=1e-2, schedule="cosine", warmup_share=0.1
+        ),
         phases=phases,
         steps=12,
         batch_size=4,

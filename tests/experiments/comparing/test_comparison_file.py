@@ -7,7 +7,13 @@ import pytest
 
 from experiments.comparing import comparison_file
 from experiments.comparing.comparison_file import kept_steps, read_comparison
-from sparsejax.config import Interleaved, PhaseConfig, TrainConfig
+from sparsejax.config import (
+    Interleaved,
+    OptimizerConfig,
+    PhaseConfig,
+    RecipeConfig,
+    TrainConfig,
+)
 from sparsejax.config_file import changed_settings
 from sparsejax.cost_model import parameter_count
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
@@ -206,7 +212,12 @@ def test_a_run_may_have_the_former_name_of_its_recipe(tmp_path):
 
 
 def test_the_kept_steps_are_those_of_the_keep_policy():
-    config = TrainConfig(steps=1000, checkpoint_every=150, keep_checkpoints=3)
+    config = TrainConfig(
+        steps=1000,
+        checkpoint_every=150,
+        keep_checkpoints=3,
+        phases=RecipeConfig(sparse_share=0.5),
+    )
     # Switches at 50 and 550, the end, and of the others the newest.
     assert kept_steps(config) == [50, 550, 750, 900, 1000]
     assert kept_steps(replace(config, checkpoint_every=0)) == [50, 550, 1000]
@@ -321,7 +332,8 @@ def test_the_ablations_differ_in_what_their_names_say():
         replace(trial.config, recipe="dense", phases=TrainConfig().phases)
         for trial in first
     }
-    assert alike == {replace(TrainConfig(), recipe="dense", sample_length=0)}
+    decay = OptimizerConfig(schedule="cosine")
+    assert alike == {TrainConfig(recipe="dense", sample_length=0, optimizer=decay)}
 
 
 def test_runs_of_other_lengths_may_share_an_arm(tmp_path):

@@ -51,7 +51,7 @@ def paper(**changes):
             r"phases.warmup_share=0.6 \+ sparse_share=0.5 exceed 1; they are shares",
         ),
         (
-            lambda: OptimizerConfig(decay_share=0.5),
+            lambda: OptimizerConfig(schedule="cosine", decay_share=0.5),
             "optimizer.decay_share=0.5 has no meaning in schedule 'cosine', .* use "
             "--optimizer.schedule wsd",
         ),

@@ -64,7 +64,10 @@ def test_a_switch_takes_the_place_of_the_state_before_it(run_of):
 @pytest.mark.parametrize(("steps", "warmup_share"), [(50, 0.1), (40, 0.0), (10, 0.1)])
 def test_the_rate_rises_linearly_and_falls_by_one_cosine(steps, warmup_share):
     config = OptimizerConfig(
-        peak_learning_rate=0.5, warmup_share=warmup_share, final_ratio=0.1
+        peak_learning_rate=0.5,
+        schedule="cosine",
+        warmup_share=warmup_share,
+        final_ratio=0.1,
     )
     schedule = learning_rate(config, steps)
     warmup = round(warmup_share * steps)
@@ -113,8 +116,9 @@ def test_where_rounding_leaves_too_few_steps_the_decay_is_the_shorter_one():
     assert rates == pytest.approx([1.5e-3, 3e-3, 3e-3], rel=1e-5)
 
 
-def test_a_run_that_is_all_warm_up_ends_at_the_peak():
-    config = OptimizerConfig(peak_learning_rate=1.5e-3, warmup_share=1.0)
+@pytest.mark.parametrize("schedule", [{"schedule": "cosine"}, {"decay_share": 0.0}])
+def test_a_run_that_is_all_warm_up_ends_at_the_peak(schedule):
+    config = OptimizerConfig(peak_learning_rate=1.5e-3, warmup_share=1.0, **schedule)
     schedule = learning_rate(config, 7)
     assert float(schedule(6)) == pytest.approx(1.5e-3, rel=1e-5)
     assert float(schedule(0)) == pytest.approx(1.5e-3 / 7, rel=1e-5)
@@ -143,7 +147,11 @@ def adamw(config, rates, params, gradients, decayed):
 
 def test_the_optimiser_is_adamw_behind_a_clip_without_decay_of_norm_scales():
     config = OptimizerConfig(
-        peak_learning_rate=0.1, warmup_share=0.5, clip_norm=1.5, weight_decay=0.3
+        schedule="cosine",
+        peak_learning_rate=0.1,
+        warmup_share=0.5,
+        clip_norm=1.5,
+        weight_decay=0.3,
     )
     generator = np.random.default_rng(0)
     shapes = {"w_up": (3, 4), "embedding": (5, 3), "scale": (3,)}
