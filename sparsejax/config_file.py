@@ -67,7 +67,7 @@ def from_json(settings: Any) -> TrainConfig:
       ValueError: names the dotted setting that this version does not know, or whose
         type or value is wrong.
     """
-    settings = _on_its_recipe(_with_sparsity(_with_its_name(settings)))
+    settings = _on_its_recipe(_with_sparsity(_of_this_version(settings)))
     config = from_plain(TrainConfig, settings)
     return replace(config, phases=config.phases.relative_to(config.recipe))
 
@@ -79,23 +79,20 @@ FORMER_SPARSE_SHARE = 0.5
 """The former default of `phases.sparse_share`."""
 
 
-def _with_its_name(settings: Any) -> Any:
+def _of_this_version(settings: Any) -> Any:
     """Returns settings of an earlier version with the present name of their recipe.
     Beside a schedule, which reads neither recipe nor shares, the earlier version wrote
     its defaults, in the place of which come those of this one."""
     if not isinstance(settings, Mapping):
         return settings
-    phases, named = settings.get("phases"), dict(settings)
-    former = settings.get("recipe")
-    if former in list(FORMER_RECIPES):
-        named["recipe"] = FORMER_RECIPES[former]
-    if isinstance(phases, Mapping) and phases.get("schedule"):
-        if former in list(FORMER_RECIPES):
-            named["recipe"] = TrainConfig.recipe
-        if phases.get("sparse_share") == FORMER_SPARSE_SHARE:
-            share = RecipeConfig.sparse_share
-            named["phases"] = {**phases, "sparse_share": share}
-    return named
+    recipe, phases = settings.get("recipe"), settings.get("phases")
+    now = FORMER_RECIPES.get(recipe) if isinstance(recipe, str) else None
+    if not (isinstance(phases, Mapping) and phases.get("schedule")):
+        return {**settings, "recipe": now} if now else settings
+    if phases.get("sparse_share") == FORMER_SPARSE_SHARE:
+        phases = {**phases, "sparse_share": RecipeConfig.sparse_share}
+    named = {"recipe": TrainConfig.recipe} if now else {}
+    return {**settings, **named, "phases": phases}
 
 
 def _on_its_recipe(settings: Any) -> Any:

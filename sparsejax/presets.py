@@ -89,7 +89,8 @@ def gpt_124m() -> TrainConfig:
 
 def llama_1b() -> TrainConfig:
     """Returns the settings of the probable 1B set-up of arXiv 2602.06183: Meta
-    Lingua's, with squared ReLU, and ours for recipe and course of the learning rate.
+    Lingua's, with squared ReLU. The recipe and the course of the learning rate are
+    ours.
 
     F is 4 d_model and not the 8448 that would have exactly SwiGLU's parameters: 2, 4, 8
     or 16 experts are then whole blocks of 64 neurons, as sparse tensor cores need.
@@ -126,7 +127,8 @@ def llama_1b() -> TrainConfig:
 
 def llama_7b() -> TrainConfig:
     """Returns the settings of the probable 7B set-up of arXiv 2602.06183: Meta
-    Lingua's, with squared ReLU, and ours for recipe and course of the learning rate.
+    Lingua's, with squared ReLU. The recipe and the course of the learning rate are
+    ours.
 
     F is 4 d_model and not 16,512, as in `llama_1b`.
     """

@@ -187,7 +187,7 @@ class TrainConfig:
             raise ValueError(
                 f"recipe={self.recipe!r} has a penalty on skipped neurons, skipped_"
                 f"energy={sparsity.skipped_energy}, which FFNs with model.activation="
-                f"{activation!r} do not know; leave it out with --phases.skipped-"
+                f"{activation!r} cannot have; leave it out with --phases.skipped-"
                 f"energy None, or use another --recipe or --model.activation relu2"
             )
         if activation == "swiglu" and sparsity.in_expert is not None:

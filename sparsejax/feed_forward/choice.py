@@ -47,8 +47,8 @@ def decide(
     to take less time than the dense GEMM of all neurons, and else that one.
 
     Raises:
-      NotImplementedError: the named backend cannot run one of the sparse GEMMs, or none
-        of all; says why.
+      NotImplementedError: the named backend cannot run one of the sparse GEMMs, or runs
+        no GEMM at all though some are by expert; says why.
     """
     decisions = with_epilogues(_one_by_one(gemms, backend))
     if backend is not None:

@@ -124,8 +124,8 @@ class Pretrained:
 
     def settings(self, start: TrainConfig) -> TrainConfig:
         """Returns the settings `start` with the folder's model and tokenizer. Where the
-        model is gated, a recipe's penalty on skipped neurons, which gated FFNs do not
-        know, is left out. Of weights that were trained for another activation, at least
+        model is gated, a recipe's penalty on skipped neurons, which gated FFNs cannot
+        have, is left out. Of weights that were trained for another activation, at least
         `RELUFIED_WARMUP` of the steps are dense before the sparse ones.
 
         Raises:

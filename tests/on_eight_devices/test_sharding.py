@@ -38,6 +38,9 @@ def config_for(text: str, variant: str) -> TrainConfig:
             experts_per_token=2,
             router=ActivationEnergy(),
         )
+    if variant == "experts":
+        config = replace(config, recipe="experts")
+        config = with_phases(config, activations=VNM(4, 4, 32))
     if variant == "observed":
         config = replace(config, recipe="paper")
         config = with_phases(
@@ -108,6 +111,7 @@ def on(config: TrainConfig, mesh: str) -> TrainConfig:
 
 
 GATES_AND_ROUTERS = (
+    "experts",
     "activation_energy",
     "observed",
     "learned",

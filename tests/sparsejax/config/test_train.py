@@ -82,8 +82,8 @@ def paper(**changes):
         *(
             (
                 lambda gate=gate: TrainConfig(model=ModelConfig(activation=gate)),
-                f"recipe='experts' has a penalty .* model.activation='{gate}' do not "
-                f"know; leave it out with --phases.skipped-energy None, or",
+                f"recipe='experts' has a penalty .* model.activation='{gate}' cannot "
+                f"have; leave it out with --phases.skipped-energy None, or",
             )
             for gate in ("swiglu", "reglu2")
         ),
