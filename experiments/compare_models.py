@@ -42,9 +42,9 @@ from sparsejax.checkpoints.checkpoint_folder import named_checkpoint
 from sparsejax.data.corpus import File, held_out_files
 from sparsejax.data.files import text_files
 from sparsejax.data.tokenizers import Tokenizer, load_tokenizer
+from sparsejax.interchange.trained_model import TrainedModel, load_trained_model
 from sparsejax.reports.provenance import commit
 from sparsejax.terminal import console
-from sparsejax.training.trained_model import TrainedModel, load_trained_model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,10 +43,11 @@ from experiments.comparing.side_by_side import RunsFailed, Slots, train_all
 from experiments.plot import plot_comparison
 from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.config import TrainConfig
-from sparsejax.config_file import changed_settings, read_config
+from sparsejax.config.config_file import changed_settings, read_config
+from sparsejax.config.presets import PRESETS
+from sparsejax.config.schedule import phases
 from sparsejax.distributed.own_process import Terminated, in_own_process
 from sparsejax.launch import job
-from sparsejax.presets import PRESETS
 from sparsejax.reports.provenance import commit
 from sparsejax.reports.records import (
     check_writable,
@@ -57,7 +58,6 @@ from sparsejax.reports.records import (
 from sparsejax.terminal import console, printed_plan
 from sparsejax.training.branch import Branch
 from sparsejax.training.progress import NonFiniteLoss
-from sparsejax.training.recipe import phases
 
 AROUND_A_SWITCH = ("before", "before_unmasked", "after", "after_unmasked")
 PROVENANCE = ("device", "jax", "commit", "date")

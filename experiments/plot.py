@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from experiments.comparing.finished_runs import side_by_side
-from sparsejax.config_file import read_config
+from sparsejax.config.config_file import read_config
 from sparsejax.reports.loss_figure import (
     missing_matplotlib,
     of_event,

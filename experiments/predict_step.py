@@ -39,10 +39,10 @@ from sparsejax.config import (
     RecipeName,
     TrainConfig,
 )
-from sparsejax.config_file import FORMER_RECIPES, from_plain
+from sparsejax.config.config_file import FORMER_RECIPES, from_plain
+from sparsejax.config.presets import PRESETS
 from sparsejax.cost_model import Links, PredictedStep, Speeds, predicted_step
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
-from sparsejax.presets import PRESETS
 from sparsejax.reports.metrics import ffn_decisions
 from sparsejax.routing.routers import named_router
 from sparsejax.sparsity.patterns import VNM

@@ -28,10 +28,10 @@ import tyro
 from pallas_kernels import tuning
 from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.config import PresetName, RecipeName
+from sparsejax.config.presets import PRESETS
 from sparsejax.distributed.own_process import in_own_process
 from sparsejax.ops.backend import current_device
 from sparsejax.ops.gemm_spec import GemmSpec
-from sparsejax.presets import PRESETS
 from sparsejax.reports.provenance import commit
 from sparsejax.tuning import tune
 from sparsejax.tuning.tune import Trial

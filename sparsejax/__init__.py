@@ -1,6 +1,7 @@
 """Pre-train language models faster on sparse tensor cores."""
 
 from sparsejax.config import ModelConfig as ModelConfig
+from sparsejax.config.schedule import Phase as Phase
 from sparsejax.feed_forward.choice import SlowerThanDense as SlowerThanDense
 from sparsejax.feed_forward.choice import why_slower_than_dense as why_slower_than_dense
 from sparsejax.feed_forward.ffn import ffn as ffn
@@ -42,9 +43,8 @@ from sparsejax.sparsity.packed import unpack as unpack
 from sparsejax.sparsity.patterns import NM as NM
 from sparsejax.sparsity.patterns import VNM as VNM
 from sparsejax.sparsity.patterns import BlockDiagonal as BlockDiagonal
+from sparsejax.switches.switching import set_sparsity as set_sparsity
+from sparsejax.switches.switching import switch as switch
 from sparsejax.training.micro_batches import loss_and_gradient as loss_and_gradient
-from sparsejax.training.recipe import Phase as Phase
-from sparsejax.training.switches.switching import set_sparsity as set_sparsity
-from sparsejax.training.switches.switching import switch as switch
 
 __version__ = "0.1.0"

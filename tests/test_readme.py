@@ -122,32 +122,6 @@ def test_every_figure_is_shown_and_drawings_have_a_white_background():
         assert "#ffffff" in str(first.attrib)
 
 
-def test_every_file_has_its_line():
-    """The layout table names each module, and no module that is not there."""
-    folders = ("sparsejax", "pallas_kernels", "experiments")
-    there = {
-        name_of(path) for folder in folders for path in (ROOT / folder).rglob("*.py")
-    }
-    lines = (DOCS / "layout.md").read_text().splitlines()
-    named = [match[1] for line in lines if (match := re.match(r"\| `(\S+\.py)`", line))]
-    assert len(named) == len(set(named))
-    assert set(named) == {name for name in there if not name.endswith("__init__.py")}
-
-
-def test_no_file_is_too_long_to_read_and_no_folder_too_full():
-    """A file has at most 450 lines, but for tests, and a folder a dozen modules."""
-    source = ("sparsejax", "pallas_kernels", "experiments")
-    modules: dict[Path, int] = {}
-    for folder in (*source, "tests"):
-        for path in (ROOT / folder).rglob("*.py"):
-            if path.name != "__init__.py":
-                modules[path.parent] = modules.get(path.parent, 0) + 1
-            lines = path.read_text().count("\n")
-            assert lines <= 450 or folder == "tests", (name_of(path), lines)
-    full = {name_of(path): count for path, count in modules.items() if count > 12}
-    assert modules[ROOT / "sparsejax"] and not full
-
-
 def test_the_reference_has_each_public_name_once():
     tree = ast.parse((ROOT / "sparsejax" / "__init__.py").read_text())
     public = [

@@ -51,7 +51,7 @@ from experiments.bench.rows import append_rows
 from experiments.bench.sparse_modes import choose, sparse_modes
 from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.config import MeshConfig
-from sparsejax.config_file import read_config
+from sparsejax.config.config_file import read_config
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.feed_forward.spec import FFNSpec

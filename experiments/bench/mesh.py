@@ -42,7 +42,8 @@ from sparsejax.config import (
     RecipeName,
     TrainConfig,
 )
-from sparsejax.config_file import to_json
+from sparsejax.config.config_file import to_json
+from sparsejax.config.presets import PRESETS
 from sparsejax.data.corpus import load_corpus
 from sparsejax.data.tokenizers import ByteTokenizer
 from sparsejax.launch.flags import (
@@ -52,7 +53,6 @@ from sparsejax.launch.flags import (
     settings_of,
 )
 from sparsejax.ops.backend import Backend
-from sparsejax.presets import PRESETS
 from sparsejax.reports.provenance import commit
 from sparsejax.sparsity.patterns import name_of
 from sparsejax.training.step import Run, TrainState

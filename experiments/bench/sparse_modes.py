@@ -7,13 +7,13 @@ from pathlib import Path
 
 from experiments.comparing.comparison_file import read_comparison
 from sparsejax.config import PhaseConfig, PresetName, RecipeName, TrainConfig
-from sparsejax.config_file import from_plain
+from sparsejax.config.config_file import from_plain
+from sparsejax.config.presets import PRESETS
+from sparsejax.config.schedule import Phase, phases
 from sparsejax.dtypes import Precision
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
-from sparsejax.presets import PRESETS
 from sparsejax.routing.routers import ActivationEnergy, TokenHash
 from sparsejax.sparsity.patterns import TWO_FOUR, VNM
-from sparsejax.training.recipe import Phase, phases
 
 DENSE_STEP = "dense"
 DENSE_FP8_STEP = "dense, fp8"

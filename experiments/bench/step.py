@@ -57,6 +57,8 @@ from experiments.bench.sparse_modes import (
     steps_to_time,
 )
 from sparsejax.config import MeshConfig, PresetName, RecipeName, TrainConfig
+from sparsejax.config.presets import PRESETS
+from sparsejax.config.schedule import Phase, model_of
 from sparsejax.data.corpus import load_corpus
 from sparsejax.data.tokenizers import ByteTokenizer
 from sparsejax.dtypes import Precision
@@ -64,13 +66,11 @@ from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.sparse_ffn import sparse_ffns
 from sparsejax.models.transformer import Transformer
 from sparsejax.ops.backend import Backend
-from sparsejax.presets import PRESETS
 from sparsejax.reports import metrics
 from sparsejax.reports.provenance import commit
 from sparsejax.sparsity.patterns import name_of
-from sparsejax.training.recipe import Phase, model_of
+from sparsejax.switches.growth import same_size
 from sparsejax.training.step import Run, TrainState
-from sparsejax.training.switches.growth import same_size
 from sparsejax.tuning.timing import Timing, over_alone, time_interleaved
 
 

@@ -26,15 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from sparsejax.config import RECIPES, TrainConfig
-from sparsejax.config_file import (
+from sparsejax.config.config_file import (
     FORMER_RECIPES,
     check_branchable,
     from_json,
     to_json,
 )
-from sparsejax.presets import PRESETS
+from sparsejax.config.presets import PRESETS
+from sparsejax.config.schedule import phases
 from sparsejax.training.branch import Branch
-from sparsejax.training.recipe import phases
 
 
 @dataclass(frozen=True, kw_only=True)

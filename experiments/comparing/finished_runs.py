@@ -8,15 +8,14 @@ from itertools import accumulate
 from pathlib import Path
 
 from sparsejax.config import ModelConfig, TrainConfig
-from sparsejax.config_file import read_config
+from sparsejax.config.config_file import read_config
+from sparsejax.config.schedule import model_of, phases, with_dense
 from sparsejax.reports.records import (
     Record,
     records_until,
     training_seconds,
     wall_seconds,
 )
-from sparsejax.reports.step_times import with_dense
-from sparsejax.training.recipe import model_of, phases
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import tyro
 from sparsejax.checkpoints.checkpoint_folder import named_checkpoint
 from sparsejax.interchange.architectures import WeightDtype
 from sparsejax.interchange.export import check_unused, export_run
-from sparsejax.training.trained_model import load_trained_model
+from sparsejax.interchange.trained_model import load_trained_model
 
 
 @dataclass(frozen=True)

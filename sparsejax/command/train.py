@@ -41,8 +41,8 @@ from sparsejax.launch import before_training, job
 from sparsejax.launch.options import TrainOptions, parse
 from sparsejax.reports.records import check_writable
 from sparsejax.reports.sinks import check_installed
-from sparsejax.reports.step_times import StepTimes
 from sparsejax.terminal import console
+from sparsejax.training.step_times import StepTimes
 
 
 def run(arguments: Sequence[str]) -> None:

@@ -1,4 +1,5 @@
-"""Every setting of a training run, as frozen dataclasses with the range of each."""
+"""Every setting of a training run, as frozen dataclasses with the range of each; the
+phases that follow from them, and the settings as JSON."""
 
 from sparsejax.config.data import DataConfig as DataConfig
 from sparsejax.config.mesh import MeshConfig as MeshConfig

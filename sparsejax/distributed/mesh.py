@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array, Int, PyTree
 
 from sparsejax.config import MeshConfig, ModelConfig
-from sparsejax.distributed.explicit_axes import with_automatic_axes
+from sparsejax.explicit_axes import with_automatic_axes
 from sparsejax.feed_forward.layout import FFNLayout
 from sparsejax.feed_forward.sparsity import FFNSparsity
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from sparsejax.distributed.explicit_axes import automatically, spec_of
+from sparsejax.explicit_axes import automatically, spec_of
 from sparsejax.feed_forward.choice import warn_if_slower
 from sparsejax.feed_forward.frame import Execution, Static, run
 from sparsejax.feed_forward.layout import FFNLayout, check_placed

@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from sparsejax.distributed.explicit_axes import with_automatic_axes
+from sparsejax.explicit_axes import with_automatic_axes
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.fp8_matmul import QuantisedWeight
 from sparsejax.sparsity.compressed import Compressed, pack_positions, unpack_positions

@@ -20,8 +20,8 @@ from sparsejax.data.tokenizers import Tokenizer, load_tokenizer
 from sparsejax.interchange.architectures import WeightDtype, huggingface_config
 from sparsejax.interchange.model_card import model_card
 from sparsejax.interchange.tensors import huggingface_tensors, write_tensors
+from sparsejax.interchange.trained_model import TrainedModel, as_dense
 from sparsejax.models.transformer import Transformer
-from sparsejax.training.trained_model import TrainedModel, as_dense
 
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 

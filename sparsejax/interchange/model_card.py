@@ -1,11 +1,11 @@
 """The model card of an exported run: README.md of its folder."""
 
 from sparsejax.config import ModelConfig
+from sparsejax.config.schedule import Phase
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.interchange.architectures import CLASSES, model_type_of
+from sparsejax.interchange.trained_model import TrainedModel
 from sparsejax.sparsity.patterns import name_of
-from sparsejax.training.recipe import Phase
-from sparsejax.training.trained_model import TrainedModel
 
 HEADER = """---
 library_name: transformers

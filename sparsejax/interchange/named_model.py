@@ -7,8 +7,8 @@ from sparsejax.config import DataConfig
 from sparsejax.data.tokenizers import Tokenizer, load_tokenizer
 from sparsejax.interchange.export import run_tokenizer
 from sparsejax.interchange.pretrained import Pretrained
+from sparsejax.interchange.trained_model import load_trained_model
 from sparsejax.models.transformer import Transformer
-from sparsejax.training.trained_model import load_trained_model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,17 +16,17 @@ from flax import nnx
 
 from sparsejax.checkpoints.checkpoint_folder import named_checkpoint
 from sparsejax.config import ModelConfig, TrainConfig
+from sparsejax.config.schedule import Phase
 from sparsejax.data.tokenizers import ByteTokenizer
 from sparsejax.interchange.architectures import model_config_of
 from sparsejax.interchange.tensors import Names, read_parameters, weight_files
-from sparsejax.models.transformer import Transformer
-from sparsejax.training.recipe import Phase
-from sparsejax.training.trained_model import (
+from sparsejax.interchange.trained_model import (
     TrainedSettings,
     as_dense,
     load_trained_model,
     trained_settings,
 )
+from sparsejax.models.transformer import Transformer
 
 HOW_COMPUTED = ("dtype", "precision", "logits_of_loss", "remat", "scan_layers")
 """Settings of a model that say how it is computed, and not what it is."""

@@ -27,7 +27,7 @@ from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.adopted_ffn import AdoptedFFN, Form, Path, Stored, adopt, release
 from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.ops.backend import Backend
-from sparsejax.training.switches.switching import switch
+from sparsejax.switches.switching import switch
 
 TOKENS = 8
 """The tokens that a module is called with, to find out what it computes."""

@@ -18,12 +18,12 @@ import jax
 from pallas_kernels import tuning_cache
 from sparsejax.checkpoints.checkpoint_folder import latest_step
 from sparsejax.config import PresetName, TrainConfig
+from sparsejax.config.schedule import phases
 from sparsejax.data.corpus import Corpus
 from sparsejax.distributed.own_process import in_own_process
 from sparsejax.distributed.processes import Exchange, join
-from sparsejax.reports.step_times import StepTimes, from_json, time_steps, to_json
 from sparsejax.terminal import console
-from sparsejax.training.recipe import phases
+from sparsejax.training.step_times import StepTimes, from_json, time_steps, to_json
 
 ACCELERATOR_PACKAGES = ("jax_cuda13_plugin", "jax_cuda12_plugin", "libtpu")
 """The packages of which one is installed where JAX can use an NVIDIA GPU (extra "cuda")
@@ -79,7 +79,7 @@ def times_of_steps(
     heartbeat_seconds: int | None = None,
 ) -> StepTimes:
     """Returns the times of the run's dense and sparse steps on the GPUs or TPUs of this
-    machine: see `sparsejax.reports.step_times`.
+    machine: see `sparsejax.training.step_times`.
 
     Args:
       config: the settings of the run.

@@ -9,7 +9,7 @@ import numpy as np
 
 from sparsejax.checkpoints.checkpoint_folder import latest_step
 from sparsejax.config import TrainConfig
-from sparsejax.config_file import to_json
+from sparsejax.config.config_file import to_json
 from sparsejax.data.corpus import Corpus
 from sparsejax.distributed.processes import Exchange
 from sparsejax.interchange.dense_weights import export
@@ -19,9 +19,9 @@ from sparsejax.reports.loss_figure import plot_run
 from sparsejax.reports.profile import ProfiledSteps
 from sparsejax.reports.records import Record, check_writable, read_metrics
 from sparsejax.reports.sinks import SinkName, opened
-from sparsejax.reports.step_times import StepTimes
 from sparsejax.terminal import console, printed_plan
 from sparsejax.training.branch import Branch
+from sparsejax.training.step_times import StepTimes
 from sparsejax.training.train import Outcome, train
 
 RUNS = Path("runs")

@@ -13,21 +13,21 @@ from typing import Annotated, get_args
 import tyro
 
 from sparsejax.config import RecipeName, TrainConfig
-from sparsejax.config_file import (
+from sparsejax.config.config_file import (
     check_branchable,
     check_resumable,
     read_config,
     read_schedule,
 )
+from sparsejax.config.presets import PRESETS
+from sparsejax.config.schedule import phases
 from sparsejax.cost_model import Links
 from sparsejax.interchange.pretrained import Pretrained
 from sparsejax.launch import before_training
 from sparsejax.launch.flags import REGISTRY, check_flags, with_flags, without_flags
-from sparsejax.presets import PRESETS
 from sparsejax.reports.profile import ProfiledSteps
 from sparsejax.reports.sinks import SinkName
 from sparsejax.training.branch import Branch
-from sparsejax.training.recipe import phases
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device import Device
-from sparsejax.distributed.explicit_axes import inside_automatic_axes
 from sparsejax.distributed.mesh import BATCH, constrain
 from sparsejax.dtypes import Precision
+from sparsejax.explicit_axes import inside_automatic_axes
 from sparsejax.models.block_diagonal import (
     check_precision,
     contiguous_groups,

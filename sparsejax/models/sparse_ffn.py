@@ -17,13 +17,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from sparsejax.annotations import check_value
-from sparsejax.distributed.explicit_axes import (
+from sparsejax.distributed.mesh import constrain
+from sparsejax.dtypes import Precision
+from sparsejax.explicit_axes import (
     automatically,
     inside_automatic_axes,
     spec_of,
 )
-from sparsejax.distributed.mesh import constrain
-from sparsejax.dtypes import Precision
 from sparsejax.feed_forward.activation import ActivationName
 from sparsejax.feed_forward.experts.observed import (
     Sample,

@@ -13,11 +13,11 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
 from sparsejax.config import ModelConfig
-from sparsejax.distributed.explicit_axes import (
+from sparsejax.distributed.mesh import BATCH, batch_parts, constrain, ffn_layout
+from sparsejax.explicit_axes import (
     inside_automatic_axes,
     with_automatic_axes,
 )
-from sparsejax.distributed.mesh import BATCH, batch_parts, constrain, ffn_layout
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.attention import Attention, KVCache
 from sparsejax.models.ffn_state import (

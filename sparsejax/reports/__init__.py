@@ -1,1 +1,1 @@
-"""The reports of a run: records, metrics, throughput, the times of its steps."""
+"""What a run says of itself: records, metrics, evaluations, planned meshes."""

@@ -10,6 +10,8 @@ from functools import cache
 
 from pallas_kernels.device import Device
 from sparsejax.config import MeshConfig, ModelConfig, TrainConfig
+from sparsejax.config.optimizer_limits import check_optimizer
+from sparsejax.config.schedule import Phase, model_of, phases
 from sparsejax.cost_model import (
     JAX_SHARE,
     Links,
@@ -22,8 +24,6 @@ from sparsejax.distributed.mesh import check_shardable
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.backend import Decision
 from sparsejax.reports.metrics import ffn_decisions
-from sparsejax.training.optimizer import check_optimizer
-from sparsejax.training.recipe import Phase, model_of, phases
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,8 @@ from rich.text import Text
 
 from pallas_kernels.device import dense_peak_tflops
 from sparsejax.config import TrainConfig
+from sparsejax.config.schedule import model_of, phase_at, phases, with_dense
 from sparsejax.cost_model import flops_per_token
-from sparsejax.reports.step_times import with_dense
-from sparsejax.training.recipe import model_of, phase_at, phases
 
 
 class Standing:

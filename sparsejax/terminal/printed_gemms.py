@@ -7,13 +7,13 @@ from dataclasses import replace
 from pallas_kernels.device import Device
 from sparsejax import cost_model
 from sparsejax.config import ModelConfig, TrainConfig
+from sparsejax.config.schedule import Phase
 from sparsejax.dtypes import Precision
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.backend import Decision
 from sparsejax.ops.fp8_matmul import why_no_tensor_cores
 from sparsejax.ops.kernels import registry
 from sparsejax.terminal.console import say
-from sparsejax.training.recipe import Phase
 
 
 def say_gemms(

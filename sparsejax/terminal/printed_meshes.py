@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from sparsejax.config import MeshConfig, ModelConfig, TrainConfig
+from sparsejax.config.schedule import model_of, phases
 from sparsejax.cost_model import CALIBRATED_ON, JAX_SHARE, Links
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.reports.planned_meshes import PlannedMesh, Ranking
 from sparsejax.terminal import console
 from sparsejax.terminal.console import say
-from sparsejax.training.recipe import model_of, phases
 
 ROWS = 8
 """The most meshes that are printed."""

@@ -10,6 +10,8 @@ from rich.table import Table
 from pallas_kernels.device import Device
 from sparsejax import cost_model
 from sparsejax.config import MeshConfig, ModelConfig, TrainConfig
+from sparsejax.config.optimizer_limits import check_optimizer
+from sparsejax.config.schedule import Phase, model_of, phases, steps_left
 from sparsejax.cost_model import JAX_SHARE, parameter_count
 from sparsejax.distributed.mesh import check_shardable
 from sparsejax.feed_forward.sparsity import FFNSparsity
@@ -18,7 +20,6 @@ from sparsejax.interchange.pretrained import Pretrained
 from sparsejax.models.attention import attention_implementation
 from sparsejax.ops.backend import Decision, current_device
 from sparsejax.reports.metrics import ffn_decisions
-from sparsejax.reports.step_times import StepTimes, phases_run_dense
 from sparsejax.sparsity.patterns import Pattern, name_of
 from sparsejax.terminal import console
 from sparsejax.terminal.console import DETERMINISTIC, say
@@ -29,8 +30,7 @@ from sparsejax.terminal.printed_gemms import (
     ways_to_compute,
 )
 from sparsejax.training.branch import Branch
-from sparsejax.training.optimizer import check_optimizer
-from sparsejax.training.recipe import Phase, model_of, phases, steps_left
+from sparsejax.training.step_times import StepTimes, phases_run_dense
 
 
 def announce(

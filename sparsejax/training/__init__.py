@@ -1,1 +1,1 @@
-"""The parts of a run: its phases, its step, its loop and its records."""
+"""The training of a model: the step, the loop over steps, and how it begins again."""

@@ -21,16 +21,15 @@ from jaxtyping import PyTree
 from sparsejax.checkpoints.checkpoint import Checkpoints, Restored
 from sparsejax.checkpoints.checkpoint_folder import CheckpointFolder, named_checkpoint
 from sparsejax.config import TrainConfig
-from sparsejax.config_file import check_branchable, from_json
+from sparsejax.config.config_file import check_branchable, from_json
+from sparsejax.config.schedule import Phase, phases, with_dense
 from sparsejax.reports.records import (
     Record,
     records_until,
     training_seconds,
     wall_seconds,
 )
-from sparsejax.reports.step_times import with_dense
 from sparsejax.training.optimizer import learning_rate
-from sparsejax.training.recipe import Phase, phases
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,15 @@ import jax
 import jax.numpy as jnp
 
 from sparsejax.checkpoints.checkpoint import Checkpoints
-from sparsejax.config_file import to_json
+from sparsejax.config.config_file import to_json
+from sparsejax.config.schedule import Phase, with_dense
 from sparsejax.feed_forward.sparsity import DENSE
 from sparsejax.models.transformer import Transformer
 from sparsejax.reports.records import (
     Record,
     append_record,
 )
-from sparsejax.reports.step_times import with_dense
 from sparsejax.training.optimizer import learning_rate
-from sparsejax.training.recipe import Phase
 from sparsejax.training.step import Run, TrainState
 
 JUMP = 0.1

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparsejax.config_file import check_resumable, from_json
+from sparsejax.config.config_file import check_resumable, from_json
+from sparsejax.config.schedule import are_alike, phase_at, steps_left
 from sparsejax.data.corpus import unigram_loss
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.interchange.pretrained import Pretrained
@@ -22,12 +23,11 @@ from sparsejax.reports.records import (
     wall_seconds,
     write_whole,
 )
-from sparsejax.reports.step_times import StepTimes, phases_run_dense
+from sparsejax.switches.growth import check_grows, same_size
 from sparsejax.training.branch import Branch, Trunk
 from sparsejax.training.progress import Progress
-from sparsejax.training.recipe import are_alike, phase_at, steps_left
 from sparsejax.training.step import Run, TrainState, with_model
-from sparsejax.training.switches.growth import check_grows, same_size
+from sparsejax.training.step_times import StepTimes, phases_run_dense
 
 
 def begin_or_resume(

@@ -19,7 +19,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from sparsejax.config import ModelConfig, TrainConfig
+from sparsejax.config.optimizer_limits import check_optimizer
 from sparsejax.config.ranges import largest_divisor
+from sparsejax.config.schedule import Phase, model_of, phases
 from sparsejax.data.batches import train_batches, validation_batches
 from sparsejax.data.corpus import Corpus, load_corpus
 from sparsejax.distributed.mesh import (
@@ -36,12 +38,11 @@ from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.sparse_ffn import sparse_ffns
 from sparsejax.models.transformer import Transformer, cross_entropy, graph_on
 from sparsejax.reports import metrics
+from sparsejax.switches.growth import check_grows, grown, padded, same_size
+from sparsejax.switches.static_weights import initial_weights, within_masks
+from sparsejax.switches.switching import relabel_neurons, set_sparsity, switch
 from sparsejax.training.micro_batches import loss_and_gradient
-from sparsejax.training.optimizer import check_optimizer, make_optimizer
-from sparsejax.training.recipe import Phase, model_of, phases
-from sparsejax.training.switches.growth import check_grows, grown, padded, same_size
-from sparsejax.training.switches.static_weights import initial_weights, within_masks
-from sparsejax.training.switches.switching import relabel_neurons, set_sparsity, switch
+from sparsejax.training.optimizer import make_optimizer
 
 GROWTH = 2**32 - 1
 """The number that is folded into the random key where a model grows; no step has it."""
@@ -400,7 +401,7 @@ class Run:
 
     def grow(self, state: TrainState) -> TrainState:
         """Returns the dense state of a smaller model, grown to this run's size: see
-        `training.growth`. New weights are drawn from the state's key and step, by
+        `switches.growth`. New weights are drawn from the state's key and step, by
         numbers that no step draws."""
 
         @partial(jax.jit, out_shardings=self._shardings(DENSE))

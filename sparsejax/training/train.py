@@ -19,7 +19,7 @@ import numpy as np
 from sparsejax.checkpoints.agreement import TIMEOUT_SECONDS
 from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.config import TrainConfig
-from sparsejax.config_file import check_resumable, read_config, to_json
+from sparsejax.config.config_file import check_resumable, read_config, to_json
 from sparsejax.data.corpus import Corpus
 from sparsejax.distributed.processes import (
     Exchange,
@@ -36,14 +36,14 @@ from sparsejax.reports.records import (
     check_writable,
     write_whole,
 )
-from sparsejax.reports.step_times import StepTimes
-from sparsejax.reports.throughput import Pace
 from sparsejax.sparsity.patterns import name_of
+from sparsejax.switches.growth import same_size
 from sparsejax.training.branch import Branch
 from sparsejax.training.progress import Progress
 from sparsejax.training.resume import begin_or_resume
 from sparsejax.training.step import Run, TrainState
-from sparsejax.training.switches.growth import same_size
+from sparsejax.training.step_times import StepTimes
+from sparsejax.training.throughput import Pace
 
 
 @dataclass(frozen=True, kw_only=True)

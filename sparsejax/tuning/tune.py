@@ -27,6 +27,7 @@ from pallas_kernels.device import Device
 from pallas_kernels.sm90.sparse_matmul_configs import Config, Shape
 from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.config import TrainConfig
+from sparsejax.config.schedule import phases
 from sparsejax.distributed.processes import Exchange
 from sparsejax.feed_forward.tiles import FEATURE_TILE, dense_feature_count
 from sparsejax.ops.backend import current_device
@@ -37,7 +38,6 @@ from sparsejax.ops.kernels.registry import HOPPER
 from sparsejax.reports.metrics import ffn_spec
 from sparsejax.routing.dispatch import dispatch
 from sparsejax.sparsity.packed import in_blocks
-from sparsejax.training.recipe import phases
 from sparsejax.tuning import expert_gemms, ffn_gemms
 from sparsejax.tuning.ffn_gemms import Gemm
 from sparsejax.tuning.timing import time_queued

@@ -14,7 +14,7 @@ import numpy as np
 
 from experiments.plot import _seconds_label, plot_comparison
 from sparsejax.config import DataConfig, TrainConfig
-from sparsejax.config_file import to_json
+from sparsejax.config.config_file import to_json
 from sparsejax.reports.loss_figure import SHADES
 from sparsejax.reports.records import training_seconds
 from tests.support.files.synthetic_runs import step_record

@@ -19,7 +19,7 @@ from jax._src import compiler
 
 from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.command import main
-from sparsejax.config_file import read_config
+from sparsejax.config.config_file import read_config
 from sparsejax.reports import metrics
 from sparsejax.reports.metrics import DensePeak
 from sparsejax.training.step import Run

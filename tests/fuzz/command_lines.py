@@ -9,8 +9,8 @@ from numpy.random import Generator
 
 from sparsejax.command.train import read_options as parse
 from sparsejax.config import TrainConfig
-from sparsejax.config_file import changed_settings, to_json
-from sparsejax.presets import PRESETS
+from sparsejax.config.config_file import changed_settings, to_json
+from sparsejax.config.presets import PRESETS
 from tests.fuzz import configs
 from tests.fuzz.judge import judging, require
 from tests.fuzz.mutations import (

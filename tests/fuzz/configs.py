@@ -11,18 +11,18 @@ from typing import Any, get_args
 from numpy.random import Generator
 from rich.console import Console
 
-from sparsejax import config_file, cost_model
-from sparsejax.config import RECIPES, RecipeName, TrainConfig
-from sparsejax.config_file import from_json, read_config, to_json
+from sparsejax import cost_model
+from sparsejax.config import RECIPES, RecipeName, TrainConfig, config_file
+from sparsejax.config.config_file import from_json, read_config, to_json
+from sparsejax.config.presets import PRESETS
+from sparsejax.config.schedule import phases
 from sparsejax.cost_model import parameter_count
 from sparsejax.distributed.mesh import check_shardable
 from sparsejax.dtypes import Precision
 from sparsejax.feed_forward.sparsity import TokenSparsity
 from sparsejax.ops.backend import Backend
-from sparsejax.presets import PRESETS
 from sparsejax.routing.routers import ROUTERS
 from sparsejax.terminal import console, printed_plan
-from sparsejax.training.recipe import phases
 from tests.fuzz.judge import judging, require
 from tests.fuzz.mutations import damaged, mutated_json, one_of
 from tests.support.micro_run import micro_config

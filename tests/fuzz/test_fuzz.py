@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sparsejax import config_file
 from sparsejax.checkpoints import checkpoint_folder, manifest
-from sparsejax.config import ranges
+from sparsejax.config import config_file, ranges
 from sparsejax.config import train as config
 from sparsejax.data import corpus, shards
 from tests.fuzz import command_lines

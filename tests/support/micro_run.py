@@ -15,7 +15,7 @@ from sparsejax.config import (
     RecipeConfig,
     TrainConfig,
 )
-from sparsejax.config_file import to_json
+from sparsejax.config.config_file import to_json
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.sparsity.patterns import VNM
 from sparsejax.training.step import TrainState

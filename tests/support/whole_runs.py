@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sparsejax.config import TrainConfig
-from sparsejax.config_file import MAY_CHANGE
+from sparsejax.config.config_file import MAY_CHANGE
 from sparsejax.data.corpus import Corpus
 from sparsejax.reports import metrics
 from sparsejax.reports.metrics import DensePeak

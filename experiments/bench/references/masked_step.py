@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from sparsejax.config.schedule import Phase
 from sparsejax.feed_forward.sparsity import DENSE
 from sparsejax.models.transformer import cross_entropy
+from sparsejax.switches.growth import grown
+from sparsejax.switches.static_weights import layer_of
 from sparsejax.training.micro_batches import loss_and_gradient
-from sparsejax.training.recipe import Phase
 from sparsejax.training.step import Run, TrainState, train_step
-from sparsejax.training.switches.growth import grown
-from sparsejax.training.switches.static_weights import layer_of
 
 
 def masked_step(run: Run, phase: Phase) -> Any:

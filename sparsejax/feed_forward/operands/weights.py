@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from sparsejax.distributed.explicit_axes import automatically, spec_along, split_along
 from sparsejax.dtypes import Precision
+from sparsejax.explicit_axes import automatically, spec_along, split_along
 from sparsejax.feed_forward.layout import FFNLayout, check_placed, on_mesh, weight_spec
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops import dense_matmul, fp8_matmul

@@ -11,11 +11,11 @@ import pytest
 from experiments.bench import step
 from experiments.bench.sparse_modes import sparse_modes
 from pallas_kernels import tuning
+from sparsejax.config.presets import PRESETS
+from sparsejax.config.schedule import Phase
 from sparsejax.cost_model import parameter_count
 from sparsejax.feed_forward.sparsity import DENSE
 from sparsejax.ops import fp8_linear
-from sparsejax.presets import PRESETS
-from sparsejax.training.recipe import Phase
 from tests.support.devices import hopper
 
 pytestmark = pytest.mark.usefixtures("quick")

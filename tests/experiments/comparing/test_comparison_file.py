@@ -14,13 +14,13 @@ from sparsejax.config import (
     RecipeConfig,
     TrainConfig,
 )
-from sparsejax.config_file import changed_settings
+from sparsejax.config.config_file import changed_settings
+from sparsejax.config.presets import PRESETS
+from sparsejax.config.schedule import phases
 from sparsejax.cost_model import parameter_count
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
-from sparsejax.presets import PRESETS
 from sparsejax.sparsity.patterns import NM, VNM
 from sparsejax.training.branch import Branch
-from sparsejax.training.recipe import phases
 from tests.support.micro_run import with_phases
 
 FILES = Path(comparison_file.__file__).parents[1] / "comparisons"

@@ -14,7 +14,7 @@ import pytest
 
 from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.command import train
-from sparsejax.config_file import from_json
+from sparsejax.config.config_file import from_json
 from sparsejax.launch import job
 from sparsejax.reports.records import read_metrics
 from sparsejax.routing.routers import ActivationEnergy, TokenHash

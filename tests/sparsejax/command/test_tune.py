@@ -1,8 +1,8 @@
 """`sparsejax tune`: what is timed, and where nothing is."""
 
 from sparsejax.command import main
+from sparsejax.config.presets import PRESETS
 from sparsejax.ops.gemm_spec import GemmSpec
-from sparsejax.presets import PRESETS
 from sparsejax.tuning import tune
 from tests.support.devices import hopper
 

@@ -15,8 +15,8 @@ from sparsejax.config import (
     RecipeConfig,
     TrainConfig,
 )
+from sparsejax.config.schedule import phases
 from sparsejax.sparsity.patterns import NM, VNM
-from sparsejax.training.recipe import phases
 
 
 def changed(recipe, **changes):

@@ -10,14 +10,14 @@ import pytest
 from safetensors.numpy import load_file
 
 from sparsejax.config import PhaseConfig
+from sparsejax.config.schedule import phases
 from sparsejax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.interchange import tensors
 from sparsejax.interchange.export import export_huggingface, export_run
 from sparsejax.interchange.model_card import model_card
+from sparsejax.interchange.trained_model import TrainedModel, load_trained_model
 from sparsejax.sparsity.patterns import NM
-from sparsejax.training.recipe import phases
-from sparsejax.training.trained_model import TrainedModel, load_trained_model
 from tests.support.files.exported_models import (
     MODELS,
     SMALL,

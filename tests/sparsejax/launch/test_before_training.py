@@ -12,11 +12,11 @@ import pytest
 
 from sparsejax.command.train import read_options
 from sparsejax.config import RecipeConfig
+from sparsejax.config.presets import PRESETS
 from sparsejax.distributed.own_process import Terminated, in_own_process
 from sparsejax.launch import before_training
-from sparsejax.presets import PRESETS
-from sparsejax.reports import step_times
-from sparsejax.reports.step_times import PhaseTime, StepTimes
+from sparsejax.training import step_times
+from sparsejax.training.step_times import PhaseTime, StepTimes
 from tests.support.commands import run_train
 from tests.support.micro_run import arguments_of, micro_config, read_records
 

@@ -7,10 +7,10 @@ import pytest
 
 from sparsejax.command.train import read_options
 from sparsejax.config import RECIPES, MeshConfig, TrainConfig
-from sparsejax.config_file import read_schedule
+from sparsejax.config.config_file import read_schedule
+from sparsejax.config.presets import PRESETS
 from sparsejax.interchange.export import export_huggingface
 from sparsejax.launch import job
-from sparsejax.presets import PRESETS
 from sparsejax.sparsity.patterns import VNM
 from tests.support.commands import run_train
 from tests.support.files.exported_models import MODELS, some_model

@@ -16,7 +16,7 @@ from sparsejax.routing.routers import SameExperts, TokenHash
 from sparsejax.sparsity.compressed import decompress
 from sparsejax.sparsity.masks import magnitude_mask
 from sparsejax.sparsity.patterns import NM, VNM
-from sparsejax.training.switches.switching import switch
+from sparsejax.switches.switching import switch
 
 WEIGHTS = FFNSparsity(weights=NM(2, 4))
 TWO_FOUR = FFNSparsity(weights=NM(2, 4), activations=NM(2, 4))

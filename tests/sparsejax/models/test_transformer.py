@@ -17,7 +17,7 @@ from sparsejax.models.sparse_ffn import SparseFFN, sparse_ffns
 from sparsejax.models.transformer import Transformer, cross_entropy, greedy_sample
 from sparsejax.routing.routers import ActivationEnergy, TokenHash
 from sparsejax.sparsity.patterns import NM, VNM
-from sparsejax.training.switches.switching import set_sparsity
+from sparsejax.switches.switching import set_sparsity
 
 TINY = ModelConfig(
     vocab_size=61, d_model=16, layers=2, heads=2, kv_heads=1, d_hidden=64

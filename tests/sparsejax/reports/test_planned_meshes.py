@@ -6,8 +6,8 @@ import pytest
 
 from pallas_kernels.device import CPU, Device
 from sparsejax.config import MeshConfig
+from sparsejax.config.presets import PRESETS
 from sparsejax.cost_model import Links
-from sparsejax.presets import PRESETS
 from sparsejax.reports.planned_meshes import meshes_of, rank_meshes
 from sparsejax.terminal.printed_meshes import why_fastest
 

@@ -14,14 +14,14 @@ from pallas_kernels.device import Device
 from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax import cost_model
 from sparsejax.config import MeshConfig, PhaseConfig, RecipeName, TrainConfig
+from sparsejax.config.presets import PRESETS
+from sparsejax.config.schedule import phases
 from sparsejax.cost_model import parameter_count
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.launch import job
-from sparsejax.presets import PRESETS
 from sparsejax.reports import metrics
 from sparsejax.sparsity.patterns import NM
 from sparsejax.terminal import console, printed_plan
-from sparsejax.training.recipe import phases
 from tests.support.commands import run_train
 from tests.support.devices import hopper
 from tests.support.micro_run import micro_config

@@ -4,8 +4,8 @@ import pytest
 
 from pallas_kernels import tuning
 from pallas_kernels.device import CPU, Device
+from sparsejax.config.presets import PRESETS
 from sparsejax.cost_model import parameter_count
-from sparsejax.presets import PRESETS
 from tests.support.commands import run_train
 from tests.support.devices import accelerators, hopper
 

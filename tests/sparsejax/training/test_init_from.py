@@ -11,11 +11,11 @@ from sparsejax.config import PhaseConfig
 from sparsejax.interchange.export import export_run
 from sparsejax.interchange.model_card import model_card
 from sparsejax.interchange.pretrained import Pretrained
+from sparsejax.interchange.trained_model import load_trained_model
 from sparsejax.sparsity.masks import soft_threshold_scale
 from sparsejax.training.branch import Branch
 from sparsejax.training.resume import state_with
 from sparsejax.training.train import train
-from sparsejax.training.trained_model import load_trained_model
 from tests.support.micro_run import assert_same_bits, micro_config, read_records
 from tests.support.whole_runs import Killed, kill_at, shared_run
 

@@ -18,8 +18,8 @@ from sparsejax.models import attention, sparse_ffn
 from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.models.transformer import Transformer, cross_entropy
 from sparsejax.sparsity.patterns import NM, VNM
+from sparsejax.switches.switching import switch
 from sparsejax.training.micro_batches import loss_and_gradient
-from sparsejax.training.switches.switching import switch
 
 WEIGHTS = FFNSparsity(weights=NM(2, 4))
 TWO_FOUR = FFNSparsity(weights=NM(2, 4), activations=NM(2, 4))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sparsejax.config import MeshConfig, ModelConfig, OptimizerConfig, PhaseConfig
-from sparsejax.config_file import check_branchable
+from sparsejax.config.config_file import check_branchable
 from sparsejax.cost_model import memory_bytes
 from sparsejax.sparsity.patterns import NM, BlockDiagonal
 from sparsejax.training.optimizer import MUON_RMS, make_optimizer

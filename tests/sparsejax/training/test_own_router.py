@@ -10,7 +10,7 @@ from rich.console import Console
 
 from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.command.train import read_options
-from sparsejax.config_file import from_json, to_json
+from sparsejax.config.config_file import from_json, to_json
 from sparsejax.reports.metrics import ffn_decisions, router_seconds
 from sparsejax.routing import routers
 from sparsejax.routing.routers import Router, State

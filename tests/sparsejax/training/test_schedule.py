@@ -10,13 +10,13 @@ import pytest
 
 from sparsejax import cost_model
 from sparsejax.config import Interleaved, PhaseConfig, TrainConfig
-from sparsejax.config_file import from_json, to_json
+from sparsejax.config.config_file import from_json, to_json
+from sparsejax.config.schedule import Phase, phases, recipe_schedule
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
-from sparsejax.reports.step_times import PhaseTime, StepTimes
-from sparsejax.reports.throughput import Pace
 from sparsejax.sparsity.patterns import NM, VNM
 from sparsejax.training.optimizer import learning_rate
-from sparsejax.training.recipe import Phase, phases, recipe_schedule
+from sparsejax.training.step_times import PhaseTime, StepTimes
+from sparsejax.training.throughput import Pace
 from sparsejax.training.train import train
 from tests.support.micro_run import (
     arrays_of,

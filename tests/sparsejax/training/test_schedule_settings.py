@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from sparsejax.config import Interleaved, PhaseConfig, RecipeConfig, TrainConfig
-from sparsejax.config_file import from_json, read_schedule, to_json
+from sparsejax.config.config_file import from_json, read_schedule, to_json
+from sparsejax.config.schedule import phases
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.sparsity.patterns import NM, VNM, name_of, named_pattern
-from sparsejax.training.recipe import phases
 
 TWO_FOUR = FFNSparsity(weights=NM(2, 4), activations=NM(2, 4))
 VENOM = FFNSparsity(

@@ -10,11 +10,11 @@ from pallas_kernels import tuning, tuning_cache
 from pallas_kernels.device import CPU
 from pallas_kernels.sm90.sparse_matmul_configs import default_config
 from sparsejax.config import TrainConfig
+from sparsejax.config.presets import PRESETS
 from sparsejax.feed_forward.gated_ffn import GatedFFNSpec
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.feed_forward.spec import FFNSpec
 from sparsejax.ops.kernels.hopper_shapes import tuned_gemm
-from sparsejax.presets import PRESETS
 from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import NM, VNM
 from sparsejax.tuning import ffn_gemms, tune

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sparsejax.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
-from sparsejax.config_file import to_json
-from sparsejax.training.recipe import phases
+from sparsejax.config.config_file import to_json
+from sparsejax.config.schedule import phases
 
 DENSE = TrainConfig(
     recipe="dense",

@@ -15,8 +15,9 @@ import pytest
 
 from sparsejax.checkpoints import manifest
 from sparsejax.checkpoints.checkpoint import Checkpoints
-from sparsejax.config_file import to_json
-from sparsejax.reports import metrics, throughput
+from sparsejax.config.config_file import to_json
+from sparsejax.reports import metrics
+from sparsejax.training import throughput
 from sparsejax.training import train as loop
 from sparsejax.training.progress import NonFiniteLoss
 from sparsejax.training.step import Run

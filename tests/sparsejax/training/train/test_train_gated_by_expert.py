@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from sparsejax.config_file import from_json, to_json
+from sparsejax.config.config_file import from_json, to_json
 from sparsejax.sparsity.patterns import VNM
 from sparsejax.training.train import train
 from tests.support.micro_run import micro_config, read_records, with_phases, write_text

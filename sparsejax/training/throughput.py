@@ -5,10 +5,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from sparsejax.config.schedule import Phase, model_of
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.backend import Decision
 from sparsejax.reports import metrics
-from sparsejax.training.recipe import Phase, model_of
 from sparsejax.training.step import Run
 
 

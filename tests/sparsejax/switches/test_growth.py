@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 from sparsejax.config import ModelConfig, PhaseConfig, TrainConfig
-from sparsejax.config_file import from_json, to_json
+from sparsejax.config.config_file import from_json, to_json
+from sparsejax.config.schedule import Phase, model_of, phases
 from sparsejax.cost_model import flops_per_token
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.models.transformer import Transformer
-from sparsejax.reports.step_times import time_steps
-from sparsejax.reports.throughput import Pace
 from sparsejax.sparsity.patterns import NM, VNM
 from sparsejax.training.branch import Branch
-from sparsejax.training.recipe import Phase, model_of, phases
 from sparsejax.training.step import Run, TrainState
+from sparsejax.training.step_times import time_steps
+from sparsejax.training.throughput import Pace
 from sparsejax.training.train import train
 from tests.support.micro_run import (
     arrays_of,
@@ -248,8 +248,8 @@ def test_a_record_says_the_speed_of_the_model_that_is_trained(text):
 
 
 def test_steps_are_timed_of_the_whole_model(text, monkeypatch):
-    monkeypatch.setattr("sparsejax.reports.step_times.WARM_SECONDS", 0.0)
-    monkeypatch.setattr("sparsejax.reports.step_times.ROUND_SECONDS", 0.0)
+    monkeypatch.setattr("sparsejax.training.step_times.WARM_SECONDS", 0.0)
+    monkeypatch.setattr("sparsejax.training.step_times.ROUND_SECONDS", 0.0)
     config = growing(text, "then sparse")
     times = time_steps(config, Run(config).corpus)
     assert [of.phase for of in times.sparse] == [3] and times.dense_ms > 0

@@ -4,14 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from sparsejax.config import (
-    Interleaved,
-    ModelConfig,
-    PhaseConfig,
-    RecipeConfig,
-    RecipeName,
-    TrainConfig,
-)
+from sparsejax.config.model import ModelConfig
+from sparsejax.config.phases import Interleaved, PhaseConfig, RecipeConfig, RecipeName
+from sparsejax.config.train import TrainConfig
 from sparsejax.dtypes import Precision
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity, check_divisible
 from sparsejax.sparsity.patterns import StaticPattern
@@ -31,7 +26,7 @@ class Phase:
     """The steps of the phase that have another sparsity; None where there are none."""
     learning_rate_scale: float = 1.0
     d_hidden: int | None = None
-    """The neurons per FFN where their number is not the run's (see `training.growth`);
+    """The neurons per FFN where their number is not the run's (see `switches.growth`);
     else None."""
     layers: int | None = None
     """The number of layers where it is not the run's; else None."""
@@ -117,6 +112,14 @@ def steps_left(planned: Sequence[Phase], step: int) -> tuple[Phase, ...]:
     return tuple(
         replace(phase, steps=min(phase.steps, max(0, end - step)))
         for phase, end in zip(planned, ends, strict=True)
+    )
+
+
+def with_dense(phases: Sequence[Phase], run_dense: Sequence[int]) -> tuple[Phase, ...]:
+    """Returns the phases, those whose number is in `run_dense` with all GEMMs dense."""
+    return tuple(
+        phase.as_dense() if number in run_dense else phase
+        for number, phase in enumerate(phases)
     )
 
 

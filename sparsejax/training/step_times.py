@@ -17,11 +17,11 @@ from typing import Any
 import jax
 
 from sparsejax.config import TrainConfig
-from sparsejax.config_file import from_plain
+from sparsejax.config.config_file import from_plain
+from sparsejax.config.schedule import Phase, with_dense
 from sparsejax.data.corpus import Corpus
 from sparsejax.distributed.processes import Exchange
 from sparsejax.feed_forward.sparsity import FFNSparsity
-from sparsejax.training.recipe import Phase
 from sparsejax.training.step import Run, TrainState
 
 WARM_SECONDS = 1.5
@@ -122,14 +122,6 @@ def phases_run_dense(
         if own and saved <= lost:
             slower.append(of.phase)
     return tuple(sorted(slower))
-
-
-def with_dense(phases: Sequence[Phase], run_dense: Sequence[int]) -> tuple[Phase, ...]:
-    """Returns the phases, those whose number is in `run_dense` with all GEMMs dense."""
-    return tuple(
-        phase.as_dense() if number in run_dense else phase
-        for number, phase in enumerate(phases)
-    )
 
 
 def time_steps(config: TrainConfig, corpus: Corpus) -> StepTimes:

@@ -18,7 +18,7 @@ from sparsejax.config import (
     RecipeConfig,
     TrainConfig,
 )
-from sparsejax.config_file import (
+from sparsejax.config.config_file import (
     MAY_CHANGE,
     MAY_DIFFER_IN_BRANCH,
     changed_settings,
@@ -28,8 +28,8 @@ from sparsejax.config_file import (
     read_config,
     to_json,
 )
+from sparsejax.config.presets import PRESETS
 from sparsejax.feed_forward.sparsity import FFNSparsity
-from sparsejax.presets import PRESETS
 from sparsejax.routing.routers import ActivationEnergy, TokenHash
 from sparsejax.sparsity.patterns import VNM
 

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 
 from sparsejax.config import PhaseConfig, RecipeConfig, TrainConfig
-from sparsejax.config_file import from_json, to_json
+from sparsejax.config.config_file import from_json, to_json
+from sparsejax.config.schedule import model_of, phases
 from sparsejax.cost_model import flops_per_token, parameter_count, relative_flops
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.sparsity.patterns import NM, BlockDiagonal
-from sparsejax.training.branch import Branch
-from sparsejax.training.recipe import model_of, phases
-from sparsejax.training.step import Run, TrainState
-from sparsejax.training.switches.static_weights import (
+from sparsejax.switches.static_weights import (
     LINEAR_LAYERS,
     balanced_mask,
     layer_of,
 )
+from sparsejax.training.branch import Branch
+from sparsejax.training.step import Run, TrainState
 from sparsejax.training.train import train
 from tests.support.micro_run import (
     arrays_of,

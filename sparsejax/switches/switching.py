@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int, PyTree
 
-from sparsejax.distributed.explicit_axes import automatically, spec_of
+from sparsejax.explicit_axes import automatically, spec_of
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.sparsity.masks import soft_threshold

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from sparsejax.interchange.trained_model import as_dense, load_trained_model
 from sparsejax.models.transformer import cross_entropy
-from sparsejax.training.trained_model import as_dense, load_trained_model
 from tests.support.files.exported_models import TOKENS, logits_of
 from tests.support.micro_run import micro_config, read_records
 from tests.support.whole_runs import shared_run

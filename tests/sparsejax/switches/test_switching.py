@@ -14,7 +14,7 @@ from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.sparse_ffn import SparseFFN, sparse_ffns
 from sparsejax.models.transformer import Transformer
 from sparsejax.sparsity.patterns import NM, VNM
-from sparsejax.training.switches.switching import (
+from sparsejax.switches.switching import (
     relabel_neurons,
     set_sparsity,
     switch,

@@ -14,14 +14,13 @@ from flax import nnx
 
 from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.config import ModelConfig, TrainConfig
-from sparsejax.config_file import from_json
+from sparsejax.config.config_file import from_json
+from sparsejax.config.schedule import Phase, model_of, phases, with_dense
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.transformer import Transformer, graph_on
 from sparsejax.reports.records import Record, records_until
-from sparsejax.reports.step_times import with_dense
 from sparsejax.sparsity.patterns import name_of
-from sparsejax.training.recipe import Phase, model_of, phases
-from sparsejax.training.switches.switching import switch
+from sparsejax.switches.switching import switch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from sparsejax.config import RECIPES, RecipeConfig, TrainConfig
+from sparsejax.config.presets import tiny
+from sparsejax.config.schedule import phases
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
-from sparsejax.presets import tiny
 from sparsejax.routing.routers import ActivationEnergy, NearestCentre
 from sparsejax.sparsity.patterns import NM, VNM
-from sparsejax.training.recipe import phases
 
 TWO_FOUR = FFNSparsity(weights=NM(2, 4))
 

@@ -5,9 +5,9 @@ from typing import get_args
 import pytest
 
 from sparsejax.config import MeshConfig, RecipeName
+from sparsejax.config.presets import PRESETS
 from sparsejax.cost_model import parameter_count
 from sparsejax.feed_forward.sparsity import check_divisible
-from sparsejax.presets import PRESETS
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -7,11 +7,13 @@ import pytest
 
 from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.config import Interleaved, PhaseConfig
+from sparsejax.config.schedule import Phase, phases, steps_left, with_dense
 from sparsejax.data.corpus import load_corpus
 from sparsejax.distributed.processes import Exchange
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
-from sparsejax.reports import step_times
-from sparsejax.reports.step_times import (
+from sparsejax.sparsity.patterns import NM
+from sparsejax.training import step_times
+from sparsejax.training.step_times import (
     NEW_PROCESS_SECONDS,
     PhaseTime,
     StepTimes,
@@ -19,10 +21,7 @@ from sparsejax.reports.step_times import (
     phases_run_dense,
     time_steps,
     to_json,
-    with_dense,
 )
-from sparsejax.sparsity.patterns import NM
-from sparsejax.training.recipe import Phase, phases, steps_left
 from sparsejax.training.train import train
 from tests.support.micro_run import (
     assert_same_bits,
@@ -177,8 +176,8 @@ def test_times_survive_json_and_damaged_ones_are_refused():
 
 @pytest.mark.parametrize("recipe", ["two-four", "dense"])
 def test_steps_are_timed_as_they_will_run(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr("sparsejax.reports.step_times.WARM_SECONDS", 0.01)
-    monkeypatch.setattr("sparsejax.reports.step_times.ROUND_SECONDS", 0.01)
+    monkeypatch.setattr("sparsejax.training.step_times.WARM_SECONDS", 0.01)
+    monkeypatch.setattr("sparsejax.training.step_times.ROUND_SECONDS", 0.01)
     config = micro_config(write_text(tmp_path), recipe=recipe)
     corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
     times = time_steps(config, corpus.head(500))
