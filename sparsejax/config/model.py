@@ -45,8 +45,9 @@ class ModelConfig:
     precision: Precision = "dtype"
     """Precision of the GEMMs with attention's four weights, and with the FFN's where it
     is dense: operands in `dtype` ("dtype"); rounded to 8-bit floats in the forward and
-    for the gradients of inputs ("fp8"); those of weights too ("fp8_all"). Experimental:
-    no loss was compared yet. A phase may have its own."""
+    for the gradients of inputs ("fp8"); those of weights too ("fp8_all"). Of a sparse
+    FFN only GEMM 1 is rounded, where its weights are dense and no neuron is skipped.
+    Experimental: no loss was compared yet. A phase may have its own."""
     logits_of_loss: Literal["float32", "dtype"] = "float32"
     """Dtype of the logits that a loss is computed from: "float32", or the compute dtype
     ("dtype"). The logits of a large vocabulary are the largest array of a step, and in

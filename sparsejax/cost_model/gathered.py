@@ -33,26 +33,29 @@ def gathered_bytes(config: ModelConfig, sparsity: FFNSparsity = DENSE) -> Gather
     """Returns the bytes of the weights that one layer and the head read.
 
     With remat GEMM 1 runs again in the backward. Where its weight is dense that costs
-    no gather: GEMM 4 reads the same one, or ("dots") the output was kept.
+    no gather: GEMM 4 reads the same one, or ("dots") the output was kept. In a sparse
+    FFN with GEMM 1 in 8-bit floats GEMM 4 reads another form of it.
     """
     element, layers = element_bytes(config), config.layers
     parameters = parameter_count(config)
     fp8 = config.precision != "dtype"
-    of_ffn = 1 if fp8 and sparsity.is_dense else element
-    dense = of_ffn * config.d_model * config.d_hidden // config.groups
-    read = dense
+    numbers = config.d_model * config.d_hidden // config.groups
+    dense = numbers * (1 if fp8 and sparsity.is_dense else element)
+    up, down = numbers * (1 if fp8 and sparsity.up_is_dense else element), dense
     if sparsity.weights is not None:
-        read = config.d_model * config.d_hidden // 2 * (4 * element + 1) // 4
+        up = down = config.d_model * config.d_hidden // 2 * (4 * element + 1) // 4
     into_hidden = 2 if config.gated else 1
-    forward = into_hidden * read + dense
+    forward = into_hidden * up + dense
     # An exact GEMM 4 reads what a recomputed GEMM 1 has gathered.
     exact = sparsity.d_input_weights is not None
     recomputes = config.remat != "none" and sparsity.weights is not None and not exact
+    if up < dense and sparsity.weights is None:
+        recomputes = config.remat == "full"
     return GatheredBytes(
         attention=(1 if fp8 else element) * parameters.attention // layers,
         ffn_forward=forward,
-        ffn_backward=forward if exact else read + into_hidden * dense,
-        ffn_recomputed=into_hidden * read if recomputes else 0,
+        ffn_backward=forward if exact else down + into_hidden * dense,
+        ffn_recomputed=into_hidden * up if recomputes else 0,
         head=element * parameters.embedding,
     )
 

@@ -105,14 +105,21 @@ def memory_bytes(
     saved = config.layers * per_layer + recomputed + 2 * d * element
     packed = bool(sparsity.weights) * branches + bool(sparsity.backward_weights)
     packed *= parameters.ffn // (branches + 1) // 2 * (element + 1)
-    in_8_bits = 0
+    of_attention, of_ffn = parameters.attention, parameters.ffn
+    if config.groups > 1:
+        of_ffn = 0
     if config.precision != "dtype":
-        in_8_bits = parameters.attention + parameters.ffn * sparsity.is_dense
-    packed += 2 * in_8_bits
+        in_8_bits = of_attention
+        of_attention = 0
+        if sparsity.is_dense:
+            in_8_bits += of_ffn
+            of_ffn = 0
+        elif sparsity.up_is_dense:
+            in_8_bits += of_ffn * branches // (branches + 1)
+        packed += 2 * in_8_bits
     if element < 4:
-        of_ffn = parameters.ffn if config.groups == 1 else 0
         head = config.d_model * config.vocab_size
-        packed += element * (parameters.attention + of_ffn + head - in_8_bits)
+        packed += element * (of_attention + of_ffn + head)
     return MemoryBytes(
         parameters=4 * held,
         moments=_moments_bytes(config, mesh, optimizer),

@@ -250,6 +250,8 @@ def elementwise_bytes(
         )
         if sparsity.is_dense:
             rounded += 2 * d + hidden * 2
+        elif sparsity.up_is_dense:
+            rounded += d
         per_token += 5 * rounded
     per_token = config.layers * per_token
     per_token += config.vocab_size // tensor * (3 * logit_bytes(config) + element)

@@ -52,8 +52,9 @@ def ffn(
         squares of numbers above 256 are beyond it.
       w_up, w_down: W1 and W2, usually float32 masters. Where experts are used, the
         neurons of expert e are columns e F / E to (e + 1) F / E.
-      precision: the precision of a dense FFN's GEMMs: "fp8" and "fp8_all" round their
-        operands to 8-bit floats (`ops.fp8_matmul`). Not read where the FFN is sparse.
+      precision: "fp8" and "fp8_all" round the operands of a dense FFN's GEMMs to 8-bit
+        floats (`ops.fp8_matmul`). In a sparse FFN they round those of GEMM 1, where it
+        multiplies every token by dense weights of all neurons, and no others.
       packed: S(W1) and S(W2^T), or W1 and W2 in 8-bit floats or in the dtype of x, from
         `pack_ffn`, made once per optimiser step. They must belong to w_up and w_down,
         which the gradients refer to.

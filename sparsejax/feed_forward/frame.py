@@ -191,15 +191,14 @@ def _as_read(
 
 def _quantised(
     layout: FFNLayout | None, packed: PackedFFN | None
-) -> FFNWeights[QuantisedWeight] | None:
-    """Returns the weights in 8-bit floats, those of this device's neurons; None where
-    the FFN's are not."""
-    if packed is None or not isinstance(packed.up, QuantisedWeight):
-        return None
-    return FFNWeights(
-        **{
-            name: gather_quantised(layout, weight, 0 if name == "down" else 1)
-            for name, weight in packed._asdict().items()
-            if isinstance(weight, QuantisedWeight)
-        }
-    )
+) -> FFNWeights[QuantisedWeight | None]:
+    """Returns the weights in 8-bit floats, those of this device's neurons; None each
+    where there is none."""
+
+    def of(name: str, hidden_axis: int) -> QuantisedWeight | None:
+        weight = None if packed is None else getattr(packed, name)
+        if not isinstance(weight, QuantisedWeight):
+            return None
+        return gather_quantised(layout, weight, hidden_axis)
+
+    return FFNWeights(up=of("up", 1), down=of("down", 0), gate=of("gate", 1))

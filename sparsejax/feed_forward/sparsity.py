@@ -125,6 +125,12 @@ class FFNSparsity:
         return self.weights if self.exact_gradients else None
 
     @property
+    def up_is_dense(self) -> bool:
+        """Whether GEMM 1 multiplies every token by the dense weights of all neurons,
+        whatever is left out of its product afterwards."""
+        return self.weights is None and not self.skip_blocks
+
+    @property
     def da_by_expert(self) -> bool:
         """Whether GEMM 3 computes dA for the neurons of a token's experts alone. A is
         zero at all others, and so is dY1 = dA * 2 relu(Y1), unless `mask_reuse=False`

@@ -44,8 +44,9 @@ class FFNCall(ABC):
     dtype: str
     sparsity: FFNSparsity = DENSE
     precision: Precision = "dtype"
-    """The precision of the GEMMs where the FFN is dense. Those of a sparse one are in
-    the compute dtype."""
+    """The precision of the GEMMs where the FFN is dense. Of a sparse FFN it is that of
+    GEMM 1 alone (GEMMs 1a and 1b with a gate), where `FFNSparsity.up_is_dense`; the
+    others are in the compute dtype."""
     device: Device = CPU
     token_shards: int = 1
     """The number of parts that the tokens are split into on a mesh, one per device."""
@@ -60,8 +61,8 @@ class FFNCall(ABC):
 
     @property
     def quantises(self) -> bool:
-        """Whether the GEMMs with the weights are those of 8-bit floats."""
-        return self.precision != "dtype" and self.sparsity.is_dense
+        """Whether GEMM 1 is one of 8-bit floats."""
+        return self.precision != "dtype" and self.sparsity.up_is_dense
 
     @property
     @abstractmethod
@@ -126,12 +127,10 @@ class FFNCall(ABC):
                 "expert_features": self.d_hidden // pattern_of_rows.experts,
                 "group_tile": group_tile(pattern_of_rows.v),
             }
-        of_weight = facts.get("is_weight_gradient", False)
-        fp8 = self.quantises and (self.precision == "fp8_all" or not of_weight)
         return GemmSpec(
             name=name,
             role=role,
-            fp8=fp8,
+            fp8=self._is_fp8(role, facts.get("is_weight_gradient", False)),
             tokens=self.tokens // self.token_shards,
             d_in=d_in,
             d_out=d_out,
@@ -141,6 +140,13 @@ class FFNCall(ABC):
             device=self.device,
             **facts,
         )
+
+    def _is_fp8(self, role: Role, is_weight_gradient: bool) -> bool:
+        """Returns whether a GEMM is one of 8-bit floats."""
+        if self.sparsity.is_dense and is_weight_gradient:
+            return self.precision == "fp8_all"
+        reads_all_of_x = role in ("up", "gate")
+        return self.quantises and (self.sparsity.is_dense or reads_all_of_x)
 
     @property
     def why_not_packed(self) -> str | None:

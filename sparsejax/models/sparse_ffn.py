@@ -103,8 +103,8 @@ class SparseFFN(nnx.Module):
           down_scale: factor of the initial deviation of w_down.
           groups: with two or more the FFN is as many dense ones side by side, on
             weights that are block-diagonal (`block_diagonal`).
-          precision: the precision of the GEMMs while the FFN is dense, 8-bit floats
-            with "fp8" and "fp8_all" (`ops.fp8_matmul`).
+          precision: "fp8" and "fp8_all" round what the GEMMs of the dense FFN read, and
+            GEMM 1 of a sparse one (see `ffn`), to 8-bit floats (`ops.fp8_matmul`).
           backend: what runs the sparse GEMMs; None for the fastest that can.
           layout: how the FFN lies on a mesh of several devices; None on one device.
           rngs: random streams; `params` is drawn from.

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import Any
 
 import chex
 import jax
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from sparsejax import cost_model
+from sparsejax.config import ModelConfig
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.gated_ffn import gated_ffn
 from sparsejax.feed_forward.layout import FFNLayout, on_mesh, own_key
@@ -297,18 +300,21 @@ def test_it_composes_with_scan_and_remat(policy, double):
     chex.assert_trees_all_close(got, expected, rtol=1e-11, atol=1e-12)
 
 
-def gathered_bytes(sparsity: FFNSparsity, layout: FFNLayout, *, backward: bool) -> int:
+def gathered_bytes(
+    sparsity: FFNSparsity, layout: FFNLayout, *, backward: bool, **how: Any
+) -> int:
     """Bytes that all-gathers of the compiled program put together, in bfloat16."""
     x, w_up, w_down, dy, _ = (a for a in inputs_for(DENSE))
     x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
     w_up, w_down = w_up.astype(jnp.float32), w_down.astype(jnp.float32)
     scales = jnp.array([1.5, 1.25])
-    pack = partial(pack_ffn, sparsity=sparsity, scales=scales, dtype=x.dtype)
+    how["sparsity"] = sparsity
+    pack = partial(pack_ffn, scales=scales, dtype=x.dtype, **how)
     weight = NamedShardings(layout.mesh)
 
     def forward(x, w_up, w_down):
         packed = pack(w_up, w_down)
-        return ffn(x, w_up, w_down, sparsity=sparsity, packed=packed, layout=layout)
+        return ffn(x, w_up, w_down, packed=packed, layout=layout, **how)
 
     def gradients(x, w_up, w_down, dy):
         return jax.vjp(forward, x, w_up, w_down)[1](dy)
@@ -353,6 +359,21 @@ def test_fsdp_gathers_nine_sixteenths_of_a_two_four_weight():
     assert both == (weight * 9 // 16) + (weight * 9 // 16 + weight)
 
 
+def test_experts_gather_w1_as_bytes_for_gemm_1_and_whole_for_gemm_4():
+    weight, layout = 2 * D_MODEL * D_HIDDEN, layout_of((1, 8, 1))
+    forward, both = (
+        gathered_bytes(BY_ENERGY, layout, precision="fp8", backward=backward)
+        for backward in (False, True)
+    )
+    assert forward == weight // 2 + weight
+    # W2 is read by the backward alone, in this program.
+    assert both == weight // 2 + 2 * weight
+    sizes = {"d_model": D_MODEL, "d_hidden": D_HIDDEN, "heads": 1, "kv_heads": 1}
+    config = ModelConfig(precision="fp8", dtype="bfloat16", **sizes)
+    planned = cost_model.gathered_bytes(config, BY_ENERGY)
+    assert (planned.ffn_forward, planned.ffn_backward) == (forward, 2 * weight)
+
+
 def test_no_residual_holds_a_gathered_weight():
     layout = layout_of((1, 8, 1))
     sparsity = FFNSparsity(weights=TWO_FOUR, activations=TWO_FOUR)
@@ -387,8 +408,13 @@ def test_the_step_of_a_matrix_is_that_of_all_devices(mesh):
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8_all"])
 @pytest.mark.parametrize("gated", [False, True], ids=["relu2", "reglu2"])
+@pytest.mark.parametrize(
+    "sparsity", [DENSE, FFNSparsity(activations=TWO_FOUR)], ids=["", "a24"]
+)
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_mesh_rounds_to_8_bit_floats_as_one_device_does(precision, gated, mesh):
+def test_a_mesh_rounds_to_8_bit_floats_as_one_device_does(
+    precision, gated, sparsity, mesh
+):
     generator = np.random.default_rng(0)
 
     whole = lambda *shape: generator.integers(-3, 4, shape).astype(np.float32)
@@ -399,7 +425,7 @@ def test_a_mesh_rounds_to_8_bit_floats_as_one_device_does(precision, gated, mesh
     def run(layout):
         @jax.jit
         def of(x, weights, dy):
-            how = {"precision": precision, "layout": layout}
+            how = {"precision": precision, "layout": layout, "sparsity": sparsity}
             if gated:
                 how["activation"] = "reglu2"
             call = lambda x, w: (gated_ffn if gated else ffn)(x, *w, **how)

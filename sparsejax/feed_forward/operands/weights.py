@@ -1,7 +1,7 @@
 """The weights of an FFN as its GEMMs read them: dense, and packed 2:4."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,9 +43,9 @@ class FFNWeights[T](NamedTuple):
 class PackedFFN(NamedTuple):
     """The weights of an FFN in the form that its GEMMs read: the matrices beta S(W),
     compressed along d_model, the axis that GEMMs 1 and 3 reduce over, and `Packed`
-    where sparse tensor cores will read them; or the weights of a dense FFN in 8-bit
-    floats. Beside them stand the dense weights, where they are rounded to the compute
-    dtype."""
+    where sparse tensor cores will read them; or weights in 8-bit floats, all of them
+    where the FFN is dense, and those that GEMM 1 reads where it is sparse. Beside them
+    stand the dense weights, where they are rounded to the compute dtype."""
 
     up: Compressed | Packed | QuantisedWeight | None = None
     """S(W1), of logical shape (d_model, d_hidden), with groups along axis -2; `Packed`
@@ -71,14 +71,17 @@ class ReadWeights(NamedTuple):
     packed_up: Compressed | Packed | None = None
     packed_down: Compressed | Packed | None = None
     packed_gate: Compressed | Packed | None = None
-    quantised: FFNWeights[QuantisedWeight] | None = None
-    """The weights of a dense FFN in 8-bit floats, which its GEMMs read then; else
-    None."""
+    quantised: FFNWeights[QuantisedWeight | None] = FFNWeights(None, None)
+    """The weights in 8-bit floats; None each where no GEMM reads it so."""
 
-    @property
-    def dense(self) -> FFNWeights[jax.Array] | FFNWeights[QuantisedWeight]:
-        """The weights that dense GEMMs read."""
-        return self.quantised or FFNWeights(self.up, self.down, self.gate)
+    def dense(
+        self, gemm: Decision, name: Literal["up", "down", "gate"]
+    ) -> jax.Array | QuantisedWeight:
+        """Returns the weight `name` as `gemm` reads it where it reads it dense."""
+        quantised: QuantisedWeight | None = getattr(self.quantised, name)
+        if gemm.spec.fp8 and quantised is not None:
+            return quantised
+        return getattr(self, name)
 
 
 def pack_ffn(
@@ -94,7 +97,7 @@ def pack_ffn(
     backend: Backend | None = None,
 ) -> PackedFFN | None:
     """Returns the weights as GEMMs read them: beta S(W) of every weight, compressed, or
-    the weights of a dense FFN in 8-bit floats, and what is read dense in the compute
+    the weights that GEMMs of 8-bit floats read, and what is read dense in the compute
     dtype. Returns None where they are read as they are.
 
     S is the soft threshold of arXiv 2409.09099, beta its frozen scale. Packing reads
@@ -105,7 +108,7 @@ def pack_ffn(
       w_up, w_down, w_gate: float32 masters; leading axes are stacked layers. `w_gate`
         is None of a plain FFN.
       sparsity: the sparsity of the FFN, which names the pattern of the weights.
-      precision: the precision of the GEMMs where the FFN is dense.
+      precision: the precision of the FFN, as in `FFNCall.precision`.
       scales: beta of (up, down), or of (gate, up, down) for a gated FFN; not read where
         the weights are dense.
       dtype: the compute dtype, which packed values and dense copies have.
@@ -116,15 +119,18 @@ def pack_ffn(
         on other devices than those of the layout.
     """
     check_placed(layout, w_up=w_up, w_down=w_down, w_gate=w_gate)
-    if sparsity.is_dense and precision != "dtype":
+    up = gate = dense = None
+    if precision != "dtype" and sparsity.up_is_dense:
+        up = quantise_weight(w_up)
         gate = None if w_gate is None else quantise_weight(w_gate)
-        return PackedFFN(quantise_weight(w_up), quantise_weight(w_down), gate)
-    dense = None
+    if up is not None and sparsity.is_dense:
+        return PackedFFN(up, quantise_weight(w_down), gate)
     if w_up.dtype != dtype:
         read = FFNWeights(w_up, w_down, w_gate)
         dense = jax.tree.map(lambda w: jax.lax.stop_gradient(w).astype(dtype), read)
     if sparsity.weights is None:
-        return None if dense is None else PackedFFN(dense=dense)
+        made = up is not None or dense is not None
+        return PackedFFN(up=up, gate=gate, dense=dense) if made else None
     if scales is None:
         raise ValueError(
             f"weights={sparsity.weights} needs scales, the frozen beta of each weight; "

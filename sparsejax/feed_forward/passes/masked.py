@@ -32,11 +32,11 @@ def into_hidden(plan: FFNPlan, x: jax.Array, w: ReadWeights) -> Hidden:
     """Returns the products of X with the weights into the hidden layer, each (tokens,
     d_hidden): (Y1,), or (G, U) of a gated FFN."""
     # (T, F) = (T, d) @ (d, F)
-    up = multiply_by_weight(plan.up, x, w.dense.up, w.packed_up)
+    up = multiply_by_weight(plan.up, x, w.dense(plan.up, "up"), w.packed_up)
     if plan.gate is None:
         return (up,)
-    assert w.dense.gate is not None
-    return multiply_by_weight(plan.gate, x, w.dense.gate, w.packed_gate), up
+    w_gate = w.dense(plan.gate, "gate")
+    return multiply_by_weight(plan.gate, x, w_gate, w.packed_gate), up
 
 
 def kept_where_masked(
@@ -64,7 +64,7 @@ def forward(
     products = into_hidden(plan, x, w)
     kept = kept_where_masked(activation, products, plan.sparsity.in_expert)
     # (T, d) = (T, F) @ (F, d)
-    y = multiply(plan.down, activation.apply(kept), w.dense.down)
+    y = multiply(plan.down, activation.apply(kept), w.dense(plan.down, "down"))
     return y, kept if plan.sparsity.mask_reuse else activation.keep(products)
 
 
@@ -79,7 +79,8 @@ def backward(
     """Returns dX (tokens, d_model), and the gradients of the weights in float32."""
     plan, pattern = static.plan, static.plan.sparsity.in_expert
     # (T, F) = (T, d) @ (d, F)
-    da = multiply_by_weight(plan.d_hidden, dy, w.dense.down.T, w.packed_down)
+    w_down = w.dense(plan.d_hidden, "down")
+    da = multiply_by_weight(plan.d_hidden, dy, w_down.T, w.packed_down)
     a, gradients = plan.activation.with_gradients(da, kept)
     selected = gradients
     if pattern is not None and not plan.sparsity.mask_reuse:
@@ -94,14 +95,15 @@ def _input_gradient(
     """Returns dX (tokens, d_model). In a gated FFN it is the sum of two products in
     float32."""
     # (T, d) = (T, F) @ (F, d)
+    w_up = w.dense(plan.d_input, "up")
     if plan.d_input_gate is None:
         (dy_up,) = gradients
-        return multiply(plan.d_input, dy_up, w.dense.up.T)
-    assert w.dense.gate is not None
+        return multiply(plan.d_input, dy_up, w_up.T)
+    w_gate = w.dense(plan.d_input_gate, "gate")
     accumulate = accumulation_dtype(x.dtype)
     dgate, dup = gradients
-    dx = multiply(plan.d_input_gate, dgate, w.dense.gate.T, out_dtype=accumulate)
-    more = multiply(plan.d_input, dup, w.dense.up.T, out_dtype=accumulate)
+    dx = multiply(plan.d_input_gate, dgate, w_gate.T, out_dtype=accumulate)
+    more = multiply(plan.d_input, dup, w_up.T, out_dtype=accumulate)
     return (dx + more).astype(x.dtype)
 
 

@@ -14,6 +14,7 @@ from sparsejax.cost_model import (
     parameter_count,
 )
 from sparsejax.feed_forward.ffn import ffn
+from sparsejax.feed_forward.operands.weights import pack_ffn
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.transformer import Transformer
 from sparsejax.sparsity.patterns import VNM
@@ -104,6 +105,33 @@ def test_activation_memory_of_a_routed_ffn_is_what_its_backward_keeps(
 
     more = sum(hidden) - tokens * f
     assert planned(sparsity) - planned(DENSE) == 4 * config.layers * more
+
+
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+def test_memory_of_weights_in_8_bit_floats_is_that_of_the_packed_ones(activation):
+    config = dataclasses.replace(
+        TINY, activation=activation, precision="fp8", dtype="bfloat16"
+    )
+    experts = FFNSparsity(activations=VNM(4, 4, 16))
+
+    def made(sparsity):
+        """The bytes that `pack_ffn` makes of one layer, without scales."""
+        up = jax.ShapeDtypeStruct((config.d_model, config.d_hidden), jnp.float32)
+        down = jax.ShapeDtypeStruct(up.shape[::-1], jnp.float32)
+        gate = up if config.gated else None
+        pack = functools.partial(
+            pack_ffn, sparsity=sparsity, precision="fp8", dtype=jnp.dtype("bfloat16")
+        )
+        packed = jax.eval_shape(lambda u, d, g: pack(u, d, w_gate=g), up, down, gate)
+        return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(packed) if a.ndim)
+
+    def planned(sparsity):
+        return memory_bytes(config, tokens_per_device=1, sparsity=sparsity).packed
+
+    count = parameter_count(config)
+    others = 2 * (count.attention + count.head)
+    assert planned(DENSE) == config.layers * made(DENSE) + others
+    assert planned(experts) == config.layers * made(experts) + others
 
 
 def test_memory_of_the_states():

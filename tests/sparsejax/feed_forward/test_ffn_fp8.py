@@ -1,4 +1,5 @@
-"""Dense FFNs whose GEMMs multiply 8-bit floats against their equations in float64."""
+"""FFNs whose GEMMs multiply 8-bit floats against their equations in float64: all GEMMs
+of a dense FFN, and GEMM 1 of a sparse one."""
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,17 @@ from sparsejax.feed_forward.operands.weights import pack_ffn
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.feed_forward.spec import FFNSpec
 from sparsejax.ops.fp8_matmul import FORWARD, GRADIENT
-from sparsejax.sparsity.patterns import NM
+from sparsejax.routing.routers import ActivationEnergy
+from sparsejax.sparsity.patterns import VNM
 from tests.support.devices.hopper import A100, H200
+from tests.support.oracles.ffn_cases import (
+    jitted,
+    make_experts,
+    make_inputs,
+    name_of,
+    oracle,
+    representative_sparsities,
+)
 from tests.support.oracles.fp8_oracle import rounded
 
 TOKENS, D_MODEL, D_HIDDEN = 24, 16, 40
@@ -104,12 +114,93 @@ def test_an_ffn_of_8_bit_floats_is_its_equations(activation, precision, packed):
         assert off < 2e-3, off
 
 
-def test_a_sparse_ffn_reads_no_8_bit_floats():
-    x, _, w_up, w_down, _ = map(jnp.asarray, inputs())
-    sparsity = FFNSparsity(activations=NM(2, 4))
-    plain = ffn(x, w_up, w_down, sparsity=sparsity)
-    asked = ffn(x, w_up, w_down, sparsity=sparsity, precision="fp8_all")
-    np.testing.assert_array_equal(asked, plain)
+def by_energy(n: int) -> FFNSparsity:
+    return FFNSparsity(
+        activations=VNM(8, n, 16),
+        experts_per_token=2,
+        router=ActivationEnergy(),
+        weight_gradients="expert_columns",
+    )
+
+
+SPARSE = (*representative_sparsities(), by_energy(2), by_energy(4))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed-before"])
+@pytest.mark.parametrize(
+    "sparsity", [s for s in SPARSE if s.up_is_dense and not s.is_dense], ids=name_of
+)
+def test_a_sparse_ffn_rounds_what_gemm_1_reads_and_nothing_else(sparsity, packed):
+    given = make_inputs()
+    experts = make_experts(sparsity)
+    y_up = rounded(given[0], FORWARD) @ rounded(given[1], FORWARD)
+    wanted = oracle(sparsity, *given, experts, y_up=y_up.astype(np.float32))
+    how = {"sparsity": sparsity, "precision": "fp8_all", "dtype": jnp.dtype("float32")}
+    single = [a.astype(np.float32) for a in given]
+    made = pack_ffn(*single[1:3], **how) if packed else None
+    got = jitted(sparsity, *single, experts, packed=made, precision="fp8_all")
+    for ours, theirs in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    # The rounding is seen: without it Y is another one.
+    plain, *_ = jitted(sparsity, *single, experts)
+    assert np.abs(plain - wanted[0]).max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    "sparsity", [s for s in SPARSE if not s.up_is_dense], ids=name_of
+)
+def test_a_sparse_ffn_without_such_a_gemm_1_reads_no_8_bit_floats(sparsity):
+    single = [a.astype(np.float32) for a in make_inputs()]
+    experts = make_experts(sparsity)
+    plain = jitted(sparsity, *single, experts)
+    asked = jitted(sparsity, *single, experts, precision="fp8_all")
+    for ours, theirs in zip(asked, plain, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_sparse_gated_ffn_rounds_what_gemms_1a_and_1b_read():
+    x, w_gate, w_up, w_down, dy = inputs()
+    sparsity = FFNSparsity(activations=VNM(8, 4, 8))
+    experts = np.arange(TOKENS)[:, None] % 2
+    used = experts == np.arange(D_HIDDEN)[None] // (D_HIDDEN // 2)
+    forward = lambda a, b: rounded(a, FORWARD) @ rounded(b, FORWARD)
+    g, up = forward(x, w_gate), forward(x, w_up)
+    s, slope = first("swiglu", g)
+    da = (dy @ w_down.T) * used
+    d_gate, d_up = da * up * slope, da * s
+    wanted = [
+        (s * up * used) @ w_down,
+        d_gate @ w_gate.T + d_up @ w_up.T,
+        x.T @ d_gate,
+        x.T @ d_up,
+        (s * up * used).T @ dy,
+    ]
+
+    @jax.jit
+    def run(x, weights, dy):
+        call = lambda x, w: gated_ffn(
+            x, *w, sparsity=sparsity, precision="fp8", expert_index=jnp.asarray(experts)
+        )
+        y, pull_back = jax.vjp(call, x, weights)
+        dx, gradients = pull_back(dy)
+        return [y, dx, *gradients]
+
+    got = run(x, [w_gate, w_up, w_down], dy)
+    for ours, theirs in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_the_plan_of_a_sparse_ffn_names_8_bit_floats_in_gemm_1():
+    sizes = {"tokens": 4096, "d_model": 1024, "d_hidden": 4096, "dtype": "bfloat16"}
+    sparsity = FFNSparsity(
+        activations=VNM(128, 4, 32),
+        experts_per_token=2,
+        router=ActivationEnergy(),
+        weight_gradients="expert_columns",
+    )
+    spec = FFNSpec(precision="fp8_all", device=H200, sparsity=sparsity, **sizes)
+    named = ["8-bit" in decision.path for decision in spec.explain()]
+    assert named == [True] + [False] * 5
 
 
 def test_the_plan_names_the_formats_gemm_by_gemm():

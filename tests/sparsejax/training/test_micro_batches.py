@@ -17,6 +17,7 @@ from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models import attention, sparse_ffn
 from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.models.transformer import Transformer, cross_entropy
+from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import NM, VNM
 from sparsejax.switches.switching import switch
 from sparsejax.training.micro_batches import loss_and_gradient
@@ -24,6 +25,12 @@ from sparsejax.training.micro_batches import loss_and_gradient
 WEIGHTS = FFNSparsity(weights=NM(2, 4))
 TWO_FOUR = FFNSparsity(weights=NM(2, 4), activations=NM(2, 4))
 VENOM = FFNSparsity(weights=NM(2, 4), activations=VNM(4, 2, 16))
+EXPERTS = FFNSparsity(
+    activations=VNM(4, 4, 16),
+    experts_per_token=2,
+    router=ActivationEnergy(),
+    weight_gradients="expert_columns",
+)
 D, F = 16, 64
 
 
@@ -83,13 +90,17 @@ def test_weights_are_packed_once_for_all_micro_batches(monkeypatch):
     assert read[-1] is None
 
 
-@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+@pytest.mark.parametrize(
+    ("activation", "sparsity", "of_ffn"),
+    [("relu2", DENSE, 2), ("swiglu", DENSE, 3), ("relu2", EXPERTS, 1)],
+    ids=["relu2", "swiglu", "experts"],
+)
 def test_8_bit_weights_are_made_once_and_are_those_of_every_call(
-    activation, monkeypatch
+    activation, sparsity, of_ffn, monkeypatch
 ):
     sizes = {"d_model": 16, "layers": 2, "heads": 2, "kv_heads": 1, "d_hidden": 32}
     config = ModelConfig(precision="fp8", activation=activation, **sizes)
-    model = Transformer(config, rngs=nnx.Rngs(0))
+    model = Transformer(config, sparsity=sparsity, rngs=nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(0), (3, 2, 9), 0, 256)
     each = [nnx.value_and_grad(cross_entropy)(model, batch) for batch in tokens]
     wanted = jax.tree.map(lambda *of: sum(of) / 3, *each)
@@ -100,7 +111,7 @@ def test_8_bit_weights_are_made_once_and_are_those_of_every_call(
         monkeypatch.setattr(module, "quantise_weight", spy)
     got = loss_and_gradient(cross_entropy, model, tokens)
     # All layers at once, and nothing inside of the loops over layers or batches.
-    assert len(made) == 4 + (2 if activation == "relu2" else 3)
+    assert len(made) == 4 + of_ffn
     assert all(shape[0] == 2 for shape in made)
     chex.assert_trees_all_close(
         jax.tree.leaves(got), jax.tree.leaves(wanted), rtol=1e-4, atol=1e-6

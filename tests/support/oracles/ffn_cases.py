@@ -126,6 +126,7 @@ def value_and_gradients(
     packed=None,
     key=None,
     backend=None,
+    precision="dtype",
 ):
     """(y, dx, dw_up, dw_down) of `ffn`."""
 
@@ -140,16 +141,19 @@ def value_and_gradients(
             expert_index=None if experts is None else jnp.asarray(experts, jnp.int32),
             key=key,
             backend=backend,
+            precision=precision,
         )
 
     y, pull_back = jax.vjp(run, *(jnp.asarray(a) for a in (x, w_up, w_down)))
     return y, *pull_back(jnp.asarray(dy, y.dtype))
 
 
-jitted = jax.jit(value_and_gradients, static_argnums=0, static_argnames="backend")
+jitted = jax.jit(
+    value_and_gradients, static_argnums=0, static_argnames=("backend", "precision")
+)
 
 
-def oracle(sparsity, x, w_up, w_down, dy, experts, *, scales=SCALES):
+def oracle(sparsity, x, w_up, w_down, dy, experts, *, scales=SCALES, y_up=None):
     order = np.arange(len(x))
     if sparsity.permute_tokens:
         order = fixed_token_order(len(x))
@@ -162,4 +166,5 @@ def oracle(sparsity, x, w_up, w_down, dy, experts, *, scales=SCALES):
         scales=scales,
         expert_index=experts,
         token_order=order,
+        y_up=y_up,
     )

@@ -75,8 +75,11 @@ def along_tokens(matrix, nonzeros, share, token_lists):
     return out
 
 
-def ffn_oracle(x, w_up, w_down, dy, *, sparsity, scales, expert_index, token_order):
-    """(y, dx, dw_up, dw_down) of the sparse FFN for the output cotangent dy."""
+def ffn_oracle(
+    x, w_up, w_down, dy, *, sparsity, scales, expert_index, token_order, y_up=None
+):
+    """(y, dx, dw_up, dw_down) of the sparse FFN for the output cotangent dy. `y_up` is
+    the product of GEMM 1 where that rounds what it reads."""
     venom = sparsity.experts is not None
     tokens, features = len(x), w_up.shape[1]
     s_up, s_down_t = w_up, w_down.T
@@ -87,7 +90,8 @@ def ffn_oracle(x, w_up, w_down, dy, *, sparsity, scales, expert_index, token_ord
     # what GEMM 4 reads
     back_up = s_up if sparsity.exact_gradients else w_up
 
-    y_up = x @ s_up
+    if y_up is None:
+        y_up = x @ s_up
     columns = np.ones((tokens, features), bool)
     if venom:
         if not sparsity.router.before_up:
