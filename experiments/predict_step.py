@@ -9,8 +9,8 @@ steps has reached, and the tables of kernel times. Rows whose sparsity has no na
 (static weights, and runs whose comparison the row does not name) are left out and
 counted.
 
-It runs on a CPU in a few seconds. Expected: of 97 steps of one GPU half are within
-1.3 %, and all but two within 11 %; 12 steps of two GPUs, all of `gpt-124m`, are
+It runs on a CPU in a few seconds. Expected: of 99 steps of one GPU half are within
+1.4 %, and all but three within 11 %; 12 steps of two GPUs, all of `gpt-124m`, are
 predicted 6 to 15 % too short.
 """
 

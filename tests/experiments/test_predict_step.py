@@ -41,7 +41,7 @@ def test_other_steps_of_one_gpu_are_near(rows):
     h100 = errors(rows, preset="llama-1b", device="NVIDIA H100 80GB HBM3")
     assert len(h100) > 10 and max(h100) < 0.05
     one = errors(rows, devices=1)
-    assert median(one) < 0.015 and sum(error > 0.11 for error in one) <= 2
+    assert median(one) < 0.015 and sum(error > 0.11 for error in one) <= 3
 
 
 def test_two_gpus_are_predicted_too_fast(rows):
