@@ -49,7 +49,7 @@ from sparsejax.sparsity.patterns import VNM
 
 RESULTS = Path(__file__).parent / "results"
 LAST_OF_OTHER_GEMM_1 = "2026-11-25"
-"""The last date of rows of sparse steps in 8-bit floats whose GEMM 1 was in bfloat16."""
+"""The last date of rows of sparse steps in `fp8` whose GEMM 1 was in bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True)
