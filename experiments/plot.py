@@ -134,6 +134,7 @@ def plot_equal_loss(
     shown = {reference: dense} if dense else {}
     shown |= {arm: lines[arm] for arm in drawn}
     all_rows = [row for points in shown.values() for row in points]
+    ends: dict[Any, list[tuple[Any, str]]] = {left: [], right: []}
     at, label = _time_axis(all_rows, max((row["tokens"] for row in dense), default=1))
     for arm, points in shown.items():
         how = "measured" if all(row["measured"] for row in points) else "not measured"
@@ -142,7 +143,7 @@ def plot_equal_loss(
         ordered = sorted(points, key=at)
         losses = [row["loss"] for row in ordered]
         (line,) = left.plot(list(map(at, ordered)), losses, "o-", markersize=4, **color)
-        _label_end(left, line, arm)
+        ends[left].append((line, arm))
         if is_dense:
             continue
         tokens = [row["tokens_per_parameter"] for row in points]
@@ -153,7 +154,7 @@ def plot_equal_loss(
             markersize=4,
             color=line.get_color(),
         )
-        _label_end(right, line, f"{arm} ({how})")
+        ends[right].append((line, f"{arm} ({how})"))
         if all(row["R_low"] is not None for row in points):
             low, high = ([row[end] for row in points] for end in ("R_low", "R_high"))
             right.fill_between(tokens, low, high, color=line.get_color(), alpha=0.15)
@@ -172,6 +173,9 @@ def plot_equal_loss(
         axes.margins(x=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(folder.name)
+    figure.canvas.draw()  # The layout says where the points lie.
+    for axes, lines_and_texts in ends.items():
+        _label_ends(axes, lines_and_texts)
     figure.savefig(folder / "equal_loss.png", dpi=120)
     plt.close(figure)
     left_out = [arm for arm in lines if arm not in drawn]
@@ -192,18 +196,32 @@ def _time_axis(
     )
 
 
-def _label_end(axes: Any, line: Any, text: str) -> None:
-    """Writes the text right of a line's last point, on a ground that hides what other
-    lines would strike through."""
-    axes.annotate(
-        text,
-        line.get_xydata()[-1],
-        xytext=(6, 0),
-        textcoords="offset points",
-        color=line.get_color(),
-        va="center",
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8},
-    )
+LABEL_HEIGHT = 13
+"""The height of a label in points, with what is left free above it."""
+
+
+def _label_ends(axes: Any, lines_and_texts: Sequence[tuple[Any, str]]) -> None:
+    """Writes each text right of its line's last point, and above texts that begin in
+    the same place, on a ground that hides what other lines would strike through."""
+    points = 72 / axes.figure.dpi
+    ends = [
+        (*(points * axes.transData.transform(line.get_xydata()[-1])), line, text)
+        for line, text in lines_and_texts
+    ]
+    taken: list[tuple[float, float]] = []
+    for x, y, line, text in sorted(ends, key=lambda end: end[1]):
+        below = [at for of, at in taken if abs(of - x) < 3 * LABEL_HEIGHT]
+        at = max([y, *(of + LABEL_HEIGHT for of in below)])
+        taken.append((x, at))
+        axes.annotate(
+            text,
+            line.get_xydata()[-1],
+            xytext=(6, at - y),
+            textcoords="offset points",
+            color=line.get_color(),
+            va="center",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8},
+        )
 
 
 def _validation_curve(records: list[dict]) -> list[tuple[int, float]]:

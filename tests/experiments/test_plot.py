@@ -12,7 +12,7 @@ import matplotlib.image
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.plot import _seconds_label, plot_comparison
+from experiments.plot import _label_ends, _seconds_label, plot_comparison
 from sparsejax.config import DataConfig, TrainConfig
 from sparsejax.config.config_file import to_json
 from sparsejax.reports.loss_figure import SHADES
@@ -152,3 +152,17 @@ def test_seconds_of_a_shared_device_are_told(tmp_path):
     assert _seconds_label(folders) == "seconds of training steps"
     (folders[-1] / "provenance.jsonl").write_text('{"side_by_side": 3}\n')
     assert _seconds_label(folders).endswith("steps, on a shared device")
+
+
+def test_labels_of_lines_that_end_together_stand_above_each_other():
+    figure, axes = plt.subplots()
+    ends = [axes.plot([0, 1], [0, height])[0] for height in (0.5, 0.5, 0.0, 1.0)]
+    figure.canvas.draw()
+    _label_ends(axes, list(zip(ends, "abcd", strict=True)))
+    figure.canvas.draw()
+    boxes = {text.get_text(): text.get_window_extent() for text in axes.texts}
+    assert not boxes["a"].overlaps(boxes["b"])
+    # The others have room where their lines end.
+    offsets = {text.get_text(): text.xyann[1] for text in axes.texts}
+    assert offsets["c"] == offsets["d"] == 0 != offsets["a"] + offsets["b"]
+    plt.close(figure)
