@@ -4,6 +4,8 @@ seconds.
     uv run experiments/equal_loss.py runs/ladder-5m
     uv run experiments/equal_loss.py runs/ladder-5m \\
         --speed two-of-eight=1.44:1.42-1.46 --speed-from "bench_step, llama-1b, H200"
+    uv run experiments/equal_loss.py experiments/results/direct-57m-linux \\
+        --draw two-of-eight narrow
 
 The dense runs of at least three lengths, all cooled down, give the loss of the dense
 model against its tokens, L = E + A D^-b (`comparing/dense_curve.py`). For each other
@@ -62,6 +64,9 @@ class Config:
     as its dense step, with a 90 % interval from LOW to HIGH."""
     speed_from: str | None = None
     """Source of these speeds, such as a row of bench_step."""
+    draw: tuple[str, ...] | None = None
+    """Arms that the figure has beside the dense model. None: all that have an R, the
+    sparse ones first, five at most."""
     seed: int = 0
     """Seed of the bootstrap."""
     results: Path = Path("runs/equal_loss.jsonl")
@@ -95,7 +100,8 @@ def main(config: Config, command: str) -> list[Row]:
     """Prints the table, draws the figure, adds the rows to the file, and returns them.
 
     Raises:
-      ValueError: no comparison; no dense curve; a speed of an arm that is not there.
+      ValueError: no comparison; no dense curve; a speed of an arm that is not there,
+        or one to draw.
     """
     speeds = config.speeds()
     runs, unfinished = read_finished(config.folder)
@@ -113,12 +119,28 @@ def main(config: Config, command: str) -> list[Row]:
         analysed_with=commit(),
         seed=config.seed,
     )
+    drawn = _drawn(config, rows, reference)
     console.STDOUT.print(table_of(rows, reference))
     if all(row.R_low is None for row in rows):
         console.say("no arm has two seeds of one length: no interval")
     append_rows(map(asdict, rows), config.results)
-    console.say(plot_equal_loss(config.folder, list(map(asdict, rows)), reference))
+    console.say(plot_equal_loss(config.folder, list(map(asdict, drawn)), reference))
     return rows
+
+
+def _drawn(config: Config, rows: Sequence[Row], reference: str) -> list[Row]:
+    """Returns the rows of the arms that the figure has. Raises ValueError where one of
+    those that are asked for has no row."""
+    if config.draw is None:
+        return list(rows)
+    arms = {row.arm for row in rows}
+    for arm in config.draw:
+        if arm not in arms:
+            raise ValueError(
+                f"--draw {arm} is no arm of {config.folder}; it has "
+                f"{', '.join(sorted(arms))}"
+            )
+    return [row for row in rows if row.arm in (reference, *config.draw)]
 
 
 def table_of(rows: Sequence[Row], reference: str) -> Table:

@@ -391,6 +391,27 @@ def test_the_figure_has_losses_against_seconds_and_R(
     assert texts == ["dense", "sparse", "sparse"]
 
 
+def test_the_figure_has_the_arms_that_are_asked_for(tmp_path, capsys, monkeypatch):
+    drawn = []
+    plot = equal_loss.plot_equal_loss
+    spy = lambda folder, rows, arm: drawn.extend(rows) or plot(folder, rows, arm)
+    monkeypatch.setattr(equal_loss, "plot_equal_loss", spy)
+    arms = [
+        Synthetic(
+            name=name,
+            config=replace(DENSE, steps=300),
+            loss=loss(tokens_of(300)),
+            seconds=30.0,
+        )
+        for name in ("first", "second")
+    ]
+    rows = rows_of(tmp_path, [*dense_runs(), *arms], draw=("second",))
+    assert {arm for arm, _ in rows} == {"dense", "first", "second"}
+    assert {row["arm"] for row in drawn} == {"dense", "second"}
+    with pytest.raises(ValueError, match="--draw third is no arm of .* first, second"):
+        rows_of(tmp_path, [*dense_runs(), *arms], draw=("third",))
+
+
 def test_the_figure_has_six_lines_at_most(tmp_path, capsys):
     arms = [
         Synthetic(
