@@ -409,7 +409,7 @@ def test_the_figure_has_the_arms_that_are_asked_for(tmp_path, capsys, monkeypatc
     assert {arm for arm, _ in rows} == {"dense", "first", "second"}
     assert {row["arm"] for row in drawn} == {"dense", "second"}
     with pytest.raises(ValueError, match="--draw third is no arm of .* first, second"):
-        rows_of(tmp_path, [*dense_runs(), *arms], draw=("third",))
+        rows_of(tmp_path / "again", [*dense_runs(), *arms], draw=("third",))
 
 
 def test_the_figure_has_six_lines_at_most(tmp_path, capsys):
