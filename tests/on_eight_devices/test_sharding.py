@@ -38,7 +38,7 @@ def config_for(text: str, variant: str) -> TrainConfig:
             experts_per_token=2,
             router=ActivationEnergy(),
         )
-    if variant == "experts":
+    if variant in ("experts", "experts_fp8"):
         config = replace(config, recipe="experts")
         config = with_phases(config, activations=VNM(4, 4, 32))
     if variant == "observed":
@@ -54,7 +54,7 @@ def config_for(text: str, variant: str) -> TrainConfig:
     if variant == "swiglu":
         model = replace(model, activation="swiglu", tie_embeddings=True)
         config = replace(config, recipe="weights")
-    if variant == "fp8":
+    if variant in ("fp8", "experts_fp8"):
         model = replace(model, precision="fp8")
     if variant == "qkv_bias":
         model = replace(model, qkv_bias=True)
@@ -140,8 +140,11 @@ def test_losses_and_gradients_are_those_of_one_device(variant, mesh, text):
     np.testing.assert_allclose(got[1], expected[1], rtol=5e-6)
 
 
-def test_a_step_of_8_bit_floats_is_that_of_one_device(text):
-    config = replace(config_for(text, "fp8"), recipe="dense", steps=2)
+@pytest.mark.parametrize("variant", ["fp8", "experts_fp8"])
+def test_steps_of_8_bit_floats_are_those_of_one_device(variant, text):
+    config = config_for(text, variant)
+    if variant == "fp8":
+        config = replace(config, recipe="dense", steps=2)
     expected, got = curve(config), curve(on(config, "all"))
     # Sums in another order round across boundaries of 8 bits here and there.
     np.testing.assert_allclose(got[0], expected[0], rtol=3e-3)
