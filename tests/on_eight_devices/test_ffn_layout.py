@@ -301,9 +301,15 @@ def test_it_composes_with_scan_and_remat(policy, double):
 
 
 def gathered_bytes(
-    sparsity: FFNSparsity, layout: FFNLayout, *, backward: bool, **how: Any
+    sparsity: FFNSparsity,
+    layout: FFNLayout,
+    *,
+    backward: bool,
+    remat: bool = False,
+    **how: Any,
 ) -> int:
-    """Bytes that all-gathers of the compiled program put together, in bfloat16."""
+    """Bytes that all-gathers of the compiled program put together, in bfloat16: of the
+    forward, of the gradients alone, or with `remat` of both, the forward repeated."""
     x, w_up, w_down, dy, _ = (a for a in inputs_for(DENSE))
     x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
     w_up, w_down = w_up.astype(jnp.float32), w_down.astype(jnp.float32)
@@ -317,7 +323,9 @@ def gathered_bytes(
         return ffn(x, w_up, w_down, packed=packed, layout=layout, **how)
 
     def gradients(x, w_up, w_down, dy):
-        return jax.vjp(forward, x, w_up, w_down)[1](dy)
+        run = jax.checkpoint(forward) if remat else forward
+        y, pull_back = jax.vjp(run, x, w_up, w_down)
+        return pull_back(dy), y if remat else None
 
     f, arguments = (gradients, (x, w_up, w_down, dy))
     if not backward:
@@ -369,9 +377,14 @@ def test_experts_gather_w1_as_bytes_for_gemm_1_and_whole_for_gemm_4():
     # W2 is read by the backward alone, in this program.
     assert both == weight // 2 + 2 * weight
     sizes = {"d_model": D_MODEL, "d_hidden": D_HIDDEN, "heads": 1, "kv_heads": 1}
-    config = ModelConfig(precision="fp8", dtype="bfloat16", **sizes)
-    planned = cost_model.gathered_bytes(config, BY_ENERGY)
+    sizes |= {"precision": "fp8", "dtype": "bfloat16", "remat": "full"}
+    planned = cost_model.gathered_bytes(ModelConfig(**sizes), BY_ENERGY)
     assert (planned.ffn_forward, planned.ffn_backward) == (forward, 2 * weight)
+    repeated = gathered_bytes(
+        BY_ENERGY, layout, precision="fp8", backward=True, remat=True
+    )
+    assert repeated == forward + planned.ffn_recomputed + planned.ffn_backward
+    assert planned.ffn_recomputed == weight // 2
 
 
 def test_no_residual_holds_a_gathered_weight():

@@ -14,7 +14,7 @@ from sparsejax.feed_forward.spec import FFNSpec
 from sparsejax.ops.fp8_matmul import FORWARD, GRADIENT
 from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import VNM
-from tests.support.devices.hopper import A100, H200
+from tests.support.devices.hopper import A100, H200, see_device
 from tests.support.oracles.ffn_cases import (
     jitted,
     make_experts,
@@ -188,6 +188,25 @@ def test_a_sparse_gated_ffn_rounds_what_gemms_1a_and_1b_read():
     got = run(x, [w_gate, w_up, w_down], dy)
     for ours, theirs in zip(got, wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("precision", "count"), [("dtype", 0), ("fp8", 1)])
+def test_gemm_1_of_a_sparse_ffn_reaches_a_gpu_as_one_of_8_bit_floats(
+    monkeypatch, precision, count
+):
+    jax.clear_caches()  # of traces made for a CPU
+    see_device(monkeypatch)
+    x, w_up, w_down, dy = (jnp.asarray(a, jnp.bfloat16) for a in make_inputs())
+
+    def both(x, w_up, w_down, dy):
+        run = lambda *of: ffn(*of, sparsity=by_energy(4), precision=precision)
+        y, pull_back = jax.vjp(run, x, w_up, w_down)
+        return y, pull_back(dy)
+
+    traced = jax.jit(both).trace(x, w_up, w_down, dy)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    gemms = [line for line in text.splitlines() if "dot_general" in line]
+    assert sum("f8E4M3FN" in line for line in gemms) == count
 
 
 def test_the_plan_of_a_sparse_ffn_names_8_bit_floats_in_gemm_1():
