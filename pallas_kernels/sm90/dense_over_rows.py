@@ -3,15 +3,19 @@
     C[e] = A[rows of e]^T B[rows of e]      dW1 = X^T dY1, dW2 = A^T dY
 
 in float32. Rows come sorted by expert, each expert's filled up to whole group tiles
-(`dispatch.Dispatch`); where they end is data. The kernel is `gemm/dense_kernel.py`,
-whose blocks walk over the tiles of all C.
+(`dispatch.Dispatch`); where they end is data. A row may also have the neurons of
+several experts side by side (`expert_sets.RowsOfSets`): then it is data as well which
+tiles hold rows of an expert, and which of their columns are its own. The kernel is
+`gemm/dense_kernel.py`, whose blocks walk over the tiles of all C.
 """
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
@@ -33,6 +37,19 @@ from pallas_kernels.sm90.sparse_matmul_configs import LINE_BYTES, ROWS
 
 EPI_TILES = 2
 """The number of epilogue tiles that each warpgroup writes at a time."""
+
+
+class Joined(NamedTuple):
+    """The group tiles of each expert, where a row has several experts: the columns of
+    one operand are those of one expert after the other."""
+
+    places: Int[Array, " places"]
+    """For each expert in turn its tiles, each as tile * parts + part: the expert's own
+    columns are those of the part, from 0."""
+    parts: int
+    """The number of experts of a row."""
+    operand: Literal["a", "b"]
+    """The operand with the columns of several experts."""
 
 
 def why_unsupported(sizes: Sequence[int], group_tile: int, dtype: str) -> str | None:
@@ -60,8 +77,8 @@ def default_config(m: int, n: int, experts: int, multiprocessors: int) -> Config
         slower = 1.0 if config.tile_n == 256 else 1.07
         return rounds * config.tile_m * config.tile_n * slower
 
-    configs = Config(), Config(cluster=1), Config(tile_n=128, cluster=1)
-    return min(configs, key=cost)
+    smaller = (Config(tile_n=columns, cluster=1) for columns in (192, 128))
+    return min((Config(), Config(cluster=1), *smaller), key=cost)
 
 
 def dense_over_rows(
@@ -71,6 +88,7 @@ def dense_over_rows(
     *,
     group_tile: int,
     expert_axis: int = 0,
+    joined: Joined | None = None,
     config: Config | None = None,
     multiprocessors: int,
 ) -> Float[Array, "_ _ _"]:
@@ -84,10 +102,13 @@ def dense_over_rows(
       a, b: bfloat16 or float16. What padding rows hold is multiplied, so they are zero
         in one of the two and finite in the other; what comes after the last expert's
         rows is not read.
-      ends: the first group tile after each expert's own.
+      ends: the first group tile after each expert's own; with `joined` the first of
+        its places.
       group_tile: rows of a group tile, a multiple of 64.
       expert_axis: 0 for C as (experts, m, n), 1 for (m, experts, n), as columns of a
         weight lie in memory.
+      joined: where each expert's rows and columns lie, if a row has several experts; m
+        or n is then the number of columns of one of them.
       config: how the work is cut up; None for `default_config`.
       multiprocessors: their number in the GPU that will run the kernel.
     Raises:
@@ -99,9 +120,15 @@ def dense_over_rows(
             f"A {a.dtype}{a.shape} and B {b.dtype}{b.shape} must have equally many "
             f"rows and one dtype"
         )
+    experts, tiles = ends.shape[0], rows // group_tile
+    if joined is not None:
+        tiles = joined.places.shape[0]
+        if joined.operand == "a":
+            m = _of_each(m, joined.parts)
+        else:
+            n = _of_each(n, joined.parts)
     if reason := why_unsupported((m, n), group_tile, str(a.dtype)):
         raise ValueError(f"no C (m, n) = {(m, n)} of each expert: {reason}")
-    experts, tiles = ends.shape[0], rows // group_tile
     parts = RowParts.of(m, n, tiles, experts, multiprocessors)
     if config is None:
         config = default_config(m, n, experts, multiprocessors)
@@ -111,6 +138,7 @@ def dense_over_rows(
     tasks = parts.most * tiling.rows * tiling.columns
     clusters = min(multiprocessors // config.cluster, tasks)
     out = (m, experts, n) if expert_axis else (experts, m, n)
+    places = () if joined is None else (joined.places.astype(jnp.int32),)
     return launch(
         partial(
             _kernel,
@@ -119,8 +147,9 @@ def dense_over_rows(
             parts=parts,
             group_tile=group_tile,
             expert_axis=expert_axis,
+            joined=None if joined is None else (joined.parts, joined.operand),
         ),
-        (a, b, ends.astype(jnp.int32)),
+        (a, b, ends.astype(jnp.int32), *places),
         jax.ShapeDtypeStruct(out, jnp.float32),
         config=config,
         clusters=clusters,
@@ -132,22 +161,47 @@ def _kernel(
     a_gmem,
     b_gmem,
     ends_gmem,
-    out_gmem,
-    *,
+    *refs,
     config: Config,
     clusters: int,
     parts: RowParts,
     group_tile: int,
     expert_axis: int,
+    joined: tuple[int, Literal["a", "b"]] | None,
 ) -> None:
-    tiling = config.tiling(a_gmem.shape[1], b_gmem.shape[1])
-    walk = OverTokensOfExpert(tiling, parts, ends_gmem, group_tile // STEP)
+    *places, out_gmem = refs
+    m, n = (size for axis, size in enumerate(out_gmem.shape) if axis != expert_axis)
+    tiling, steps_of_tile = config.tiling(m, n), group_tile // STEP
+    walk = OverTokensOfExpert(tiling, parts, ends_gmem, steps_of_tile)
     reduction = OrderedReduction.of(
         parts, tiling.rows * tiling.columns, config.cluster, WARPGROUPS
     )
 
-    def rows_of(size: int, first, step):
-        return pl.ds(step * STEP, STEP), pl.ds(first, size)
+    def look_up(step):
+        """Returns the step that has the rows, in all rows, or with several experts of a
+        row that step times their number, plus the part of the columns."""
+        if joined is None:
+            return step
+        # At the end of the last expert's places there is none to look ahead to.
+        index = jnp.minimum(lax.div(step, steps_of_tile), places[0].shape[0] - 1)
+        place, number = places[0][index], joined[0]
+        tile, part = lax.div(place, number), lax.rem(place, number)
+        of_rows = tile * steps_of_tile + lax.rem(step, steps_of_tile)
+        return of_rows * number + part
+
+    def part_of(operand: Literal["a", "b"], size: int, of_expert: int):
+        """Returns the function that gives a step's part of an operand, `size` columns
+        of the `of_expert` that each expert has."""
+
+        def tile(task, first, found):
+            if joined is not None:
+                number, whose = joined
+                if whose == operand:
+                    first = first + lax.rem(found, number) * of_expert
+                found = lax.div(found, number)
+            return pl.ds(found * STEP, STEP), pl.ds(first, size)
+
+        return tile
 
     def write(task, acc, origin, out_smem, _) -> None:
         reduction.wait(task)
@@ -169,16 +223,18 @@ def _kernel(
         reduction.done(task)
 
     dense_kernel(
-        Operand(
-            a_gmem, lambda task, row, step: rows_of(config.tile_m, row, step), False
-        ),
-        Operand(
-            b_gmem,
-            lambda task, column, step: rows_of(config.tile_n, column, step),
-            False,
-        ),
+        Operand(a_gmem, part_of("a", config.tile_m, m), False),
+        Operand(b_gmem, part_of("b", config.tile_n, n), False),
         walk=walk,
+        look_up=look_up,
         config=config,
         clusters=clusters,
         epilogue=Epilogue(None, write, EPI_TILES, jnp.dtype("float32")),
     )
+
+
+def _of_each(columns: int, parts: int) -> int:
+    """Returns how many columns each of `parts` experts has of all columns."""
+    if columns % parts:
+        raise ValueError(f"{columns} columns are not those of {parts} experts")
+    return columns // parts

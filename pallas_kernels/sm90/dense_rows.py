@@ -8,6 +8,12 @@
 
 Rows come sorted by expert, each expert's filled up to whole group tiles
 (`dispatch.Dispatch`); which expert a tile has, and how many tiles are used, is data.
+A row may also have the neurons of several experts side by side, and be sorted by the
+set of them (`expert_sets.RowsOfSets`); then
+
+    C[r] = f(sum_j A_j[r] B[e_j])       over the k of A: A_j are the columns of e_j
+    C_j[r] = f(A[r] B[e_j])             over the columns of C
+
 The kernel is `gemm/dense_kernel.py`, on the walk of `grouped_matmul`; tiles that are
 not used cost nothing. No sparse instruction runs.
 """
@@ -18,6 +24,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
@@ -63,20 +70,46 @@ def why_unsupported(sizes: Sequence[int], group_tile: int, dtype: str) -> str | 
     return None
 
 
-def why_invalid(config: Config, group_tile: int, *, reads: bool) -> str | None:
+def why_not_joined(features: int) -> str | None:
+    """Returns why a row cannot have the `features` neurons of each of several experts
+    side by side, or None where it can."""
+    if features % 128:
+        return f"{features} neurons of an expert are no multiple of 128"
+    return None
+
+
+def why_invalid(
+    config: Config, group_tile: int, *, reads: bool, part: int | None = None
+) -> str | None:
     """Returns why `config` cannot run group tiles of so many rows, or None where it
-    can; `reads` says whether the epilogue reads another matrix."""
+    can; `reads` says whether the epilogue reads another matrix. Where the columns of
+    the result are those of several experts, `part` is how many each of them has."""
     tile_m = config.tiling(1, 1).tile_m
     if group_tile % tile_m:
         return f"a tile of {tile_m} rows does not divide group_tile={group_tile}"
+    if part is not None and part % config.tile_n:
+        return (
+            f"a tile of {config.tile_n} columns does not divide the {part} of an expert"
+        )
+    count = len(epi_tiles(config, jnp.dtype("bfloat16")))
+    if not reads and count % EPI_TILES:
+        # The next tile's first write would reuse a slot that its last still reads.
+        return f"{config} has {count} epilogue tiles, no multiple of {EPI_TILES}"
     return config.why_too_large(_slots(config, reads))
 
 
 def default_config(
-    rows: int, n: int, group_tile: int, multiprocessors: int, *, reads: bool = False
+    rows: int,
+    n: int,
+    group_tile: int,
+    multiprocessors: int,
+    *,
+    reads: bool = False,
+    part: int | None = None,
 ) -> Config:
     """Returns the config that needs the least time for all rounds of the
-    multiprocessors, in proportion to the size of a tile and to what it reads."""
+    multiprocessors, in proportion to the size of a tile and to what it reads; `reads`
+    and `part` are those of `why_invalid`."""
 
     def cost(config: Config) -> float:
         tiling = config.tiling(rows, n)
@@ -97,8 +130,10 @@ def default_config(
         Config(tile_n=128, cluster=2, cluster_axis="n"),
         Config(tile_n=128, cluster=1),
     ]
-    valid = [c for c in configs if why_invalid(c, group_tile, reads=reads) is None]
-    return min(valid, key=cost)
+    how = {"reads": reads, "part": part}
+    return min(
+        (c for c in configs if why_invalid(c, group_tile, **how) is None), key=cost
+    )
 
 
 def _slots(config: Config, reads: bool) -> int:
@@ -109,7 +144,7 @@ def _slots(config: Config, reads: bool) -> int:
 def dense_rows(
     a: Float[Array, "rows k"],
     b: Float[Array, "_ _ _"],
-    tile_expert: Int[Array, " tiles"],
+    tile_expert: Int[Array, " tiles"] | Int[Array, "tiles parts"],
     used_tiles: Int[Array, ""],
     *,
     expert_axis: int,
@@ -129,7 +164,10 @@ def dense_rows(
       b: a matrix for each expert, as it lies in a weight of all experts. With
         `expert_axis` 0 (experts, k, n), with 1 (k, experts, n); if `b_k_major`
         (experts, n, k) or (n, experts, k).
-      tile_expert: the expert of each group tile of rows / tiles rows.
+      tile_expert: the expert of each group tile of rows / tiles rows, or the experts of
+        each. Their number is then a factor of the columns of `a`, which are those of
+        one expert after the other, or, where `a` has as many as B has k, of the
+        columns of the result.
       used_tiles: how many group tiles have rows.
       activation: f, of the float32 accumulators; None: nothing is applied.
       other: f and a matrix that it reads; in place of `activation`.
@@ -143,14 +181,19 @@ def dense_rows(
     rows, k = a.shape
     sizes = [size for axis, size in enumerate(b.shape) if axis != expert_axis]
     n, k_of_b = sizes if b_k_major else sizes[::-1]
-    tiles = tile_expert.shape[0]
-    if k != k_of_b or a.dtype != b.dtype or rows % tiles:
+    tiles, parts = (*tile_expert.shape, 1)[:2]
+    along_k = parts > 1 and k == parts * k_of_b
+    if not (along_k or k == k_of_b) or a.dtype != b.dtype or rows % tiles:
+        of_each = f", {parts} experts each," if parts > 1 else ""
         raise ValueError(
-            f"rows {a.dtype}{a.shape} in {tiles} group tiles do not fit weights "
-            f"{b.dtype}{b.shape} of k={k_of_b}: they need whole tiles, equal k and one "
-            f"dtype"
+            f"rows {a.dtype}{a.shape} in {tiles} group tiles{of_each} do not fit "
+            f"weights {b.dtype}{b.shape} of k={k_of_b}: they need whole tiles, equal k "
+            f"and one dtype"
         )
     group_tile, reads = rows // tiles, other is not None
+    part = k_of_b if along_k else n
+    n_of_part = None if along_k or parts == 1 else n
+    n *= 1 if along_k else parts
     dtype = jnp.dtype(a.dtype if out_dtype is None else out_dtype)
     if dtype not in (a.dtype, jnp.float32):
         raise ValueError(
@@ -165,13 +208,17 @@ def dense_rows(
             f"result is {dtype}{(rows, n)}; they must be equal, and as the rows "
             f"{a.dtype}"
         )
-    if reason := why_unsupported((k, n), group_tile, str(a.dtype)):
+    reason = why_unsupported((k, n, part), group_tile, str(a.dtype))
+    if reason is None and parts > 1:
+        reason = why_not_joined(part)
+    if reason:
         raise ValueError(
             f"no product of rows {a.shape} and weights {b.shape}: {reason}"
         )
+    how = {"reads": reads, "part": n_of_part}
     if config is None:
-        config = default_config(rows, n, group_tile, multiprocessors, reads=reads)
-    if reason := why_invalid(config, group_tile, reads=reads):
+        config = default_config(rows, n, group_tile, multiprocessors, **how)
+    if reason := why_invalid(config, group_tile, **how):
         raise ValueError(f"no product of rows {a.shape} with {config}: {reason}")
     tiling = config.tiling(rows, n)
     clusters = min(multiprocessors // config.cluster, tiling.rows * tiling.columns)
@@ -184,6 +231,8 @@ def dense_rows(
             clusters=clusters,
             group_tile=group_tile,
             n=n,
+            part=part,
+            along_k=along_k,
             expert_axis=expert_axis,
             b_k_major=b_k_major,
             activation=activation,
@@ -207,6 +256,8 @@ def _kernel(
     clusters: int,
     group_tile: int,
     n: int,
+    part: int,
+    along_k: bool,
     expert_axis: int,
     b_k_major: bool,
     activation: Callable[[jax.Array], jax.Array] | None,
@@ -225,9 +276,14 @@ def _kernel(
         return pl.ds(row, config.tile_m), pl.ds(step * STEP, STEP)
 
     def b_tile(task, column, step):
-        along_k, columns = pl.ds(step * STEP, STEP), pl.ds(column, config.tile_n)
-        index = [columns, along_k] if b_k_major else [along_k, columns]
-        index.insert(expert_axis, task.expert)
+        k, expert = step * STEP, task.expert
+        if isinstance(expert, tuple) and along_k:
+            expert, k = _of_part(expert, k, part)
+        elif isinstance(expert, tuple):
+            expert, column = _of_part(expert, column, part)
+        of_k, columns = pl.ds(k, STEP), pl.ds(column, config.tile_n)
+        index = [columns, of_k] if b_k_major else [of_k, columns]
+        index.insert(expert_axis, expert)
         return tuple(index)
 
     def begin(task, origin, out_smem, filled) -> None:
@@ -271,3 +327,14 @@ def _kernel(
             begin if reads else None, write, _slots(config, reads), dtype
         ),
     )
+
+
+def _of_part(experts: tuple, place, part: int) -> tuple:
+    """Returns the expert that has a place in a row of several experts with `part`
+    columns each, and the place among that expert's columns."""
+    number = lax.div(place, part)
+    expert = experts[0]
+    for other, candidate in enumerate(experts[1:], 1):
+        expert = jnp.where(number >= other, candidate, expert)
+    last = jnp.minimum(number, len(experts) - 1)
+    return expert, place - last * part

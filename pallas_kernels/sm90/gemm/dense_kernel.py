@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -96,8 +97,8 @@ class Operand(NamedTuple):
     ref: Any
     tile: Callable[[Task, Any, Any], tuple]
     """A function that takes a task, the row of A or column of B where a block's tile
-    begins, and the number of a step, and returns the index of that step's part of the
-    operand."""
+    begins, and the number of a step, or what `look_up` has found for it, and returns
+    the index of that step's part of the operand."""
     k_major: bool
     """Whether the part is stored with k as its contiguous axis: A as (m, k), B as
     (n, k)."""
@@ -129,6 +130,7 @@ def dense_kernel(
     config: Config,
     clusters: int,
     steps: int = 0,
+    look_up: Callable[[Any], Any] = lambda step: step,
     epilogue: Epilogue,
 ) -> None:
     """Runs the kernel's body, on a grid of `clusters` clusters with `WARPGROUPS` + 1
@@ -139,6 +141,9 @@ def dense_kernel(
       walk: the tasks, in their order.
       steps: the number of steps of each task, unless the tasks of the walk say it
         themselves.
+      look_up: a function of the number of a step, which may read main memory. It is
+        called a step ahead, so that the answer is there when it is needed. What it
+        returns is what the operands' `tile` is called with.
       epilogue: writes the results.
     """
     stages, tile_n = config.stages, config.tile_n
@@ -163,25 +168,27 @@ def dense_kernel(
             task, row, column = own_tasks.task(tile)
             count = steps_of(task)
 
-            def load_step(index, carry):
+            def load_step(index, found):
                 slot = slot_of(before + index)
-                step = task.first_step + index
+                next_found = look_up(
+                    task.first_step + jnp.minimum(index + 1, count - 1)
+                )
                 plgpu.barrier_wait(empty.at[slot])
                 plgpu.copy_gmem_to_smem(
-                    a.ref.at[a.tile(task, row, step)],
+                    a.ref.at[a.tile(task, row, found)],
                     a_smem.at[slot],
                     full.at[slot],
                     collective_axes=together if config.cluster_axis == "n" else None,
                 )
                 plgpu.copy_gmem_to_smem(
-                    b.ref.at[b.tile(task, column, step)],
+                    b.ref.at[b.tile(task, column, found)],
                     b_smem.at[slot],
                     full.at[slot],
                     collective_axes=together if config.cluster_axis == "m" else None,
                 )
-                return carry
+                return next_found
 
-            lax.fori_loop(0, count, load_step, None)
+            lax.fori_loop(0, count, load_step, look_up(task.first_step))
             return before + count
 
         loaded = lax.fori_loop(0, own_tiles, load_tile, 0)

@@ -25,7 +25,8 @@ class Task(NamedTuple):
     column: Any
     """The index of the tile along n."""
     expert: Any = None
-    """The expert whose operands are multiplied; None where there are no experts."""
+    """The expert whose operands are multiplied, or a tuple of those that a row has the
+    neurons of; None where there are no experts."""
     first_step: Any = 0
     """The step along k where the task begins, in the kernel's steps."""
     steps: Any = None
@@ -100,12 +101,13 @@ class EveryTile(Walk):
 
 @dataclass(frozen=True)
 class ByExpert(Walk):
-    """The tasks of a GEMM whose tokens, rows or columns of C, are sorted by expert, in
-    group tiles of one expert each. Only the first group tiles are used; all others have
-    no tasks."""
+    """The tasks of a GEMM whose tokens, rows or columns of C, are sorted by expert, or
+    by set of experts, in group tiles of one expert or set each. Only the first group
+    tiles are used; all others have no tasks."""
 
     tile_expert: Any
-    """A reference to the expert of each group tile, int32 (group tiles,)."""
+    """A reference to the expert of each group tile, int32 (group tiles,), or to those
+    of each set, (group tiles, experts of a set)."""
     used_tiles: Any
     """A reference to the number of used group tiles, int32 (1,)."""
     group_tile: int
@@ -126,7 +128,12 @@ class ByExpert(Walk):
         width = jnp.minimum(width, self._along - start)
         # Not % and //: on a mesh these guard against zero by what no kernel can do.
         by_token, other = start + lax.rem(rest, width), lax.div(rest, width)
-        expert = self.tile_expert[by_token * self._size // self.group_tile]
+        group_tile = by_token * self._size // self.group_tile
+        if len(self.tile_expert.shape) == 1:
+            expert = self.tile_expert[group_tile]
+        else:
+            parts = range(self.tile_expert.shape[1])
+            expert = tuple(self.tile_expert[group_tile, part] for part in parts)
         if self.tokens_are_rows:
             return Task(by_token, other, expert)
         return Task(other, by_token, expert)

@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sm90.dense_over_rows import (
     EPI_TILES,
+    Joined,
     default_config,
     dense_over_rows,
     why_unsupported,
@@ -26,6 +27,7 @@ SIZES = {"whole tiles": (256, 512), "parts of tiles": (320, 576), "smallest": (6
 CONFIGS = [
     Config(),
     Config(cluster=1),
+    Config(tile_n=192, cluster=1),
     Config(tile_n=128, cluster=1),
     Config(row_blocks=2, tile_n=128, grid_tile_width=1),
 ]
@@ -83,8 +85,10 @@ def test_every_config_and_grid_is_a_kernel_of_its_own():
         ((2048, 512), 16, 256),
         # Half of the multiprocessors would have no larger tile,
         ((512, 512), 4, 128),
-        # and here all have one where the smaller ones take a second round.
-        ((768, 768), 4, 256),
+        # and here all have one where the smallest take a second round.
+        ((768, 768), 4, 192),
+        # Three rounds, all of them nearly full.
+        ((768, 1536), 8, 192),
     ],
 )
 def test_smaller_tiles_where_they_need_no_more_rounds(sizes, experts, tile_n):
@@ -204,3 +208,123 @@ def test_the_parts_of_an_experts_rows_are_added_in_their_order_on_a_gpu(config):
     once = run(a, b, ends)
     for _ in range(20):
         np.testing.assert_array_equal(run(a, b, ends), once)
+
+
+# Rows with the neurons of several experts.
+
+
+def joined_case(
+    parts, m, n, operand, *, group_tile=64, expert_axis=0, used_tiles=4, seed=0
+):
+    """As `case`, where each tile has `parts` of five experts, in any order, and one
+    operand their columns side by side."""
+    generator = np.random.default_rng(seed)
+    experts, tiles = 5, used_tiles + UNUSED
+    chosen = np.stack(
+        [generator.permutation(experts)[:parts] for _ in range(used_tiles)]
+        or [np.zeros(parts, int)]
+    )[:used_tiles]
+    widths = {"a": m, "b": n} | {operand: parts * {"a": m, "b": n}[operand]}
+    a, b = (
+        generator.integers(-2, 3, (tiles * group_tile, widths[name])) for name in "ab"
+    )
+    expected = np.zeros((experts, m, n))
+    lists = [[] for _ in range(experts)]
+    for tile, part in np.ndindex(used_tiles, parts):
+        expert, rows = chosen[tile, part], slice(tile * group_tile, None)
+        lists[expert].append(tile * parts + part)
+        own_a, own_b = a[rows][:group_tile], b[rows][:group_tile]
+        if operand == "a":
+            own_a = np.split(own_a, parts, axis=1)[part]
+        else:
+            own_b = np.split(own_b, parts, axis=1)[part]
+        expected[expert] += own_a.T @ own_b
+    places = np.full(tiles * parts, -1)  # those after the last are not used
+    places[: used_tiles * parts] = [place for own in lists for place in own]
+    run = partial(
+        dense_over_rows,
+        group_tile=group_tile,
+        expert_axis=expert_axis,
+        multiprocessors=MULTIPROCESSORS,
+    )
+
+    def over_joined(a, b, ends, places, **options):
+        joined = Joined(places, parts, operand)
+        return run(a, b, ends, joined=joined, **options)
+
+    a, b = (jnp.asarray(x, jnp.bfloat16) for x in (a, b))
+    ends = jnp.asarray(np.cumsum([len(own) for own in lists]), jnp.int32)
+    operands = a, b, ends, jnp.asarray(places, jnp.int32)
+    return over_joined, operands, np.moveaxis(expected, 0, expert_axis)
+
+
+@pytest.mark.newest_jax
+@pytest.mark.parametrize(
+    ("parts", "sizes", "operand", "expert_axis", "config"),
+    [
+        (2, "parts of tiles", "a", 0, Config(cluster=1, stages=2)),
+        (3, "smallest", "b", 1, Config(tile_n=64, cluster=1)),
+        (2, "parts of tiles", "b", 1, Config(tile_n=128, cluster=1, stages=3)),
+    ],
+)
+def test_each_expert_sums_over_its_part_of_joined_rows_and_no_block_races(
+    monkeypatch, parts, sizes, operand, expert_axis, config
+):
+    monkeypatch.setattr(RowParts, "may_cut", False)
+    run, operands, expected = joined_case(
+        parts, *SIZES[sizes], operand, expert_axis=expert_axis
+    )
+    run = partial(run, config=config, multiprocessors=3)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        got = jax.jit(run)(*operands)
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.newest_jax
+@pytest.mark.parametrize("operand", ["a", "b"])
+@pytest.mark.parametrize("config", [None, *CONFIGS])
+def test_sums_over_joined_rows_lower_for_hopper(config, operand):
+    run, operands, expected = joined_case(2, 320, 576, operand)
+    traced = jax.jit(partial(run, config=config)).trace(*operands)
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert traced.out_info.shape == expected.shape
+
+
+def test_columns_that_are_not_those_of_several_experts_are_refused():
+    run, (a, *others), _ = joined_case(3, 64, 64, "a")
+    with pytest.raises(ValueError, match="191 columns are not those of 3 experts"):
+        run(a[:, 1:], *others)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", range(0, 200, 10))
+def test_ten_random_cases_of_joined_rows_on_a_gpu(first):
+    generator = np.random.default_rng(first)
+    for seed in range(first, first + 10):
+        m, n = 64 * generator.integers(1, 12, 2)
+        run, operands, expected = joined_case(
+            int(generator.integers(2, 5)),
+            int(m),
+            int(n),
+            "ab"[seed % 2],
+            group_tile=64 * int(generator.integers(1, 4)),
+            expert_axis=seed // 2 % 2,
+            used_tiles=int(generator.integers(0, 30)),
+            seed=seed,
+        )
+        got, again = (jax.jit(run)(*operands) for _ in range(2))
+        np.testing.assert_array_equal(got, expected)
+        np.testing.assert_array_equal(got, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operand", ["a", "b"])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_config_sums_over_joined_rows_to_the_same_bits(config, operand):
+    run, (a, b, *lookups), _ = joined_case(2, 640, 832, operand, used_tiles=60)
+    random = [
+        jax.random.normal(jax.random.key(i), x.shape, x.dtype)
+        for i, x in enumerate((a, b))
+    ]
+    got = jax.jit(partial(run, config=config))(*random, *lookups)
+    np.testing.assert_array_equal(got, jax.jit(run)(*random, *lookups))

@@ -178,6 +178,8 @@ def test_operands_that_do_not_fit_are_refused():
         run(a, b, tile_expert, count, config=WIDE[0])
     with pytest.raises(ValueError, match="needs .* bytes of shared memory of 232448"):
         run(a, b, tile_expert, count, config=Config(stages=5, cluster=1))
+    with pytest.raises(ValueError, match="has 3 epilogue tiles, no multiple of 2"):
+        run(a, b, tile_expert, count, config=Config(tile_n=192, cluster=1))
     entries = jnp.ones((len(a), 128), jnp.bfloat16)
     with pytest.raises(ValueError, match="the epilogue reads bfloat16.* must be equal"):
         run(a, b, tile_expert, count, other=OtherRows(entries, gradient))
@@ -326,3 +328,136 @@ def test_ten_random_shapes_and_epilogues_on_a_gpu(first):
             used(squared, expected), rounded(np.maximum(expected, 0) ** 2)
         )
         np.testing.assert_array_equal(used(dy_up, expected), rounded(of_gradient))
+
+
+# Rows with the neurons of several experts.
+
+
+def joined_case(parts, sizes, order, *, along_k, used_tiles=3, seed=0):
+    """Returns the function, its operands, and the product of the rows that are used:
+    `sizes` are k and n of one expert's weight, whole numbers as in `case`."""
+    generator = np.random.default_rng(seed)
+    expert_axis, b_k_major = order
+    experts, (k, n) = 5, sizes
+    chosen = np.stack(
+        [generator.permutation(experts)[:parts] for _ in range(used_tiles + UNUSED)]
+    )
+    rows = len(chosen) * GROUP_TILE
+    a = generator.integers(-2, 3, (rows, k * (parts if along_k else 1)))
+    b = generator.integers(-2, 3, (experts, k, n))
+    blocks = []
+    for tile in range(used_tiles):
+        own = a[tile * GROUP_TILE : (tile + 1) * GROUP_TILE]
+        of_parts = np.split(own, parts, axis=1) if along_k else [own] * parts
+        products = [x @ b[e] for x, e in zip(of_parts, chosen[tile], strict=True)]
+        blocks.append(sum(products) if along_k else np.concatenate(products, axis=1))
+    stored = b.swapaxes(1, 2) if b_k_major else b
+    run = partial(
+        dense_rows,
+        expert_axis=expert_axis,
+        b_k_major=b_k_major,
+        multiprocessors=MULTIPROCESSORS,
+    )
+    operands = (
+        jnp.asarray(a, jnp.bfloat16),
+        jnp.asarray(np.moveaxis(stored, 0, expert_axis), jnp.bfloat16),
+        jnp.asarray(chosen, jnp.int32),
+        jnp.int32(used_tiles),
+    )
+    n_of_all = n * (1 if along_k else parts)
+    expected = np.concatenate([np.zeros((0, n_of_all)), *blocks])
+    return run, operands, expected.astype(np.float32)
+
+
+@pytest.mark.newest_jax
+@pytest.mark.parametrize(
+    ("parts", "sizes", "order", "along_k", "config"),
+    [
+        (2, (128, 320), (0, False), True, Config(cluster=1, stages=2)),
+        (3, (256, 192), (1, True), True, Config(tile_n=128, cluster=1, stages=2)),
+        (2, (128, 256), (0, True), False, Config(cluster=1, stages=2)),
+        (3, (192, 128), (1, False), False, Config(tile_n=128, cluster=1)),
+    ],
+)
+def test_rows_of_several_experts_meet_the_weights_of_all_and_no_block_races(
+    parts, sizes, order, along_k, config
+):
+    run, operands, expected = joined_case(parts, sizes, order, along_k=along_k)
+    run = partial(run, config=config, multiprocessors=3)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        got = jax.jit(run)(*operands)
+    assert got.shape[1] == expected.shape[1]
+    np.testing.assert_array_equal(used(got, expected), rounded(expected))
+
+
+@pytest.mark.newest_jax
+@pytest.mark.parametrize("config", [None, *CONFIGS])
+@pytest.mark.parametrize("along_k", [True, False])
+def test_rows_of_several_experts_lower_for_hopper(along_k, config):
+    run, operands, _ = joined_case(2, (256, 256), (0, along_k), along_k=along_k)
+    traced = jax.jit(partial(run, config=config)).trace(*operands)
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert traced.out_info.shape[1] == 256 * (1 if along_k else 2)
+
+
+def test_rows_of_several_experts_that_do_not_fit_are_refused():
+    run, operands, _ = joined_case(2, (128, 384), (0, False), along_k=False)
+    with pytest.raises(ValueError, match="256 columns does not divide the 384 of an"):
+        run(*operands, config=Config(cluster=1))
+    run, operands, _ = joined_case(2, (128, 192), (0, False), along_k=False)
+    with pytest.raises(ValueError, match="192 neurons of an expert are no multiple"):
+        run(*operands)
+    a, *others = operands
+    with pytest.raises(ValueError, match="tiles, 2 experts each, do not fit weights"):
+        run(jnp.tile(a, 3), *others)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", range(0, 200, 10))
+def test_ten_random_shapes_of_several_experts_on_a_gpu(first):
+    generator = np.random.default_rng(first)
+    for seed in range(first, first + 10):
+        parts, along_k = int(generator.integers(2, 5)), bool(seed % 2)
+        of_expert = int(128 * generator.integers(1, 6))
+        whole = int(64 * generator.integers(2, 12))
+        sizes = (of_expert, whole) if along_k else (whole, of_expert)
+        run, operands, expected = joined_case(
+            parts,
+            sizes,
+            ORDERS[seed // 2 % 4],
+            along_k=along_k,
+            used_tiles=int(generator.integers(0, 12)),
+            seed=seed,
+        )
+        n = sizes[1] * (1 if along_k else parts)
+        entries = generator.integers(0, 5, (len(operands[0]), n)) ** 2
+        other = OtherRows(jnp.asarray(entries, jnp.bfloat16), gradient)
+        plain, wide, dy_up = jax.jit(
+            lambda *operands, run=run, other=other: (
+                run(*operands),
+                run(*operands, out_dtype=jnp.float32),
+                run(*operands, other=other),
+            )
+        )(*operands)
+        of_gradient = expected * 2 * np.sqrt(entries[: len(expected)])
+        np.testing.assert_array_equal(used(plain, expected), rounded(expected))
+        np.testing.assert_array_equal(used(wide, expected), expected)
+        np.testing.assert_array_equal(used(dy_up, expected), rounded(of_gradient))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("along_k", [True, False])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_config_gives_rows_of_several_experts_the_same_bits(config, along_k):
+    run, (a, b, *lookups), expected = joined_case(
+        2, (256, 256), (0, along_k), along_k=along_k, used_tiles=9
+    )
+    a, b = (
+        jax.random.normal(jax.random.key(i), x.shape, x.dtype)
+        for i, x in enumerate((a, b))
+    )
+    got, again = (jax.jit(partial(run, config=config))(a, b, *lookups) for _ in "12")
+    np.testing.assert_array_equal(used(got, expected), used(again, expected))
+    np.testing.assert_array_equal(
+        used(got, expected), used(jax.jit(run)(a, b, *lookups), expected)
+    )
