@@ -15,6 +15,7 @@ from sparsejax.cost_model.memory import memory_bytes
 from sparsejax.cost_model.parameters import parameter_count
 from sparsejax.cost_model.speed import LOWER_CLOCK, KernelFactors, flops_per_token
 from sparsejax.feed_forward.experts.observed import sampling_stride
+from sparsejax.feed_forward.packing import rows_of_token
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.backend import Decision
 
@@ -114,6 +115,7 @@ def predicted_step(
         micro_batches=micro_batches,
         sparsity=sparsity,
         mesh=mesh,
+        rows_of_token=rows_of_token(sparsity, decisions),
         optimizer=optimizer,
     )
     elementwise = moved / speeds.memory_bytes_per_s
@@ -204,6 +206,7 @@ def elementwise_bytes(
     micro_batches: int,
     sparsity: FFNSparsity,
     mesh: MeshConfig,
+    rows_of_token: int,
     optimizer: OptimizerName = "adamw",
 ) -> int:
     """Returns the bytes that one device reads and writes in a step outside of GEMMs and
@@ -213,7 +216,7 @@ def elementwise_bytes(
     (a residual sum, and a norm that reads twice, for each branch) and 12 in the
     backward; the rotation of queries and keys, 2 each way; the activation, read and
     written, 2 of its hidden values, and 5 in the backward, which computes it again.
-    For an FFN by expert, with k experts of a token, (6 k + 2) d_model: the k rows of Y
+    For an FFN by expert, where a token has k rows, (6 k + 2) d_model: the k rows of Y
     and of dX are read and summed, and those of X and of dY are read, and written in the
     order of the experts; and all hidden values once more where the router reads them.
     With remat the forward's come twice. In 8-bit floats 5 bytes for each operand that
@@ -235,9 +238,8 @@ def elementwise_bytes(
     forward = 10 * d + 2 * heads + 2 * computed
     backward = 12 * d + 2 * heads + 5 * computed
     if sparsity.experts:
-        choices = sparsity.expert_choices
-        forward += (choices + 1) * d
-        backward += (5 * choices + 1) * d
+        forward += (rows_of_token + 1) * d
+        backward += (5 * rows_of_token + 1) * d
         if sparsity.router.reads == "y_up":
             forward += hidden
     per_token = element * (forward * (1 + (config.remat != "none")) + backward)

@@ -1,10 +1,17 @@
-"""Which GEMMs of an FFN write what the next one reads, packed or as dense rows; and why
-nothing packs an operand."""
+"""Which GEMMs of an FFN write what the next one reads, packed or as dense rows; why
+nothing packs an operand; and whether a token has one row for all of its experts."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.backend import Decision
+from sparsejax.ops.kernels import registry
+from sparsejax.routing.expert_sets import set_count
+
+MOST_PADDING = 0.25
+"""The most rows that sets of experts may add to those of the tokens, as a share of
+them, if each set's are filled up to whole tiles."""
 
 
 def packed_before(decision: Decision) -> Decision:
@@ -56,3 +63,37 @@ def writes_dense_rows(decision: Decision, following: Decision) -> bool:
     return all(
         of.on_kernels and of.spec.pattern is None and of.spec.experts for of in pair
     )
+
+
+def joins_experts(sparsity: FFNSparsity, by_role: Mapping[str, Decision]) -> bool:
+    """Returns whether a token has one row with the neurons of all its experts, in place
+    of a row for each; see `passes.joined_experts`.
+
+    GEMMs 2 to 6 must run on kernels that take such rows, dense inside the experts, the
+    experts be chosen by the FFN itself, as many for each token and all different, and
+    the padding of every set of experts be small.
+    """
+    given = sparsity.router.before_up or sparsity.most_experts_per_token is not None
+    if given or sparsity.experts_per_token == 1 or "gate" in by_role:
+        return False
+    gemms = [of for role, of in by_role.items() if role != "up"]
+    if not all(of.on_kernels and of.spec.experts for of in gemms):
+        return False
+    if any(of.spec.pattern is not None for of in gemms):
+        return False
+    kernels = registry.kernels_of(gemms[0].spec.device)
+    assert kernels is not None
+    if any(kernels.why_no_joined_rows(of.spec) for of in gemms):
+        return False
+    spec = by_role["down"].spec
+    assert spec.experts is not None
+    if spec.d_in != spec.experts * spec.expert_features:
+        return False  # on a mesh a device may have the neurons of some experts only
+    sets = set_count(spec.experts, spec.experts_per_token)
+    return sets * spec.group_tile <= MOST_PADDING * spec.tokens
+
+
+def rows_of_token(sparsity: FFNSparsity, decisions: Sequence[Decision]) -> int:
+    """Returns how many rows a token has at most for its experts."""
+    by_role = {str(of.spec.role): of for of in decisions}
+    return 1 if joins_experts(sparsity, by_role) else sparsity.expert_choices

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from sparsejax.feed_forward.activation import Activation
 from sparsejax.feed_forward.packing import (
+    joins_experts,
     packs_its_result,
     why_not_packed_over_tokens,
     writes_dense_rows,
@@ -53,6 +54,9 @@ class FFNPlan:
     """Whether GEMM 3 writes dY1, packed in its epilogue, in place of dA."""
     over_tokens: bool
     """Whether GEMMs 5 and 6 read packed operands that are 2:4 along the tokens."""
+    joins_experts: bool
+    """Whether a token has one row for all of its experts, in place of a row for each;
+    see `passes.joined_experts`."""
     row_tile: int | None
     """The number that an expert's rows are padded to a multiple of; None without
     experts."""
@@ -81,6 +85,7 @@ class FFNPlan:
             kernels=registry.kernels_of(call.device) if used else None,
             up_writes_a=writes_packed("up", "down"),
             d_hidden_writes_dy_up=writes_packed("d_hidden", "d_input"),
+            joins_experts=joins_experts(sparsity, by_role),
             over_tokens=_packs_over_tokens(sparsity, by_role),
             row_tile=row_tile(sparsity, on_kernels=used),
         )

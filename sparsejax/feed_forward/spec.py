@@ -21,6 +21,7 @@ from sparsejax.dtypes import Precision, check_compute_dtype, dtype_in_jax
 from sparsejax.feed_forward.activation import Activation, SquaredReLU
 from sparsejax.feed_forward.choice import decide
 from sparsejax.feed_forward.packing import (
+    joins_experts,
     packed_before,
     packs_its_result,
     why_not_packed_anew,
@@ -232,7 +233,7 @@ class FFNSpec(FFNCall):
         )
 
     def with_epilogues(self, decisions: Sequence[Decision]) -> tuple[Decision, ...]:
-        told = {decision.spec.role: decision for decision in decisions}
+        told = {str(decision.spec.role): decision for decision in decisions}
         for first, then, packed, dense in (
             ("up", "down", "A 2:4", "A"),
             ("d_hidden", "d_input", "dY1 where A is kept", "dY1"),
@@ -243,4 +244,8 @@ class FFNSpec(FFNCall):
                 told[then] = packed_before(told[then])
             elif writes_dense_rows(told[first], told[then]):
                 told[first] = replace(told[first], path=f"{path}, writes {dense}")
+        if joins_experts(self.sparsity, told):
+            for role in told.keys() - {"up"}:
+                path = f"{told[role].path}, a row for all experts of a token"
+                told[role] = replace(told[role], path=path)
         return tuple(told.values())

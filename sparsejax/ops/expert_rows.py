@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from sparsejax.ops.kernels.base import ExpertRows, KernelSet
 from sparsejax.routing import dispatch
 from sparsejax.routing.dispatch import Dispatch
+from sparsejax.routing.expert_sets import RowsOfSets
 
 
 def gather_rows(
@@ -46,6 +47,18 @@ def looked_up(routed: Dispatch) -> ExpertRows:
         ends=jnp.cumsum(_tiles_of_experts(routed), dtype=jnp.int32),
         row_token=dispatch.token_of_row(routed),
         experts=routed.experts,
+    )
+
+
+def sets_looked_up(joined: RowsOfSets) -> ExpertRows:
+    """Returns the rows of sets of experts in the form in which kernels look them up."""
+    return ExpertRows(
+        tile_expert=joined.tile_experts,
+        used_tiles=used_tiles(joined.of_sets),
+        ends=joined.ends,
+        row_token=dispatch.token_of_row(joined.of_sets),
+        places=joined.places,
+        experts=joined.experts,
     )
 
 

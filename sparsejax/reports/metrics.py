@@ -17,6 +17,7 @@ from sparsejax.config import MeshConfig, ModelConfig
 from sparsejax.cost_model import flops_per_token
 from sparsejax.feed_forward.activation import ACTIVATIONS, ActivationName
 from sparsejax.feed_forward.gated_ffn import GatedFFNSpec
+from sparsejax.feed_forward.packing import rows_of_token
 from sparsejax.feed_forward.plan import row_tile
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.feed_forward.spec import FFNCall, FFNSpec
@@ -30,6 +31,7 @@ from sparsejax.ops.backend import (
 from sparsejax.ops.expert_rows import combine_rows, gather_rows
 from sparsejax.ops.kernels.registry import kernels_of
 from sparsejax.routing.dispatch import dispatch
+from sparsejax.routing.expert_sets import rows_of_sets
 from sparsejax.routing.routers import ActivationEnergy, State
 from sparsejax.sparsity.masks import flip_rate, magnitude_mask, soft_threshold
 from sparsejax.sparsity.patterns import NM
@@ -175,11 +177,19 @@ def router_seconds(
         router.choose, experts=experts, experts_per_token=sparsity.experts_per_token
     )
 
+    joins = rows_of_token(sparsity, decisions) < sparsity.expert_choices
+
     @jax.jit
     def there_and_back(x: jax.Array, read: jax.Array, state: State) -> jax.Array:
-        routed = dispatch(choose(read, state=state), experts, v)
+        chosen = choose(read, state=state)
+        if joins:
+            routed = rows_of_sets(chosen, experts, v).of_sets
+        else:
+            routed = dispatch(chosen, experts, v)
+        # One row of a token is put back by XLA.
+        putting_back = None if joins else found
         for _ in ("forward", "backward"):
-            x = combine_rows(found, gather_rows(found, x, routed), routed)
+            x = combine_rows(putting_back, gather_rows(found, x, routed), routed)
         return x
 
     jax.block_until_ready(there_and_back(x, read, state))

@@ -3,7 +3,8 @@
 The clusters of neurons (experts) lie contiguously in F, so V:2:M with M = 4E is a
 grouped GEMM over experts whose sparse operand is 2:4, and V:4:M one of dense operands.
 Tokens are sorted by expert and padded to tiles of V rows; a row is one (token, expert)
-pair and holds F / E neurons. A gated FFN has two products with X in each row, G and U.
+pair and holds F / E neurons, or, in `joined_experts`, one token with those of all its
+experts. A gated FFN has two products with X in each row, G and U.
 """
 
 from functools import partial
@@ -37,6 +38,11 @@ from sparsejax.feed_forward.passes.expert_rows import (
     rows_into_hidden,
     rows_of_tokens,
     weight_gradients_by_expert,
+)
+from sparsejax.feed_forward.passes.joined_experts import (
+    JoinedRows,
+    backward_of_sets,
+    forward_of_sets,
 )
 from sparsejax.feed_forward.passes.masked import (
     into_hidden,
@@ -72,7 +78,7 @@ class Residuals(NamedTuple):
 
 def forward(
     static: Static, x: jax.Array, w: ReadWeights, operands: ExpertOperands[jax.Array]
-) -> tuple[jax.Array, Residuals | PackedRows | DenseRows]:
+) -> tuple[jax.Array, Residuals | PackedRows | DenseRows | JoinedRows]:
     """Returns Y (tokens, d_model), and what the backward needs."""
     plan, layout = static.plan, static.layout
     sparsity, expert_index = plan.sparsity, operands.index
@@ -88,6 +94,9 @@ def forward(
         expert_index = sparsity.router.of_scores(
             scores, sparsity.expert_choices, operands.energy_threshold
         )
+    if plan.joins_experts:
+        assert expert_index is not None
+        return forward_of_sets(plan, w, products, expert_index)
     routed = rows_of_tokens(plan, expert_index, layout)
     if plan.packs_activations:
         assert plan.kernels is not None
@@ -165,7 +174,7 @@ def _down(
 def backward(
     static: Static,
     x: jax.Array | None,
-    residuals: Residuals | PackedRows | DenseRows,
+    residuals: Residuals | PackedRows | DenseRows | JoinedRows,
     w: ReadWeights,
     dy: jax.Array,
     key: jax.Array | None,
@@ -173,6 +182,9 @@ def backward(
     """Returns dX (tokens, d_model), and the gradients of the weights in float32; `x` is
     None where the residuals hold its rows."""
     plan = static.plan
+    if isinstance(residuals, JoinedRows):
+        assert x is not None
+        return backward_of_sets(plan, x, residuals, w, dy)
     sparsity, activation = plan.sparsity, plan.activation
     routed, by_rows = residuals.routed, plan.sums_over_rows
     # X as GEMM 5 reads it: of the rows or of the tokens.

@@ -8,7 +8,7 @@ for: all of them, or those of one expert where a row is a (token, expert) pair.
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,18 +22,24 @@ from sparsejax.sparsity.packed import Packed
 @dataclass(frozen=True, kw_only=True)
 class ExpertRows:
     """The rows of a `dispatch.Dispatch`, as kernels look them up: sorted by expert,
-    with each expert's rows padded to whole tiles."""
+    with each expert's rows padded to whole tiles. Or those of `expert_sets.RowsOfSets`,
+    sorted by the set of a token's experts."""
 
-    tile_expert: Int[Array, " tiles"]
-    """The expert of each tile, in non-decreasing order; a tile has rows / tiles
-    rows."""
+    tile_expert: Int[Array, " tiles"] | Int[Array, "tiles g"]
+    """The expert of each tile, in non-decreasing order; a tile has rows / tiles rows.
+    Of sets, the g experts of each tile: a row has the neurons of one after the
+    other."""
     used_tiles: Int[Array, ""]
     """The number of tiles that hold any row. What a result holds beyond them is not
     defined."""
     ends: Int[Array, " experts"]
-    """For each expert the tile after its last one."""
+    """For each expert the tile after its last one, or of sets the place after its last
+    one in `places`."""
     row_token: Int[Array, " rows"]
     """The token of each row; -1 for a padding row."""
+    places: Int[Array, " places"] | None = None
+    """Of sets, the tiles of each expert in turn, each as tile * g + j where the expert
+    is the tile's j-th; None where a row has one expert."""
     experts: int = field(metadata={"static": True})
 
 
@@ -108,6 +114,12 @@ class KernelSet(Protocol):
     def why_no_dense_rows(self, gemm: GemmSpec) -> str | None:
         """Returns why the set has no kernel for a GEMM whose dense rows meet the dense
         weights of their experts, or None where it has one."""
+        ...
+
+    def why_no_joined_rows(self, gemm: GemmSpec) -> str | None:
+        """Returns why the set, which can run a GEMM by expert with dense operands, has
+        no kernel for rows with the neurons of several experts side by side, or None
+        where it has one."""
         ...
 
     def why_slower(self, gemm: GemmSpec) -> str | None:
@@ -320,6 +332,9 @@ class KernelSet(Protocol):
         """Returns `x[r] @ w[expert of r]` for each row r of dense operands, accumulated
         in float32 and rounded once.
 
+        Of sets, a row of x with the neurons of g experts, g k columns, gives the sum
+        over its experts, and one with k columns gives their products side by side.
+
         Args:
           w: the weights of all experts as they lie in memory: (experts, k, n) with
             `expert_axis` 0, (k, experts, n) with 1; if `k_major` (experts, n, k) or (n,
@@ -381,6 +396,21 @@ class KernelSet(Protocol):
         """Returns `lhs[rows of e]^T @ rhs[rows of e]` for each expert e, in float32, of
         two dense operands: (experts, m, n), or (m, experts, n) with `expert_axis` 1.
         `ends` is `ExpertRows.ends`, of tiles with `group_tile` rows."""
+        ...
+
+    def joined_weight_gradient(
+        self,
+        lhs: Float[Array, "rows m"],
+        rhs: Float[Array, "rows n"],
+        rows: ExpertRows,
+        *,
+        group_tile: int,
+        joined: Literal["lhs", "rhs"],
+        expert_axis: int,
+    ) -> Float[Array, "_ _ _"]:
+        """Returns what `dense_expert_weight_gradient` does for rows of sets: the
+        operand that `joined` names has the columns of g experts side by side, and its
+        size in the result is that of one of them."""
         ...
 
     # Rows.

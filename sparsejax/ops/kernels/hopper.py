@@ -7,7 +7,7 @@ transposed, and so is the product that is written.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +83,9 @@ class HopperKernels(HopperPacking):
     def why_no_dense_rows(self, gemm: GemmSpec) -> str | None:
         sizes = sorted(set(gemm.widths_of_expert))
         return dense_rows.why_unsupported(sizes, gemm.group_tile, gemm.dtype)
+
+    def why_no_joined_rows(self, gemm: GemmSpec) -> str | None:
+        return dense_rows.why_not_joined(gemm.expert_features)
 
     def why_slower(self, gemm: GemmSpec) -> str | None:
         if gemm.experts is not None:
@@ -308,6 +311,26 @@ class HopperKernels(HopperPacking):
         )
         return run(lhs, rhs, ends)
 
+    def joined_weight_gradient(
+        self,
+        lhs: Float[Array, "rows m"],
+        rhs: Float[Array, "rows n"],
+        rows: ExpertRows,
+        *,
+        group_tile: int,
+        joined: Literal["lhs", "rhs"],
+        expert_axis: int,
+    ) -> Float[Array, "_ _ _"]:
+        run = one_by_one(
+            _joined_weight_gradient,
+            parts=rows.tile_expert.shape[1],
+            operand="a" if joined == "lhs" else "b",
+            group_tile=group_tile,
+            expert_axis=expert_axis,
+            multiprocessors=self.device.count_multiprocessors(),
+        )
+        return run(lhs, rhs, rows.ends, rows.places)
+
     def _to_packed(
         self, kernel: Callable[..., Any], rows: ExpertRows | None
     ) -> Callable[..., Any]:
@@ -376,6 +399,20 @@ def _dense_rows(
 ) -> jax.Array:
     other = dense_rows.OtherRows(entries[0], combine) if combine is not None else None
     return dense_rows.dense_rows(x, w, tile_expert, used_tiles, other=other, **options)
+
+
+def _joined_weight_gradient(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    ends: jax.Array,
+    places: jax.Array,
+    *,
+    parts: int,
+    operand: Literal["a", "b"],
+    **options: Any,
+) -> jax.Array:
+    joined = dense_over_rows.Joined(places, parts, operand)
+    return dense_over_rows.dense_over_rows(lhs, rhs, ends, joined=joined, **options)
 
 
 def _squared_relu(y_up: jax.Array) -> jax.Array:

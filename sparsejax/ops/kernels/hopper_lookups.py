@@ -92,8 +92,8 @@ def lookups(rows: ExpertRows | None, *, by_token: bool) -> tuple[jax.Array, ...]
 
 
 def used(rows: ExpertRows | None) -> tuple[jax.Array, ...]:
-    """Returns the expert of each tile and the number of used tiles; an empty tuple
-    where `rows` is None."""
+    """Returns the expert of each tile, or its experts, and the number of used tiles; an
+    empty tuple where `rows` is None."""
     return () if rows is None else (rows.tile_expert, rows.used_tiles)
 
 
@@ -105,4 +105,4 @@ def slots(residual: ResidualRows | None) -> tuple[jax.Array, ...]:
 
 def tile_rows(rows: ExpertRows) -> int:
     """Returns the number of rows of a tile."""
-    return rows.row_token.size // rows.tile_expert.size
+    return rows.row_token.size // rows.tile_expert.shape[0]

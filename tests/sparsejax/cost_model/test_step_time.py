@@ -71,14 +71,17 @@ def test_rows_of_experts_are_moved_for_each_expert_of_a_token():
     by_energy = dataclasses.replace(two, router=ActivationEnergy())
     penalised = dataclasses.replace(by_energy, skipped_energy=0.05)
 
-    def bytes_of(sparsity):
+    def bytes_of(sparsity, rows=None):
+        rows = sparsity.expert_choices if rows is None else rows
         sizes = {"tokens_per_device": tokens, "micro_batches": 1, "mesh": ONE}
-        return elementwise_bytes(model, sparsity=sparsity, **sizes) / tokens
+        moved = elementwise_bytes(model, sparsity=sparsity, rows_of_token=rows, **sizes)
+        return moved / tokens
 
     # 8 d_model with one, in float32, and 7 for each neuron that is computed.
     dense = bytes_of(DENSE)
     assert bytes_of(one) - dense == 4 * (8 * 8 - 7 * (64 - 16))
     assert bytes_of(two) - bytes_of(one) == 4 * (6 * 8 + 7 * 16)
+    assert bytes_of(two, rows=1) - bytes_of(one) == 4 * 7 * 16
     assert bytes_of(by_energy) - bytes_of(two) == 4 * 64
     assert bytes_of(penalised) - bytes_of(by_energy) == 24 * 64 / 16
     # GEMM 1 of what is looked at, and for the penalty GEMM 5.

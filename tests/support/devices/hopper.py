@@ -262,10 +262,19 @@ class PlainKernels(HopperKernels):
     def _dense_rows(self, x, w, rows, expert_axis, k_major):
         w = jnp.moveaxis(w, expert_axis, 0).astype(jnp.float32)
         w = w.swapaxes(1, 2) if k_major else w
-        group_tile = len(x) // rows.tile_expert.size
+        count, group_tile = len(rows.tile_expert), len(x) // len(rows.tile_expert)
         assert dense_rows.why_unsupported(w.shape[1:], group_tile, str(x.dtype)) is None
-        tiles = x.astype(jnp.float32).reshape(rows.tile_expert.size, group_tile, -1)
-        product = jnp.einsum("tvk,tkn->tvn", tiles, w[rows.tile_expert])
+        tiles = x.astype(jnp.float32).reshape(count, group_tile, -1)
+        own = w[rows.tile_expert]
+        if own.ndim == 4:
+            self.calls.append("of several experts")
+            _, g, k, n = own.shape
+            assert dense_rows.why_not_joined(n if k == x.shape[1] else k) is None
+            if tiles.shape[2] == g * k:
+                own = own.reshape(count, g * k, n)
+            else:
+                own = own.swapaxes(1, 2).reshape(count, k, g * n)
+        product = jnp.einsum("tvk,tkn->tvn", tiles, own)
         return _unwritten(product, rows)
 
     def expert_weight_gradient(self, a, b, rows, *, transpose_out, residual_rows):
@@ -283,6 +292,29 @@ class PlainKernels(HopperKernels):
         self.calls.append("dense_over_rows")
         assert group_tile % 64 == lhs.shape[1] % 64 == rhs.shape[1] % 64 == 0
         product = _of_experts(lhs.T.astype(jnp.float32), rhs, ends, group_tile)
+        return jnp.moveaxis(product, 0, expert_axis)
+
+    def joined_weight_gradient(
+        self, lhs, rhs, rows, *, group_tile, joined, expert_axis
+    ):
+        self.calls.append("dense_over_rows")
+        g, count = rows.tile_expert.shape[1], len(rows.places)
+        lhs, rhs = (
+            of.astype(jnp.float32).reshape(count // g, group_tile, -1)
+            for of in (lhs, rhs)
+        )
+        entry = jnp.arange(count)
+        used = (entry < rows.ends[-1])[:, None, None]
+        tile, part = jnp.where(used[:, 0, 0], rows.places, 0) // g, rows.places % g
+        split = {"lhs": lhs, "rhs": rhs}
+        wide = split[joined].reshape(count // g, group_tile, g, -1)
+        split = {name: of[tile] for name, of in split.items()}
+        split[joined] = wide[tile, :, part]
+        products = jnp.einsum("tvm,tvn->tmn", split["lhs"], split["rhs"])
+        expert = jnp.searchsorted(rows.ends, entry, side="right")
+        product = jax.ops.segment_sum(
+            jnp.where(used, products, 0), expert, rows.experts
+        )
         return jnp.moveaxis(product, 0, expert_axis)
 
     # Rows.

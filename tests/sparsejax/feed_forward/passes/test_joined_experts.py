@@ -1,0 +1,149 @@
+"""FFNs where a token has one row for all of its experts: choice and values."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparsejax.feed_forward.ffn import ffn
+from sparsejax.feed_forward.gated_ffn import GatedFFNSpec
+from sparsejax.feed_forward.plan import FFNPlan
+from sparsejax.feed_forward.sparsity import FFNSparsity
+from sparsejax.ops.backend import current_device
+from sparsejax.routing.routers import ActivationEnergy, TokenHash
+from sparsejax.sparsity.patterns import TWO_FOUR, VNM
+from tests.sparsejax.feed_forward.operands.test_packed_activations import (
+    operands,
+    whole_numbers,
+)
+from tests.sparsejax.feed_forward.operands.test_packed_rows import (
+    assert_close,
+    spec,
+    step,
+)
+from tests.support.devices import hopper
+
+D, F, TOKENS = 128, 512, 3072
+TWO_OF_FOUR = FFNSparsity(
+    activations=VNM(128, 4, 16),
+    router=ActivationEnergy(),
+    experts_per_token=2,
+    weight_gradients="expert_columns",
+)
+THREE_OF_FOUR = replace(TWO_OF_FOUR, experts_per_token=3)
+PENALTY = replace(TWO_OF_FOUR, skipped_energy=0.05)
+
+
+def joins(sparsity, **changes) -> bool:
+    facts = {"d_model": D, "d_hidden": F, "tokens": TOKENS} | changes
+    return FFNPlan.of(spec(sparsity, **facts), None).joins_experts
+
+
+@pytest.mark.parametrize("sparsity", [TWO_OF_FOUR, THREE_OF_FOUR, PENALTY])
+def test_experts_are_joined(untuned, sparsity):
+    assert joins(sparsity)
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts"),
+    [
+        ({"experts_per_token": 1}, {}),
+        # Six sets of 128 rows are more than a quarter of the tokens.
+        ({}, {"tokens": 3071}),
+        ({}, {"tokens": 2 * 3071, "token_shards": 2}),
+        # A device has two of the four experts.
+        ({}, {"hidden_shards": 2}),
+        ({}, {"device": hopper.A100}),
+        ({"most_experts_per_token": 3}, {}),
+        ({"weight_gradients": "dense"}, {}),
+        ({"activations": VNM(128, 2, 16)}, {}),
+        # Experts of 192 neurons.
+        ({}, {"d_hidden": 768}),
+        ({"weights": TWO_FOUR}, {}),
+        ({"token_sparsity": "magnitude"}, {}),
+        # A caller's choices may name an expert twice.
+        ({"router": TokenHash(), "skip_blocks": True}, {}),
+    ],
+)
+def test_otherwise_a_token_has_a_row_for_each_expert(untuned, changes, facts):
+    assert not joins(replace(TWO_OF_FOUR, **changes), **facts)
+
+
+def test_gated_ffns_have_a_row_for_each_expert(untuned):
+    sizes = {"tokens": TOKENS, "d_model": D, "d_hidden": F, "dtype": "bfloat16"}
+    of = GatedFFNSpec(**sizes, sparsity=TWO_OF_FOUR, device=hopper.H200)
+    assert not FFNPlan.of(of, None).joins_experts
+
+
+def test_it_is_told(untuned):
+    of = spec(TWO_OF_FOUR, d_model=D, d_hidden=F, tokens=TOKENS)
+    paths = [decision.path for decision in of.explain()]
+    joined = [path.endswith(", a row for all experts of a token") for path in paths]
+    assert joined == [False] + [True] * 5
+
+
+def assert_rounded_once(sparsity, arguments, dy) -> None:
+    """Y and dX are the sums over all of a token's experts, rounded once: those of the
+    reference in float32. Its own in bfloat16 are rounded for each expert, too."""
+    x, *weights = arguments
+    in_float32 = [x.astype(jnp.float32), *weights], dy.astype(jnp.float32)
+    expected = step(sparsity, "reference", *in_float32)
+    got, again = (step(sparsity, "mosaic_sm90", arguments, dy) for _ in "12")
+    for ours, repeated, right in zip(got, again, expected, strict=True):
+        np.testing.assert_array_equal(ours, repeated)
+        np.testing.assert_array_equal(ours, right.astype(ours.dtype))
+
+
+@pytest.mark.parametrize("sparsity", [TWO_OF_FOUR, THREE_OF_FOUR])
+def test_an_ffn_of_whole_numbers_is_exactly_the_reference(calls, sparsity):
+    """What the kernels leave beyond the used tiles, NaN here, reaches no result."""
+    arguments, dy = whole_numbers(TOKENS, D, F, seed=0)
+    assert_rounded_once(sparsity, arguments, dy)
+    assert {"of several experts", "gradient of dense_rows"} <= set(calls)
+    assert calls.count("dense_over_rows") == 2 * calls.count("gradient of dense_rows")
+
+
+def test_random_numbers_are_near_the_reference(calls):
+    arguments, dy = operands(TOKENS, d=D, f=F)
+    got, expected = (
+        step(TWO_OF_FOUR, backend, arguments, dy) for backend in (None, "reference")
+    )
+    assert_close(got, expected)
+    assert "of several experts" in calls
+
+
+def test_a_step_lowers_for_hopper(monkeypatch, untuned):
+    """With the kernels themselves, which only a GPU can run: X and dY are taken to
+    rows, and five GEMMs."""
+    jax.clear_caches()  # of traces made with the emulated ones
+    hopper.see_device(monkeypatch)
+    (x, w_up, w_down), dy = operands(TOKENS, d=D, f=F)
+
+    def both(x, w_up, w_down, dy):
+        run = lambda *operands: ffn(*operands, sparsity=TWO_OF_FOUR)
+        y, pull_back = jax.vjp(run, x, w_up, w_down)
+        return y, pull_back(dy)
+
+    traced = jax.jit(both).trace(x, w_up, w_down, dy)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 2 + 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sparsity", [TWO_OF_FOUR, THREE_OF_FOUR])
+@pytest.mark.parametrize("tokens", [TOKENS, 5000])
+def test_an_ffn_of_whole_numbers_is_exactly_the_reference_on_a_gpu(sparsity, tokens):
+    arguments, dy = whole_numbers(tokens, D, F, seed=tokens)
+    assert joins(sparsity, tokens=tokens, device=current_device())
+    assert_rounded_once(sparsity, arguments, dy)
+
+
+@pytest.mark.gpu
+def test_repeated_steps_give_the_same_bits_on_a_gpu():
+    arguments, dy = operands(16384, d=512, f=2048)
+    sparsity = replace(TWO_OF_FOUR, activations=VNM(128, 4, 32))
+    got, again = (step(sparsity, None, arguments, dy) for _ in "12")
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True):
+        assert (one == other).all()
