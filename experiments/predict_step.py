@@ -6,8 +6,9 @@ It reads the rows of `experiments/bench/step.py` and `experiments/bench/mesh.py`
 are kept in `experiments/results/`, the newest of each kind, and predicts every step as
 `sparsejax plan` does, from the data sheets' peaks, the shares of them that one of these
 steps has reached, and the tables of kernel times. Rows whose sparsity has no name here
-(static weights, and runs whose comparison the row does not name), and those of sparse
-steps in 8-bit floats from before GEMM 1 was one of them, are left out and counted.
+(static weights, and runs whose comparison the row does not name), those of sparse
+steps in 8-bit floats from before GEMM 1 was one of them, and those with a row for each
+expert of a token where it has one row for all of them today, are left out and counted.
 
 It runs on a CPU in a few seconds. Expected: of 94 steps of one GPU half are within
 1.4 %, and all but three within 11 %; 12 steps of two GPUs, all of `gpt-124m`, are
@@ -42,7 +43,9 @@ from sparsejax.config import (
 from sparsejax.config.config_file import FORMER_RECIPES, from_plain
 from sparsejax.config.presets import PRESETS
 from sparsejax.cost_model import Links, PredictedStep, Speeds, predicted_step
+from sparsejax.feed_forward.packing import rows_of_token
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
+from sparsejax.ops.backend import Decision
 from sparsejax.reports.metrics import ffn_decisions
 from sparsejax.routing.routers import named_router
 from sparsejax.sparsity.patterns import VNM
@@ -88,26 +91,28 @@ class Measured:
         """What a newer row has to share with this one to take its place."""
         return (self.name, self.model, self.sparsity, self.device, self.mesh)
 
-    def predicted(self) -> PredictedStep:
-        """Returns the predicted step."""
-        device = Device.named(self.device)
-        speeds = Speeds.of(device, self.model.dtype)
-        assert speeds is not None, self.device
-        decisions = ffn_decisions(
+    def decisions(self) -> tuple[Decision, ...]:
+        """Returns what runs the GEMMs of the FFN today."""
+        return ffn_decisions(
             self.model,
             self.sparsity,
             self.tokens_per_device,
             self.backend,
             mesh=MeshConfig(data=1, tensor=self.mesh.tensor),
-            device=device,
+            device=Device.named(self.device),
         )
+
+    def predicted(self) -> PredictedStep:
+        """Returns the predicted step."""
+        speeds = Speeds.of(Device.named(self.device), self.model.dtype)
+        assert speeds is not None, self.device
         return predicted_step(
             self.model,
             sequence_length=self.sequence_length,
             tokens_per_device=self.tokens_per_device,
             micro_batches=self.micro_batches,
             sparsity=self.sparsity,
-            decisions=decisions,
+            decisions=self.decisions(),
             speeds=speeds,
             mesh=self.mesh,
             links=Links(),
@@ -131,7 +136,8 @@ def main(config: Config) -> list[dict]:
 
 def measured_steps(config: Config) -> Iterator[Measured | None]:
     """Yields the steps of one GPU; None for a row whose sparsity has no name here,
-    whose run is in no comparison file any more, or whose GEMM 1 was another one."""
+    whose run is in no comparison file any more, or whose GEMM 1 or rows of experts were
+    others."""
     for row in _rows(config.steps, config.since):
         # Rows of before there was such a column ran the loop, in the compute dtype.
         scan = row.get("scan_layers")
@@ -150,7 +156,7 @@ def measured_steps(config: Config) -> Iterator[Measured | None]:
         if in_8_bits and not sparsity.is_dense and row["date"] <= LAST_OF_OTHER_GEMM_1:
             yield None
             continue
-        yield Measured(
+        measured = Measured(
             name=name,
             preset=row.get("model_of") or row["preset"],
             model=replace(
@@ -172,6 +178,10 @@ def measured_steps(config: Config) -> Iterator[Measured | None]:
             date=row["date"],
             step_ms=row["step_ms"],
         )
+        # Rows without the column had a row for each.
+        rows = row.get("rows_of_token", sparsity.expert_choices)
+        same = rows_of_token(sparsity, measured.decisions()) == rows
+        yield measured if same else None
 
 
 def measured_meshes(config: Config) -> Iterator[Measured | None]:

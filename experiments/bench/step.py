@@ -62,6 +62,7 @@ from sparsejax.config.schedule import Phase, model_of
 from sparsejax.data.corpus import load_corpus
 from sparsejax.data.tokenizers import ByteTokenizer
 from sparsejax.dtypes import Precision
+from sparsejax.feed_forward.packing import rows_of_token
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.sparse_ffn import sparse_ffns
 from sparsejax.models.transformer import Transformer
@@ -377,6 +378,7 @@ def _row(config: Config, steps: Steps, timing: Timing, alone: Timing) -> dict:
         ),
         "state_gib": memory.argument_size_in_bytes / 2**30,
         "temporaries_gib": memory.temp_size_in_bytes / 2**30,
+        "rows_of_token": rows_of_token(sparsity, decisions),
         "gemms": [f"{d.spec.name}: {d.backend}" for d in decisions],
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
