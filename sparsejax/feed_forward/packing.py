@@ -74,9 +74,9 @@ def joins_experts(sparsity: FFNSparsity, by_role: Mapping[str, Decision]) -> boo
     the padding of every set of experts be small.
     """
     given = sparsity.router.before_up or sparsity.most_experts_per_token is not None
-    if given or sparsity.experts_per_token == 1 or "gate" in by_role:
+    if given or sparsity.experts_per_token == 1:
         return False
-    gemms = [of for role, of in by_role.items() if role != "up"]
+    gemms = [of for role, of in by_role.items() if role not in ("up", "gate")]
     if not all(of.on_kernels and of.spec.experts for of in gemms):
         return False
     if any(of.spec.pattern is not None for of in gemms):
@@ -91,6 +91,20 @@ def joins_experts(sparsity: FFNSparsity, by_role: Mapping[str, Decision]) -> boo
         return False  # on a mesh a device may have the neurons of some experts only
     sets = set_count(spec.experts, spec.experts_per_token)
     return sets * spec.group_tile <= MOST_PADDING * spec.tokens
+
+
+def with_joined_experts(
+    sparsity: FFNSparsity, decisions: Sequence[Decision]
+) -> tuple[Decision, ...]:
+    """Returns the decisions with paths that say where a token has one row for all of
+    its experts."""
+    if not joins_experts(sparsity, {str(of.spec.role): of for of in decisions}):
+        return tuple(decisions)
+    told = "a row for all experts of a token"
+    return tuple(
+        replace(of, path=f"{of.path}, {told}") if of.spec.experts else of
+        for of in decisions
+    )
 
 
 def rows_of_token(sparsity: FFNSparsity, decisions: Sequence[Decision]) -> int:

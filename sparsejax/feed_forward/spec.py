@@ -21,11 +21,11 @@ from sparsejax.dtypes import Precision, check_compute_dtype, dtype_in_jax
 from sparsejax.feed_forward.activation import Activation, SquaredReLU
 from sparsejax.feed_forward.choice import decide
 from sparsejax.feed_forward.packing import (
-    joins_experts,
     packed_before,
     packs_its_result,
     why_not_packed_anew,
     why_not_packed_over_tokens,
+    with_joined_experts,
     writes_dense_rows,
 )
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity, check_divisible
@@ -166,7 +166,7 @@ class FFNCall(ABC):
     def with_epilogues(self, decisions: Sequence[Decision]) -> tuple[Decision, ...]:
         """Returns the decisions with paths that say what a kernel does besides
         multiply."""
-        return tuple(decisions)
+        return with_joined_experts(self.sparsity, decisions)
 
 
 class FFNSpec(FFNCall):
@@ -233,7 +233,7 @@ class FFNSpec(FFNCall):
         )
 
     def with_epilogues(self, decisions: Sequence[Decision]) -> tuple[Decision, ...]:
-        told = {str(decision.spec.role): decision for decision in decisions}
+        told = {decision.spec.role: decision for decision in decisions}
         for first, then, packed, dense in (
             ("up", "down", "A 2:4", "A"),
             ("d_hidden", "d_input", "dY1 where A is kept", "dY1"),
@@ -244,8 +244,4 @@ class FFNSpec(FFNCall):
                 told[then] = packed_before(told[then])
             elif writes_dense_rows(told[first], told[then]):
                 told[first] = replace(told[first], path=f"{path}, writes {dense}")
-        if joins_experts(self.sparsity, told):
-            for role in told.keys() - {"up"}:
-                path = f"{told[role].path}, a row for all experts of a token"
-                told[role] = replace(told[role], path=path)
-        return tuple(told.values())
+        return with_joined_experts(self.sparsity, tuple(told.values()))

@@ -1,17 +1,20 @@
 """The passes of an FFN by expert where a token has one row for all of its experts: a
-row of A and dY1 has the neurons of g experts side by side, g F / E of them.
+row of A and of the gradients before the activation has the neurons of g experts side by
+side, g F / E of them.
 
 The tokens are sorted by the set of their experts (`expert_sets`), so that each is
 copied once and has one row of Y and of dX, and GEMMs 2 and 4 sum over its experts
-themselves. Nothing is dropped inside the experts, and all GEMMs but the first run on a
-set of kernels.
+themselves. Nothing is dropped inside the experts, and all GEMMs but those into the
+hidden layer run on a set of kernels.
 """
 
-from typing import NamedTuple
+from functools import partial
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from sparsejax.dtypes import accumulation_dtype
 from sparsejax.feed_forward.activation import Hidden
 from sparsejax.feed_forward.operands.weights import FFNWeights, ReadWeights
 from sparsejax.feed_forward.plan import FFNPlan
@@ -21,62 +24,98 @@ from sparsejax.routing.expert_sets import RowsOfSets, rows_of_sets
 
 
 class JoinedRows(NamedTuple):
-    """A of the rows, (rows, g d_hidden / E), and what rows they are: all that the
-    backward needs besides X and the weights."""
+    """All that the backward needs besides X and the weights."""
 
-    a: jax.Array
+    kept: Hidden
+    """A = relu(Y1)^2 of the rows, (rows, g d_hidden / E); of a gated FFN what its
+    activation keeps of them, two such arrays."""
     rows: RowsOfSets
+    """The rows, and which experts they have."""
 
 
 def forward_of_sets(
     plan: FFNPlan, w: ReadWeights, products: Hidden, expert_index: jax.Array
 ) -> tuple[jax.Array, JoinedRows]:
-    """Returns Y (tokens, d_model), and what the backward needs, from the product Y1
-    with all neurons and the experts of each token, (tokens, g)."""
+    """Returns Y (tokens, d_model), and what the backward needs, from the products of X
+    with all neurons, (tokens, d_hidden) each, and the experts of each token, (tokens,
+    g)."""
     assert plan.kernels is not None and plan.row_tile is not None
     assert plan.sparsity.experts is not None
     rows = rows_of_sets(expert_index, plan.sparsity.experts, plan.row_tile)
     of_rows = tuple(_own_neurons(product, rows) for product in products)
-    a = plan.activation.apply(plan.activation.keep(of_rows))
+    kept = plan.activation.keep(of_rows)
+    a = plan.activation.apply(kept)
     # (rows, d) = (rows, g F / E) @ (E, F / E, d)
     y = plan.kernels.dense_rows_matmul(
         a, _down(w, rows), sets_looked_up(rows), expert_axis=0, k_major=False
     )
     # One row of a token, which XLA reads where it adds it to the residual stream.
-    return combine_rows(y, rows.of_sets), JoinedRows(a, rows)
+    kept = (a,) if plan.gate is None else kept
+    return combine_rows(y, rows.of_sets), JoinedRows(kept, rows)
 
 
 def backward_of_sets(
     plan: FFNPlan, x: jax.Array, kept: JoinedRows, w: ReadWeights, dy: jax.Array
 ) -> tuple[jax.Array, FFNWeights]:
     """Returns dX (tokens, d_model), and the gradients of the weights in float32."""
-    kernels, (a, rows) = plan.kernels, kept
+    kernels, rows = plan.kernels, kept.rows
     assert kernels is not None and plan.row_tile is not None
     found = sets_looked_up(rows)
     x_rows, dy_rows = (gather_rows(kernels, of, rows.of_sets) for of in (x, dy))
     # (rows, g F / E) = (rows, d) @ (E, F / E, d)^T
-    dy_up = kernels.dense_rows_activation_gradient(
-        dy_rows, _down(w, rows), a, found, expert_axis=0, k_major=True
-    )
+    of_down = {"rows": found, "expert_axis": 0, "k_major": True}
+    into: Hidden
+    if plan.gate is None:
+        (a,) = kept.kept
+        into = (
+            kernels.dense_rows_activation_gradient(
+                dy_rows, _down(w, rows), a, **of_down
+            ),
+        )
+    else:
+        da = kernels.dense_rows_matmul(dy_rows, _down(w, rows), **of_down)
+        a, into = plan.activation.with_gradients(da, kept.kept)
+
+    def weight_gradient(
+        lhs: jax.Array, rhs: jax.Array, joined: Literal["lhs", "rhs"]
+    ) -> jax.Array:
+        assert kernels is not None and plan.row_tile is not None
+        gradient = kernels.joined_weight_gradient(
+            lhs,
+            rhs,
+            found,
+            group_tile=plan.row_tile,
+            joined=joined,
+            expert_axis=int(joined == "rhs"),
+        )
+        return gradient.reshape(w.up.shape if joined == "rhs" else w.down.shape)
+
+    # Of each expert (d, rows of e) @ (rows of e, F / E), and (F / E, rows of e) @ (rows
+    # of e, d)
+    *gate, up = (weight_gradient(x_rows, of, "rhs") for of in into)
+    down = weight_gradient(a, dy_rows, "lhs")
+    dx = combine_rows(_input_gradient(plan, w, into, rows), rows.of_sets)
+    return dx, FFNWeights(up, down, gate[0] if gate else None)
+
+
+def _input_gradient(
+    plan: FFNPlan, w: ReadWeights, into: Hidden, rows: RowsOfSets
+) -> jax.Array:
+    """Returns dX of the rows, (rows, d_model). In a gated FFN it is the sum of two
+    products in float32."""
+    assert plan.kernels is not None
+    found, (*gate, up) = sets_looked_up(rows), into
     # (rows, d) = (rows, g F / E) @ (d, E, F / E)^T
-    dx = kernels.dense_rows_matmul(
-        dy_up, _up(w, rows), found, expert_axis=1, k_major=True
+    product = partial(
+        plan.kernels.dense_rows_matmul, rows=found, expert_axis=1, k_major=True
     )
-    # (d, E, F / E): of each expert (d, rows of e) @ (rows of e, F / E)
-    up = kernels.joined_weight_gradient(
-        x_rows,
-        dy_up,
-        found,
-        group_tile=plan.row_tile,
-        joined="rhs",
-        expert_axis=1,
-    )
-    # (E, F / E, d): of each expert (F / E, rows of e) @ (rows of e, d)
-    down = kernels.joined_weight_gradient(
-        a, dy_rows, found, group_tile=plan.row_tile, joined="lhs", expert_axis=0
-    )
-    weights = FFNWeights(up.reshape(w.up.shape), down.reshape(w.down.shape))
-    return combine_rows(dx, rows.of_sets), weights
+    if not gate:
+        return product(up, _into_hidden(w.up, rows))
+    assert w.gate is not None
+    dtype = accumulation_dtype(up.dtype)
+    of_gate = product(gate[0], _into_hidden(w.gate, rows), out_dtype=dtype)
+    of_up = product(up, _into_hidden(w.up, rows), out_dtype=dtype)
+    return (of_gate + of_up).astype(up.dtype)
 
 
 def _own_neurons(hidden: jax.Array, rows: RowsOfSets) -> jax.Array:
@@ -89,9 +128,10 @@ def _own_neurons(hidden: jax.Array, rows: RowsOfSets) -> jax.Array:
     return own.reshape(own.shape[0], -1)
 
 
-def _up(w: ReadWeights, rows: RowsOfSets) -> jax.Array:
-    """Returns W1 with the axis of its neurons split by expert, (d, E, F / E)."""
-    return w.up.reshape(w.up.shape[0], rows.experts, -1)
+def _into_hidden(w: jax.Array, rows: RowsOfSets) -> jax.Array:
+    """Returns a weight into the hidden layer with the axis of its neurons split by
+    expert, (d, E, F / E)."""
+    return w.reshape(w.shape[0], rows.experts, -1)
 
 
 def _down(w: ReadWeights, rows: RowsOfSets) -> jax.Array:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sparsejax.feed_forward.ffn import ffn
-from sparsejax.feed_forward.gated_ffn import GatedFFNSpec
+from sparsejax.feed_forward.gated_ffn import GatedFFNSpec, gated_ffn
 from sparsejax.feed_forward.plan import FFNPlan
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.backend import current_device
@@ -26,6 +26,7 @@ from tests.sparsejax.feed_forward.operands.test_packed_rows import (
 from tests.support.devices import hopper
 
 D, F, TOKENS = 128, 512, 3072
+TOLD = ", a row for all experts of a token"
 TWO_OF_FOUR = FFNSparsity(
     activations=VNM(128, 4, 16),
     router=ActivationEnergy(),
@@ -71,16 +72,18 @@ def test_otherwise_a_token_has_a_row_for_each_expert(untuned, changes, facts):
     assert not joins(replace(TWO_OF_FOUR, **changes), **facts)
 
 
-def test_gated_ffns_have_a_row_for_each_expert(untuned):
+def test_those_of_gated_ffns_are_joined_too(untuned):
     sizes = {"tokens": TOKENS, "d_model": D, "d_hidden": F, "dtype": "bfloat16"}
     of = GatedFFNSpec(**sizes, sparsity=TWO_OF_FOUR, device=hopper.H200)
-    assert not FFNPlan.of(of, None).joins_experts
+    assert FFNPlan.of(of, None).joins_experts
+    joined = [path.endswith(TOLD) for path in (each.path for each in of.explain())]
+    assert joined == [False] * 2 + [True] * 7
 
 
 def test_it_is_told(untuned):
     of = spec(TWO_OF_FOUR, d_model=D, d_hidden=F, tokens=TOKENS)
     paths = [decision.path for decision in of.explain()]
-    joined = [path.endswith(", a row for all experts of a token") for path in paths]
+    joined = [path.endswith(TOLD) for path in paths]
     assert joined == [False] + [True] * 5
 
 
@@ -114,6 +117,40 @@ def test_random_numbers_are_near_the_reference(calls):
     assert "of several experts" in calls
 
 
+def assert_gated_near_the_reference(activation) -> None:
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = [(TOKENS, D), (D, F), (D, F), (F, D), (TOKENS, D)]
+    scales = [1, D**-0.5, D**-0.5, F**-0.5, 1]
+    x, *weights, dy = (
+        scale * jax.random.normal(key, shape)
+        for key, shape, scale in zip(keys, shapes, scales, strict=True)
+    )
+    x, dy = (of.astype(jnp.bfloat16) for of in (x, dy))
+
+    def gated_step(backend):
+        options = {"activation": activation, "backend": backend}
+        run = lambda *of: gated_ffn(*of, sparsity=TWO_OF_FOUR, **options)
+        y, pull_back = jax.vjp(run, x, *weights)
+        return y, *pull_back(dy)
+
+    got, expected = gated_step(None), gated_step("reference")
+    for ours, theirs in zip(got, expected, strict=True):
+        ours, theirs = (np.asarray(of, np.float64) for of in (ours, theirs))
+        assert ours.shape == theirs.shape
+        # bfloat16's roundings in a row
+        assert np.linalg.norm(ours - theirs) <= 2**-6 * np.linalg.norm(theirs)
+
+
+GATED = pytest.mark.parametrize("activation", ["swiglu", "reglu2"])
+
+
+@GATED
+def test_a_gated_ffn_is_near_the_reference(calls, activation):
+    assert_gated_near_the_reference(activation)
+    assert "of several experts" in calls
+    assert calls.count("dense_over_rows") == 3
+
+
 def test_a_step_lowers_for_hopper(monkeypatch, untuned):
     """With the kernels themselves, which only a GPU can run: X and dY are taken to
     rows, and five GEMMs."""
@@ -138,6 +175,12 @@ def test_an_ffn_of_whole_numbers_is_exactly_the_reference_on_a_gpu(sparsity, tok
     arguments, dy = whole_numbers(tokens, D, F, seed=tokens)
     assert joins(sparsity, tokens=tokens, device=current_device())
     assert_rounded_once(sparsity, arguments, dy)
+
+
+@pytest.mark.gpu
+@GATED
+def test_a_gated_ffn_is_near_the_reference_on_a_gpu(activation):
+    assert_gated_near_the_reference(activation)
 
 
 @pytest.mark.gpu
