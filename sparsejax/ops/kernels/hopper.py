@@ -36,6 +36,8 @@ from sparsejax.ops.kernels.base import ExpertRows, KeptActivations
 from sparsejax.ops.kernels.hopper_lookups import (
     experts_of,
     one_by_one,
+    over_joined_rows,
+    rows_by_expert,
     rows_in_one_call,
     tile_rows,
     used,
@@ -273,7 +275,7 @@ class HopperKernels(HopperPacking):
         """Returns the kernel of `dense_rows` as a function of x, the weights, what
         `used` returns, and the matrix that the epilogue reads, if any."""
         count = self.device.count_multiprocessors()
-        return one_by_one(_dense_rows, multiprocessors=count, **options)
+        return one_by_one(rows_by_expert, multiprocessors=count, **options)
 
     def expert_weight_gradient(
         self,
@@ -322,7 +324,7 @@ class HopperKernels(HopperPacking):
         expert_axis: int,
     ) -> Float[Array, "_ _ _"]:
         run = one_by_one(
-            _joined_weight_gradient,
+            over_joined_rows,
             parts=rows.tile_expert.shape[1],
             operand="a" if joined == "lhs" else "b",
             group_tile=group_tile,
@@ -386,33 +388,6 @@ def _gemm(
         config=kernels.config_for(shape),
         multiprocessors=kernels.device.count_multiprocessors(),
     )
-
-
-def _dense_rows(
-    x: jax.Array,
-    w: jax.Array,
-    tile_expert: jax.Array,
-    used_tiles: jax.Array,
-    *entries: jax.Array,
-    combine: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
-    **options: Any,
-) -> jax.Array:
-    other = dense_rows.OtherRows(entries[0], combine) if combine is not None else None
-    return dense_rows.dense_rows(x, w, tile_expert, used_tiles, other=other, **options)
-
-
-def _joined_weight_gradient(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    ends: jax.Array,
-    places: jax.Array,
-    *,
-    parts: int,
-    operand: Literal["a", "b"],
-    **options: Any,
-) -> jax.Array:
-    joined = dense_over_rows.Joined(places, parts, operand)
-    return dense_over_rows.dense_over_rows(lhs, rhs, ends, joined=joined, **options)
 
 
 def _squared_relu(y_up: jax.Array) -> jax.Array:

@@ -3,10 +3,11 @@ up the rows of experts and the residual rows of dense features."""
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
+from pallas_kernels.sm90 import dense_over_rows, dense_rows
 from pallas_kernels.sm90.over_tokens import DenseFeatures
 from pallas_kernels.sm90.threads.activation_tiles import ByExpert
 from sparsejax.ops.kernels.base import ExpertRows, ResidualRows
@@ -69,6 +70,36 @@ def over_tokens(
         return kernel(*operands, *dense, by_segments=by_segments)
     by_expert = _by_expert(experts, found)
     return kernel(*operands, *dense, by_segments=by_segments, by_expert=by_expert)
+
+
+def rows_by_expert(
+    x: jax.Array,
+    w: jax.Array,
+    tile_expert: jax.Array,
+    used_tiles: jax.Array,
+    *entries: jax.Array,
+    combine: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+    **options: Any,
+) -> jax.Array:
+    """Calls `dense_rows.dense_rows` on what `used` returned, with the matrix in
+    `entries` for the epilogue that `combine` names."""
+    other = dense_rows.OtherRows(entries[0], combine) if combine is not None else None
+    return dense_rows.dense_rows(x, w, tile_expert, used_tiles, other=other, **options)
+
+
+def over_joined_rows(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    ends: jax.Array,
+    places: jax.Array,
+    *,
+    parts: int,
+    operand: Literal["a", "b"],
+    **options: Any,
+) -> jax.Array:
+    """Calls `dense_over_rows.dense_over_rows` on rows of sets of experts."""
+    joined = dense_over_rows.Joined(places, parts, operand)
+    return dense_over_rows.dense_over_rows(lhs, rhs, ends, joined=joined, **options)
 
 
 def _by_expert(experts: int, found: tuple[jax.Array, ...]) -> ByExpert | None:
