@@ -298,7 +298,8 @@ def test_layers_that_are_stacked_are_found_and_called_one_at_a_time(axis):
     nnx.update(optimizer.opt_state[0].mu, weights)
     switch(model, optimizer, FFNSparsity(activations=VNM(8, 4, 16)))
     switch(model, optimizer, FFNSparsity())
-    np.testing.assert_allclose(model(X), y, atol=1e-5)
+    # Their sums have another order: values near 40 differ by sixteen roundings at most.
+    np.testing.assert_allclose(model(X), y, rtol=2**-20, atol=1e-5)
     moments = jax.tree.leaves(nnx.state(optimizer.opt_state[0].mu))
     renumbered = jax.tree.leaves(nnx.state(model, nnx.Param))
     for moment, weight in zip(moments, renumbered, strict=True):
