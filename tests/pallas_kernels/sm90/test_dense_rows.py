@@ -369,7 +369,6 @@ def joined_case(parts, sizes, order, *, along_k, used_tiles=3, seed=0):
     return run, operands, expected.astype(np.float32)
 
 
-@pytest.mark.newest_jax
 @pytest.mark.parametrize(
     ("parts", "sizes", "order", "along_k", "config"),
     [
