@@ -11,6 +11,7 @@ from sparsejax.config import RECIPES, ModelConfig
 from sparsejax.reports import metrics
 from sparsejax.reports.metrics import ffn_decisions
 from sparsejax.routing.dispatch import dispatch
+from sparsejax.routing.expert_sets import rows_of_sets
 from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import VNM
 from sparsejax.training.step import Run
@@ -115,3 +116,18 @@ def test_the_router_is_timed_with_the_kernel_that_an_ffn_moves_rows_with(
         assert metrics.router_seconds(model, sparsity, 32, decisions) > 0
         assert calls == ["sum_rows"] * moved
         assert tiles.pop() == tile
+
+
+def test_where_a_token_has_one_row_the_router_is_timed_with_it(config, monkeypatch):
+    """X and dY are moved by the kernel, Y and dX by XLA."""
+    calls, seen = hopper.pretend(monkeypatch), []
+    model = replace(config.model, d_model=128, d_hidden=512, dtype="bfloat16")
+    sparsity = replace(RECIPES["experts"], activations=VNM(128, 4, 16))
+    monkeypatch.setattr(
+        metrics, "rows_of_sets", lambda *a: seen.append(a[1:]) or rows_of_sets(*a)
+    )
+    decisions = ffn_decisions(model, sparsity, 3072)
+    assert decisions[1].path.endswith("a row for all experts of a token")
+    assert metrics.router_seconds(model, sparsity, 3072, decisions) > 0
+    assert calls == ["sum_rows"] * 2
+    assert seen == [(4, 128)]
