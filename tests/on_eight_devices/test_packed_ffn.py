@@ -142,6 +142,41 @@ def test_experts_packed_on_every_device_compute_what_one_device_does(
         assert np.linalg.norm(ours - theirs) <= 2**-8 * np.linalg.norm(theirs)
 
 
+JOINED = FFNSparsity(
+    activations=VNM(128, 4, 16),
+    router=ActivationEnergy(),
+    experts_per_token=3,
+    weight_gradients="expert_columns",
+)
+
+
+def step_with_joined_experts(layout):
+    """A step of 2,048 tokens for each of eight devices, as many as four sets of three
+    experts need."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = (8 * 2048, 128), (8 * 2048, 128), (128, 512), (512, 128)
+    x, dy, up, down = (
+        jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)
+    )
+    up, down = up / 128**0.5, down / 512**0.5
+    x, dy = (of.astype(jnp.bfloat16) for of in (x, dy))
+    run = partial(ffn, sparsity=JOINED, layout=layout)
+    y, pull_back = jax.vjp(run, x, up, down)
+    return y, *pull_back(dy)
+
+
+@pytest.mark.parametrize("mesh", ["data", "fsdp", "all"])
+def test_rows_of_all_experts_of_a_token_are_those_of_one_device(calls, mesh):
+    """As long as a device has the neurons of all experts; else each has its own row."""
+    got = jax.jit(partial(step_with_joined_experts, layout_of(MESHES[mesh])))()
+    assert ("of several experts" in calls) == (mesh != "all")
+    expected = jax.jit(partial(step_with_joined_experts, None))()
+    for ours, theirs in zip(got, expected, strict=True):
+        ours, theirs = (np.asarray(a, np.float64) for a in (ours, theirs))
+        # A row for each expert is rounded to bfloat16 by itself.
+        assert np.linalg.norm(ours - theirs) <= 2**-8 * np.linalg.norm(theirs)
+
+
 def test_each_device_estimates_from_packed_activations_with_its_own_key(
     calls, monkeypatch
 ):
