@@ -178,8 +178,9 @@ def _kernel(
     )
 
     def look_up(step):
-        """Returns the step that has the rows, in all rows, or with several experts of a
-        row that step times their number, plus the part of the columns."""
+        """Returns where a step's rows lie, in steps from the first row of all. With
+        several experts of a row the answer also holds the part of the columns: it is
+        that place times the number of parts, plus the part."""
         if joined is None:
             return step
         # At the end of the last expert's places there is none to look ahead to.
@@ -190,8 +191,8 @@ def _kernel(
         return of_rows * number + part
 
     def part_of(operand: Literal["a", "b"], size: int, of_expert: int):
-        """Returns the function that gives a step's part of an operand, `size` columns
-        of the `of_expert` that each expert has."""
+        """Returns the function that gives a step's part of an operand: `size` columns,
+        where each expert has `of_expert` columns of it."""
 
         def tile(task, first, found):
             if joined is not None:
@@ -234,7 +235,11 @@ def _kernel(
 
 
 def _of_each(columns: int, parts: int) -> int:
-    """Returns how many columns each of `parts` experts has of all columns."""
+    """Returns how many columns each of `parts` experts has of all columns. Raises
+    ValueError where they have not equally many."""
     if columns % parts:
-        raise ValueError(f"{columns} columns are not those of {parts} experts")
+        raise ValueError(
+            f"{columns} columns are not those of {parts} experts side by side: give a "
+            f"multiple of {parts}"
+        )
     return columns // parts

@@ -8,11 +8,11 @@
 
 Rows come sorted by expert, each expert's filled up to whole group tiles
 (`dispatch.Dispatch`); which expert a tile has, and how many tiles are used, is data.
-A row may also have the neurons of several experts side by side, and be sorted by the
-set of them (`expert_sets.RowsOfSets`); then
+A row may also have several experts e_1, ..., e_g, and rows be sorted by the set of them
+(`expert_sets.RowsOfSets`). Either A has their columns side by side, or C has:
 
-    C[r] = f(sum_j A_j[r] B[e_j])       over the k of A: A_j are the columns of e_j
-    C_j[r] = f(A[r] B[e_j])             over the columns of C
+    C[r] = f(sum_j A_j[r] B[e_j])       A_j: the columns of e_j in A
+    C_j[r] = f(A[r] B[e_j])             C_j: the columns of e_j in C
 
 The kernel is `gemm/dense_kernel.py`, on the walk of `grouped_matmul`; tiles that are
 not used cost nothing. No sparse instruction runs.
@@ -71,8 +71,9 @@ def why_unsupported(sizes: Sequence[int], group_tile: int, dtype: str) -> str | 
 
 
 def why_not_joined(features: int) -> str | None:
-    """Returns why a row cannot have the `features` neurons of each of several experts
-    side by side, or None where it can."""
+    """Returns why a row cannot have several experts with so many neurons each side by
+    side, or None where it can. A tile of columns belongs to one expert, and the
+    narrowest tile has 128."""
     if features % 128:
         return f"{features} neurons of an expert are no multiple of 128"
     return None

@@ -1,7 +1,7 @@
 """Which GEMMs of an FFN write what the next one reads, packed or as dense rows; why
 nothing packs an operand; and whether a token has one row for all of its experts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from sparsejax.feed_forward.sparsity import FFNSparsity
@@ -10,8 +10,8 @@ from sparsejax.ops.kernels import registry
 from sparsejax.routing.expert_sets import set_count
 
 MOST_PADDING = 0.25
-"""The most rows that sets of experts may add to those of the tokens, as a share of
-them, if each set's are filled up to whole tiles."""
+"""The largest share of the number of tokens that the padding rows may come to, if each
+set of experts has one tile of them."""
 
 
 def packed_before(decision: Decision) -> Decision:
@@ -65,18 +65,18 @@ def writes_dense_rows(decision: Decision, following: Decision) -> bool:
     )
 
 
-def joins_experts(sparsity: FFNSparsity, by_role: Mapping[str, Decision]) -> bool:
+def joins_experts(sparsity: FFNSparsity, decisions: Sequence[Decision]) -> bool:
     """Returns whether a token has one row with the neurons of all its experts, in place
     of a row for each; see `passes.joined_experts`.
 
-    GEMMs 2 to 6 must run on kernels that take such rows, dense inside the experts, the
-    experts be chosen by the FFN itself, as many for each token and all different, and
-    the padding of every set of experts be small.
+    It has where GEMMs 2 to 6 run on kernels that take such rows and are dense inside
+    the experts, where the FFN chooses the experts itself, so that a token has equally
+    many as all others and no expert twice, and where few rows pad the sets of experts.
     """
     given = sparsity.router.before_up or sparsity.most_experts_per_token is not None
     if given or sparsity.experts_per_token == 1:
         return False
-    gemms = [of for role, of in by_role.items() if role not in ("up", "gate")]
+    gemms = [of for of in decisions if of.spec.role not in ("up", "gate")]
     if not all(of.on_kernels and of.spec.experts for of in gemms):
         return False
     if any(of.spec.pattern is not None for of in gemms):
@@ -85,7 +85,7 @@ def joins_experts(sparsity: FFNSparsity, by_role: Mapping[str, Decision]) -> boo
     assert kernels is not None
     if any(kernels.why_no_joined_rows(of.spec) for of in gemms):
         return False
-    spec = by_role["down"].spec
+    spec = next(of.spec for of in gemms if of.spec.role == "down")
     assert spec.experts is not None
     if spec.d_in != spec.experts * spec.expert_features:
         return False  # on a mesh a device may have the neurons of some experts only
@@ -98,7 +98,7 @@ def with_joined_experts(
 ) -> tuple[Decision, ...]:
     """Returns the decisions with paths that say where a token has one row for all of
     its experts."""
-    if not joins_experts(sparsity, {str(of.spec.role): of for of in decisions}):
+    if not joins_experts(sparsity, decisions):
         return tuple(decisions)
     told = "a row for all experts of a token"
     return tuple(
@@ -109,5 +109,4 @@ def with_joined_experts(
 
 def rows_of_token(sparsity: FFNSparsity, decisions: Sequence[Decision]) -> int:
     """Returns how many rows a token has at most for its experts."""
-    by_role = {str(of.spec.role): of for of in decisions}
-    return 1 if joins_experts(sparsity, by_role) else sparsity.expert_choices
+    return 1 if joins_experts(sparsity, decisions) else sparsity.expert_choices

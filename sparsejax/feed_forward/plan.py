@@ -85,7 +85,7 @@ class FFNPlan:
             kernels=registry.kernels_of(call.device) if used else None,
             up_writes_a=writes_packed("up", "down"),
             d_hidden_writes_dy_up=writes_packed("d_hidden", "d_input"),
-            joins_experts=joins_experts(sparsity, by_role),
+            joins_experts=joins_experts(sparsity, decisions),
             over_tokens=_packs_over_tokens(sparsity, by_role),
             row_tile=row_tile(sparsity, on_kernels=used),
         )

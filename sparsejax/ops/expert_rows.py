@@ -5,13 +5,12 @@ With a set of kernels, either is one pass of its `sum_rows`; without one, XLA ru
 FFN's backward is written out.
 """
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from sparsejax.ops.kernels.base import ExpertRows, KernelSet
 from sparsejax.routing import dispatch
-from sparsejax.routing.dispatch import Dispatch
+from sparsejax.routing.dispatch import Dispatch, tiles_of_experts, used_tiles
 from sparsejax.routing.expert_sets import RowsOfSets
 
 
@@ -34,17 +33,12 @@ def combine_rows(
     return kernels.sum_rows(y, routed.token_rows)
 
 
-def used_tiles(routed: Dispatch) -> Int[Array, ""]:
-    """Returns how many tiles of the dispatch hold any row."""
-    return jnp.sum(_tiles_of_experts(routed))
-
-
 def looked_up(routed: Dispatch) -> ExpertRows:
     """Returns the rows of a dispatch in the form in which kernels look them up."""
     return ExpertRows(
         tile_expert=routed.tile_expert,
         used_tiles=used_tiles(routed),
-        ends=jnp.cumsum(_tiles_of_experts(routed), dtype=jnp.int32),
+        ends=jnp.cumsum(tiles_of_experts(routed), dtype=jnp.int32),
         row_token=dispatch.token_of_row(routed),
         experts=routed.experts,
     )
@@ -60,7 +54,3 @@ def sets_looked_up(joined: RowsOfSets) -> ExpertRows:
         places=joined.places,
         experts=joined.experts,
     )
-
-
-def _tiles_of_experts(routed: Dispatch) -> jax.Array:
-    return -(-routed.group_sizes // routed.v)

@@ -174,3 +174,13 @@ def token_of_row(dispatch: Dispatch) -> Int[Array, " rows"]:
 def expert_of_row(dispatch: Dispatch) -> Int[Array, " rows"]:
     """Returns the expert of every row, padding rows included."""
     return jnp.repeat(dispatch.tile_expert, dispatch.v)
+
+
+def tiles_of_experts(dispatch: Dispatch) -> Int[Array, " experts"]:
+    """Returns how many tiles the rows of each expert take."""
+    return -(-dispatch.group_sizes // dispatch.v)
+
+
+def used_tiles(dispatch: Dispatch) -> Int[Array, ""]:
+    """Returns how many tiles hold any row."""
+    return jnp.sum(tiles_of_experts(dispatch))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from sparsejax.routing.dispatch import Dispatch, dispatch
+from sparsejax.routing.dispatch import Dispatch, dispatch, used_tiles
 from sparsejax.routing.prefix_sums import sums_before
 
 
@@ -69,8 +69,7 @@ def rows_of_sets(
     members = jnp.asarray(_members(experts, choices))
     tile_experts = members[of_sets.tile_expert]
     tiles = tile_experts.shape[0]
-    used = jnp.sum(-(-of_sets.group_sizes // v), dtype=jnp.int32)
-    in_use = (jnp.arange(tiles, dtype=jnp.int32) < used)[:, None]
+    in_use = (jnp.arange(tiles, dtype=jnp.int32) < used_tiles(of_sets))[:, None]
     # Beyond the used tiles there is no expert.
     expert = jnp.where(in_use, tile_experts, experts).reshape(-1)
     mine = expert[None, :] == jnp.arange(experts, dtype=jnp.int32)[:, None]

@@ -18,9 +18,9 @@ from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.feed_forward.operands.packed_rows import PackedRows, counted, row_groups
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.feed_forward.tiles import dense_feature_count
-from sparsejax.ops.expert_rows import looked_up, used_tiles
+from sparsejax.ops.expert_rows import looked_up
 from sparsejax.ops.sparse_matmul import pack_weight
-from sparsejax.routing.dispatch import Dispatch
+from sparsejax.routing.dispatch import Dispatch, used_tiles
 from sparsejax.sparsity.compressed import compress, decompress
 from sparsejax.sparsity.masks import magnitude_mask
 from sparsejax.sparsity.packed import Packed, in_blocks, pack, unpack

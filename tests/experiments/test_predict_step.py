@@ -73,8 +73,9 @@ def test_steps_of_a_comparisons_runs_are_predicted_in_the_model_of_one(rows):
 
 
 def test_rows_whose_steps_are_others_today_are_left_out(tmp_path):
-    """Where a token has one row for all experts now, those of a row for each. And rows
-    that do not name their comparison, or name one or a run that is not there."""
+    """A row is left out where a token had a row for each expert and has one for all of
+    them today, and where it does not name its comparison, or names one or a run that is
+    not there."""
     row = {
         "name": "dense",
         "model_of": "fading",

@@ -1,4 +1,5 @@
-"""Weights packed for Hopper, on a mesh of eight devices against one."""
+"""What an FFN packs and sorts for Hopper's kernels, on a mesh of eight devices against
+one."""
 
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -167,7 +168,8 @@ def step_with_joined_experts(layout):
 
 @pytest.mark.parametrize("mesh", ["data", "fsdp", "all"])
 def test_rows_of_all_experts_of_a_token_are_those_of_one_device(calls, mesh):
-    """As long as a device has the neurons of all experts; else each has its own row."""
+    """On the mesh "all" a device has the neurons of two experts: there a token keeps a
+    row for each."""
     got = jax.jit(partial(step_with_joined_experts, layout_of(MESHES[mesh])))()
     assert ("of several experts" in calls) == (mesh != "all")
     expected = jax.jit(partial(step_with_joined_experts, None))()

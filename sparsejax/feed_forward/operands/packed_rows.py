@@ -16,14 +16,13 @@ from sparsejax.feed_forward.operands.packed_activations import (
 )
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.feed_forward.tiles import dense_feature_count
-from sparsejax.ops.expert_rows import used_tiles
 from sparsejax.ops.kernels.base import (
     ExpertRows,
     KeptActivations,
     KernelSet,
     ResidualRows,
 )
-from sparsejax.routing.dispatch import Dispatch
+from sparsejax.routing.dispatch import Dispatch, used_tiles
 from sparsejax.sparsity.packed import Packed, in_blocks
 
 

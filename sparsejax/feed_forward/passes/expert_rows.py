@@ -25,9 +25,9 @@ from sparsejax.feed_forward.operands.weights import (
 )
 from sparsejax.feed_forward.plan import FFNPlan
 from sparsejax.ops.backend import Decision
-from sparsejax.ops.expert_rows import combine_rows, looked_up, used_tiles
+from sparsejax.ops.expert_rows import combine_rows, looked_up
 from sparsejax.ops.grouped_matmul import grouped_matmul, grouped_outer
-from sparsejax.routing.dispatch import Dispatch, dispatch, expert_of_row
+from sparsejax.routing.dispatch import Dispatch, dispatch, expert_of_row, used_tiles
 from sparsejax.sparsity.compressed import Compressed
 from sparsejax.sparsity.packed import Packed
 

@@ -19,6 +19,7 @@ from sparsejax.feed_forward.activation import Hidden
 from sparsejax.feed_forward.operands.weights import FFNWeights, ReadWeights
 from sparsejax.feed_forward.plan import FFNPlan
 from sparsejax.ops.expert_rows import gather_rows, sets_looked_up
+from sparsejax.ops.kernels.base import ExpertRows, KernelSet
 from sparsejax.routing.dispatch import combine_rows
 from sparsejax.routing.expert_sets import RowsOfSets, rows_of_sets
 
@@ -59,7 +60,7 @@ def backward_of_sets(
 ) -> tuple[jax.Array, FFNWeights]:
     """Returns dX (tokens, d_model), and the gradients of the weights in float32."""
     kernels, rows = plan.kernels, kept.rows
-    assert kernels is not None and plan.row_tile is not None
+    assert kernels is not None
     found = sets_looked_up(rows)
     x_rows, dy_rows = (gather_rows(kernels, of, rows.of_sets) for of in (x, dy))
     # (rows, g F / E) = (rows, d) @ (E, F / E, d)^T
@@ -79,14 +80,8 @@ def backward_of_sets(
     def weight_gradient(
         lhs: jax.Array, rhs: jax.Array, joined: Literal["lhs", "rhs"]
     ) -> jax.Array:
-        assert kernels is not None and plan.row_tile is not None
         gradient = kernels.joined_weight_gradient(
-            lhs,
-            rhs,
-            found,
-            group_tile=plan.row_tile,
-            joined=joined,
-            expert_axis=int(joined == "rhs"),
+            lhs, rhs, found, joined=joined, expert_axis=int(joined == "rhs")
         )
         return gradient.reshape(w.up.shape if joined == "rhs" else w.down.shape)
 
@@ -94,21 +89,18 @@ def backward_of_sets(
     # of e, d)
     *gate, up = (weight_gradient(x_rows, of, "rhs") for of in into)
     down = weight_gradient(a, dy_rows, "lhs")
-    dx = combine_rows(_input_gradient(plan, w, into, rows), rows.of_sets)
+    dx = combine_rows(_input_gradient(kernels, w, into, found), rows.of_sets)
     return dx, FFNWeights(up, down, gate[0] if gate else None)
 
 
 def _input_gradient(
-    plan: FFNPlan, w: ReadWeights, into: Hidden, rows: RowsOfSets
+    kernels: KernelSet, w: ReadWeights, into: Hidden, rows: ExpertRows
 ) -> jax.Array:
     """Returns dX of the rows, (rows, d_model). In a gated FFN it is the sum of two
     products in float32."""
-    assert plan.kernels is not None
-    found, (*gate, up) = sets_looked_up(rows), into
+    *gate, up = into
     # (rows, d) = (rows, g F / E) @ (d, E, F / E)^T
-    product = partial(
-        plan.kernels.dense_rows_matmul, rows=found, expert_axis=1, k_major=True
-    )
+    product = partial(kernels.dense_rows_matmul, rows=rows, expert_axis=1, k_major=True)
     if not gate:
         return product(up, _into_hidden(w.up, rows))
     assert w.gate is not None
@@ -128,7 +120,7 @@ def _own_neurons(hidden: jax.Array, rows: RowsOfSets) -> jax.Array:
     return own.reshape(own.shape[0], -1)
 
 
-def _into_hidden(w: jax.Array, rows: RowsOfSets) -> jax.Array:
+def _into_hidden(w: jax.Array, rows: ExpertRows) -> jax.Array:
     """Returns a weight into the hidden layer with the axis of its neurons split by
     expert, (d, E, F / E)."""
     return w.reshape(w.shape[0], rows.experts, -1)

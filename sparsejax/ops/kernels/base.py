@@ -22,24 +22,26 @@ from sparsejax.sparsity.packed import Packed
 @dataclass(frozen=True, kw_only=True)
 class ExpertRows:
     """The rows of a `dispatch.Dispatch`, as kernels look them up: sorted by expert,
-    with each expert's rows padded to whole tiles. Or those of `expert_sets.RowsOfSets`,
-    sorted by the set of a token's experts."""
+    with each expert's rows padded to whole tiles. "Rows of sets" are those of an
+    `expert_sets.RowsOfSets` in the same form: they are sorted by the set of a token's
+    experts, and a row has the neurons of all g of them, one expert's after the
+    other's."""
 
     tile_expert: Int[Array, " tiles"] | Int[Array, "tiles g"]
-    """The expert of each tile, in non-decreasing order; a tile has rows / tiles rows.
-    Of sets, the g experts of each tile: a row has the neurons of one after the
-    other."""
+    """The expert of each tile, in non-decreasing order; with rows of sets the g experts
+    of each tile. A tile has rows / tiles rows."""
     used_tiles: Int[Array, ""]
     """The number of tiles that hold any row. What a result holds beyond them is not
     defined."""
     ends: Int[Array, " experts"]
-    """For each expert the tile after its last one, or of sets the place after its last
-    one in `places`."""
+    """For each expert the tile after its last one; with rows of sets the index in
+    `places` after its last one."""
     row_token: Int[Array, " rows"]
     """The token of each row; -1 for a padding row."""
     places: Int[Array, " places"] | None = None
-    """Of sets, the tiles of each expert in turn, each as tile * g + j where the expert
-    is the tile's j-th; None where a row has one expert."""
+    """With rows of sets, the tiles that hold rows of each expert, one expert's after
+    the other's: tile * g + j stands for a tile whose j-th expert it is, from 0. None
+    where a row has one expert."""
     experts: int = field(metadata={"static": True})
 
 
@@ -332,8 +334,10 @@ class KernelSet(Protocol):
         """Returns `x[r] @ w[expert of r]` for each row r of dense operands, accumulated
         in float32 and rounded once.
 
-        Of sets, a row of x with the neurons of g experts, g k columns, gives the sum
-        over its experts, and one with k columns gives their products side by side.
+        With rows of sets, x may have the neurons of a row's g experts, g k columns: the
+        result is then the sum of the products of all of them. Or it has k columns, as
+        each expert's weight has rows: the result then has the products of the g
+        experts side by side.
 
         Args:
           w: the weights of all experts as they lie in memory: (experts, k, n) with
@@ -404,13 +408,14 @@ class KernelSet(Protocol):
         rhs: Float[Array, "rows n"],
         rows: ExpertRows,
         *,
-        group_tile: int,
         joined: Literal["lhs", "rhs"],
         expert_axis: int,
     ) -> Float[Array, "_ _ _"]:
-        """Returns what `dense_expert_weight_gradient` does for rows of sets: the
-        operand that `joined` names has the columns of g experts side by side, and its
-        size in the result is that of one of them."""
+        """Returns `lhs[rows of e]^T @ rhs[rows of e]` for each expert e of rows of
+        sets, in float32, as `dense_expert_weight_gradient` does for rows of one expert
+        each. The operand that `joined` names has the columns of g experts side by side,
+        of which those of e are multiplied: its size in the result is that of one
+        expert."""
         ...
 
     # Rows.

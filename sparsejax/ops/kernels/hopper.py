@@ -319,7 +319,6 @@ class HopperKernels(HopperPacking):
         rhs: Float[Array, "rows n"],
         rows: ExpertRows,
         *,
-        group_tile: int,
         joined: Literal["lhs", "rhs"],
         expert_axis: int,
     ) -> Float[Array, "_ _ _"]:
@@ -327,7 +326,7 @@ class HopperKernels(HopperPacking):
             over_joined_rows,
             parts=rows.tile_expert.shape[1],
             operand="a" if joined == "lhs" else "b",
-            group_tile=group_tile,
+            group_tile=tile_rows(rows),
             expert_axis=expert_axis,
             multiprocessors=self.device.count_multiprocessors(),
         )

@@ -389,6 +389,22 @@ def test_rows_of_several_experts_meet_the_weights_of_all_and_no_block_races(
     np.testing.assert_array_equal(used(got, expected), rounded(expected))
 
 
+@pytest.mark.parametrize("along_k", [True, False])
+def test_the_epilogue_reads_rows_of_several_experts_without_races(along_k):
+    run, operands, expected = joined_case(
+        2, (128, 128), (0, True), along_k=along_k, used_tiles=2
+    )
+    run = partial(run, config=Config(tile_n=128, cluster=1), multiprocessors=2)
+    shape = len(operands[0]), expected.shape[1]
+    a = np.random.default_rng(1).integers(0, 5, shape) ** 2
+    other = OtherRows(jnp.asarray(a, jnp.bfloat16), gradient)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        dy_up = jax.jit(lambda *operands: run(*operands, other=other))(*operands)
+    np.testing.assert_array_equal(
+        used(dy_up, expected), rounded(expected * 2 * np.sqrt(a[: len(expected)]))
+    )
+
+
 @pytest.mark.newest_jax
 @pytest.mark.parametrize("config", [None, *CONFIGS])
 @pytest.mark.parametrize("along_k", [True, False])

@@ -294,11 +294,10 @@ class PlainKernels(HopperKernels):
         product = _of_experts(lhs.T.astype(jnp.float32), rhs, ends, group_tile)
         return jnp.moveaxis(product, 0, expert_axis)
 
-    def joined_weight_gradient(
-        self, lhs, rhs, rows, *, group_tile, joined, expert_axis
-    ):
+    def joined_weight_gradient(self, lhs, rhs, rows, *, joined, expert_axis):
         self.calls.append("dense_over_rows")
         g, count = rows.tile_expert.shape[1], len(rows.places)
+        group_tile = len(lhs) // len(rows.tile_expert)
         lhs, rhs = (
             of.astype(jnp.float32).reshape(count // g, group_tile, -1)
             for of in (lhs, rhs)
