@@ -123,10 +123,18 @@ def read_records(folder: Path) -> list[dict]:
 
 
 def without_speed(records: list[dict]) -> list[dict]:
-    """The records without what depends on the clock."""
-    clocked = ("tokens_per_second", "tflops", "mfu", "seconds", "router_share")
+    """The records without what depends on the clock, or on the checkout: a file in it
+    may be written between two runs that are compared."""
+    left_out = (
+        "tokens_per_second",
+        "tflops",
+        "mfu",
+        "seconds",
+        "router_share",
+        "commit",
+    )
     return [
-        {k: v for k, v in record.items() if not any(c in k for c in clocked)}
+        {k: v for k, v in record.items() if not any(name in k for name in left_out)}
         for record in records
     ]
 
