@@ -419,6 +419,31 @@ def test_the_step_of_a_matrix_is_that_of_all_devices(mesh):
     np.testing.assert_array_equal(shared.step, np.full(8, alone.step))
 
 
+def in_8_bit_floats(
+    precision: str, gated: bool, sparsity: FFNSparsity, layout: FFNLayout | None
+) -> list[np.ndarray]:
+    """Y and the gradients of a step on whole numbers."""
+    generator = np.random.default_rng(0)
+    whole = lambda *shape: generator.integers(-3, 4, shape).astype(np.float32)
+    x, dy = whole(TOKENS, D_MODEL), whole(TOKENS, D_MODEL)
+    weights = [whole(D_HIDDEN, D_MODEL).T for _ in range(1 + gated)]
+    weights.append(whole(D_HIDDEN, D_MODEL))
+    how = {"precision": precision, "layout": layout, "sparsity": sparsity}
+    if gated:
+        how["activation"] = "reglu2"
+
+    @jax.jit
+    def of(x, weights, dy):
+        call = lambda x, w: (gated_ffn if gated else ffn)(x, *w, **how)
+        y, pull_back = jax.vjp(call, x, weights)
+        return y, *pull_back(dy)
+
+    return jax.device_get(jax.tree.leaves(of(x, weights, dy)))
+
+
+in_8_bit_floats_on_one_device = lru_cache(partial(in_8_bit_floats, layout=None))
+
+
 @pytest.mark.parametrize("precision", ["fp8", "fp8_all"])
 @pytest.mark.parametrize("gated", [False, True], ids=["relu2", "reglu2"])
 @pytest.mark.parametrize(
@@ -428,30 +453,13 @@ def test_the_step_of_a_matrix_is_that_of_all_devices(mesh):
 def test_a_mesh_rounds_to_8_bit_floats_as_one_device_does(
     precision, gated, sparsity, mesh
 ):
-    generator = np.random.default_rng(0)
-
-    whole = lambda *shape: generator.integers(-3, 4, shape).astype(np.float32)
-    x, dy = whole(TOKENS, D_MODEL), whole(TOKENS, D_MODEL)
-    weights = [whole(D_HIDDEN, D_MODEL).T for _ in range(1 + gated)]
-    weights.append(whole(D_HIDDEN, D_MODEL))
-
-    def run(layout):
-        @jax.jit
-        def of(x, weights, dy):
-            how = {"precision": precision, "layout": layout, "sparsity": sparsity}
-            if gated:
-                how["activation"] = "reglu2"
-            call = lambda x, w: (gated_ffn if gated else ffn)(x, *w, **how)
-            y, pull_back = jax.vjp(call, x, weights)
-            return y, *pull_back(dy)
-
-        return of(x, weights, dy)
-
+    ours = in_8_bit_floats(precision, gated, sparsity, layout_of(MESHES[mesh]))
+    theirs = in_8_bit_floats_on_one_device(precision, gated, sparsity)
     # Sums of whole numbers, in another order where they are beyond 2^24.
-    ours, theirs = run(layout_of(MESHES[mesh])), run(None)
-    for got, wanted in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
-        largest = np.abs(np.asarray(wanted)).max()
-        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6 * largest)
+    for got, wanted in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(
+            got, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max()
+        )
 
 
 def test_weights_in_8_bit_floats_are_gathered_as_bytes():
