@@ -70,6 +70,18 @@ def test_no_file_imports_itself_by_a_detour():
     assert set(order) == set(MODULES)
 
 
+def test_the_kernels_of_an_architecture_are_imported_by_their_set_alone():
+    kernels = "pallas_kernels.sm90."
+    importers = {
+        module
+        for module, others in IMPORTS.items()
+        if module.startswith("sparsejax.")
+        and any(other.startswith(kernels) for other in others)
+    }
+    ours = "sparsejax.ops.kernels.hopper"
+    assert importers == {ours, f"{ours}_packing", f"{ours}_lookups"}
+
+
 def room_of(module: str) -> str:
     """Returns the package that a module lies in or, inside of `sparsejax`, the package
     and the folder."""

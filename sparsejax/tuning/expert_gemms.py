@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.sm90.sparse_matmul_configs import Shape
 from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.feed_forward.operands.packed_rows import PackedRows, counted, row_groups
 from sparsejax.feed_forward.sparsity import FFNSparsity
@@ -24,7 +23,7 @@ from sparsejax.routing.dispatch import Dispatch, used_tiles
 from sparsejax.sparsity.compressed import compress, decompress
 from sparsejax.sparsity.masks import magnitude_mask
 from sparsejax.sparsity.packed import Packed, in_blocks, pack, unpack
-from sparsejax.tuning.ffn_gemms import Gemm, hopper_kernels
+from sparsejax.tuning.ffn_gemms import Gemm, kernels_here
 
 DENSE_SHARE = FFNSparsity().dense_features
 """The share of an expert's features that stay dense by default."""
@@ -49,7 +48,7 @@ class Problem(NamedTuple):
     float32."""
 
     @property
-    def shape(self) -> Shape:
+    def shape(self):
         """The kernel's view of the GEMM."""
         return self.tuned.shape()
 
@@ -95,7 +94,7 @@ def make_problem(
         scale = jnp.full((1, 1), 1.483)
         return Problem(
             grouped(d_in=d, d_out=own),
-            lambda config, w, x, rows: hopper_kernels(config).rows_by_expert_weight(
+            lambda config, w, x, rows: kernels_here(config).rows_by_expert_weight(
                 x, w, rows
             ),
             (packed, x, looked),
@@ -122,7 +121,7 @@ def make_problem(
             grouped(
                 sparse_operand="input", d_in=own, d_out=d, weight_transposed=k_major
             ),
-            lambda config, a, b, rows: hopper_kernels(config).expert_rows_matmul(
+            lambda config, a, b, rows: kernels_here(config).expert_rows_matmul(
                 a, b, rows, b_k_major=k_major
             ),
             (packed, b, looked),
@@ -159,7 +158,7 @@ def make_problem(
 
     def pack_over_rows(da, kept):
         groups = row_groups(FFNSparsity(dense_features=dense_share), tokens, kept)
-        return hopper_kernels().activation_gradient_over_tokens(
+        return kernels_here().activation_gradient_over_tokens(
             da,
             kept.a,
             looked_up(kept.routed),
@@ -170,7 +169,7 @@ def make_problem(
 
     return Problem(
         tuned,
-        lambda config, a, b, rows: hopper_kernels(config).expert_weight_gradient(
+        lambda config, a, b, rows: kernels_here(config).expert_weight_gradient(
             a, b, rows, transpose_out=up, residual_rows=residual
         ),
         (packed, b, looked),
@@ -184,13 +183,13 @@ def make_problem(
 
 def _keep_rows(y_up: jax.Array, routed: Dispatch) -> PackedRows:
     rows = looked_up(routed)
-    kept = hopper_kernels().keep_features(y_up, rows, by_token=True)
+    kept = kernels_here().keep_features(y_up, rows, by_token=True)
     return counted(routed, kept, None)
 
 
 def _gradient(da: jax.Array, kept: PackedRows) -> Packed:
     rows = looked_up(kept.routed)
-    return hopper_kernels().activation_gradient(da, kept.a, rows, by_token=True)
+    return kernels_here().activation_gradient(da, kept.a, rows, by_token=True)
 
 
 def error(problem: Problem, call: Callable[[], Any]) -> float:

@@ -22,17 +22,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.sm90 import sparse_matmul_configs
-from pallas_kernels.sm90.sparse_matmul_configs import Config, Shape
-from pallas_kernels.sm90.threads import activation_tiles
 from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.feed_forward.operands import packed_activations
 from sparsejax.feed_forward.operands.packed_activations import Activations, TokenGroups
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.feed_forward.tiles import dense_feature_count
 from sparsejax.ops.backend import current_device
-from sparsejax.ops.kernels.hopper import HopperKernels
-from sparsejax.ops.kernels.registry import kernels_of
+from sparsejax.ops.kernels.registry import names
+from sparsejax.ops.kernels.tunable import (
+    Config,
+    TunableKernels,
+    tunable_kernels_of,
+)
 from sparsejax.ops.sparse_matmul import pack_weight
 from sparsejax.sparsity.compressed import decompress
 from sparsejax.sparsity.packed import Packed, in_blocks, unpack
@@ -73,14 +74,14 @@ class Problem:
     with the features that stay dense."""
 
     @property
-    def shape(self) -> Shape:
+    def shape(self):
         """The kernel's view of the GEMM."""
         return self.tuned.shape()
 
     def sparse(self, config: Config, packed: Packed, b: jax.Array) -> Any:
         """Returns the result of the kernel alone; for GEMMs 5 and 6 the product of A's
         residual rows comes second, by itself."""
-        kernels, transpose_out = hopper_kernels(config), self.shape.transpose_out
+        kernels, transpose_out = kernels_here(config), self.shape.transpose_out
         if self.gemm in ("5", "6"):
             return kernels.weight_gradient(
                 packed, b, transpose_out=transpose_out, residual_rows=self.residual_rows
@@ -147,15 +148,13 @@ def make_problem(
     tuned = _tuned_gemm(gemm, tokens, d_model, d_hidden, dense_share)
     if gemm == "4":
         tuned = replace(tuned, float32_out=float32_out)
-    shape = tuned.shape()
-    reason = sparse_matmul_configs.why_unsupported(shape)
-    if gemm != "1":
-        reason = reason or activation_tiles.why_unsupported(d_hidden, shape.dtype)
+    reason = kernels_here().why_no_kernel(tuned, features=d_hidden)
     if reason is not None:
         raise ValueError(
             f"GEMM {gemm} of T,d,F {tokens},{d_model},{d_hidden} has no 2:4 kernel: "
             f"{reason}"
         )
+    shape = tuned.shape()
     keys = jax.random.split(jax.random.key(0), 3)
     stored_b = (shape.n, shape.k) if shape.b_k_major else (shape.k, shape.n)
     b = jax.random.normal(keys[0], stored_b, shape.dtype)
@@ -191,7 +190,7 @@ def make_problem(
         masked_once=masked[:, :d_hidden] if residual_rows else masked,
         b=b,
         pack=pack,
-        pack_and_multiply=partial(_pack_and_multiply, gemm, shape, dense_share, pack),
+        pack_and_multiply=partial(_pack_and_multiply, tuned, gemm, dense_share, pack),
     )
 
 
@@ -239,16 +238,25 @@ def errors(problem: Problem, candidate: jax.Array) -> tuple[float, float, float]
     return float(ours), float(bound), float(dense)
 
 
-def hopper_kernels(config: Config | None = None) -> HopperKernels:
+def kernels_here(config: Config | None = None) -> TunableKernels:
     """Returns the kernels of the current GPU; all GEMMs take `config`, or where that is
-    None each its own."""
-    kernels = kernels_of(current_device())
-    assert isinstance(kernels, HopperKernels)
-    return replace(kernels, fixed_config=config)
+    None each its own.
+
+    Raises:
+      ValueError: no set of kernels with configs runs on this device.
+    """
+    device = current_device()
+    kernels = tunable_kernels_of(device)
+    if kernels is None:
+        raise ValueError(
+            f"no kernel of {device.kind} has configs to compare; use a GPU that runs "
+            f"{' or '.join(names())}"
+        )
+    return kernels if config is None else kernels.with_config(config)
 
 
 def _keep_features(y_up: jax.Array) -> Activations:
-    kept = hopper_kernels().keep_features(y_up, None, by_token=False)
+    kept = kernels_here().keep_features(y_up, None, by_token=False)
     return packed_activations.counted(kept)
 
 
@@ -257,12 +265,12 @@ def _activations(y_up: jax.Array) -> Packed:
 
 
 def _gradient(a: Packed, da: jax.Array) -> Packed:
-    return hopper_kernels().activation_gradient(da, a, None, by_token=False)
+    return kernels_here().activation_gradient(da, a, None, by_token=False)
 
 
 def _over_tokens(kept: Activations, *, dense_share: float) -> Packed:
     groups = _groups(kept, dense_share)
-    return hopper_kernels().keep_tokens(
+    return kernels_here().keep_tokens(
         kept.a, groups.residual, by_segments=groups.by_segments
     )
 
@@ -273,14 +281,15 @@ def _groups(kept: Activations, dense_share: float) -> TokenGroups:
 
 
 def _pack_and_multiply(
-    gemm: Gemm, shape: Shape, dense_share: float, pack, source, b
+    tuned: TunedGemm, gemm: Gemm, dense_share: float, pack, source, b
 ) -> jax.Array:
-    kernels = hopper_kernels()
+    kernels = kernels_here()
     if gemm in ("5", "6"):
         groups, packed = _groups(source, dense_share), pack(source)
         if gemm == "5":
             return packed_activations.weight_gradient_up(kernels, groups, b, packed)
         return packed_activations.weight_gradient_down(kernels, groups, packed, b)
+    shape = tuned.shape()
     return kernels.matmul(
         pack(source),
         b,

@@ -24,7 +24,6 @@ import numpy as np
 
 from pallas_kernels import tuning, tuning_cache
 from pallas_kernels.device import Device
-from pallas_kernels.sm90.sparse_matmul_configs import Config, Shape
 from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.config import TrainConfig
 from sparsejax.config.schedule import phases
@@ -32,9 +31,8 @@ from sparsejax.distributed.processes import Exchange
 from sparsejax.feed_forward.tiles import FEATURE_TILE, dense_feature_count
 from sparsejax.ops.backend import current_device
 from sparsejax.ops.gemm_spec import GemmSpec
-from sparsejax.ops.kernels.hopper import HopperKernels
-from sparsejax.ops.kernels.hopper_shapes import tuned_gemm
-from sparsejax.ops.kernels.registry import HOPPER
+from sparsejax.ops.kernels import registry
+from sparsejax.ops.kernels.tunable import Config, tunable_kernels_of
 from sparsejax.reports.metrics import ffn_spec
 from sparsejax.routing.dispatch import dispatch
 from sparsejax.sparsity.packed import in_blocks
@@ -73,9 +71,9 @@ class Trial:
 
 def gemms_of_run(config: TrainConfig) -> list[GemmSpec]:
     """Returns the FFN GEMMs of a run's sparse phases, for one micro-batch on one of the
-    devices here; none where a backend other than Hopper's kernels is named. Raises
+    devices here; none where a backend is named that is no set of kernels. Raises
     ValueError where the mesh does not fit the devices."""
-    if config.backend not in (None, HOPPER.name):
+    if config.backend not in (None, *registry.names()):
         return []
     mesh = config.mesh.resolve(jax.device_count())
     micro_batch = config.batch_size // config.micro_batches_on(mesh)
@@ -96,10 +94,11 @@ def runnable(specs: Iterable[GemmSpec]) -> dict[TunedGemm, GemmSpec]:
     one for each entry of the tables."""
     found: dict[TunedGemm, GemmSpec] = {}
     for spec in specs:
-        if HOPPER.why_unavailable(spec.device) is not None or spec.dtype != "bfloat16":
+        kernels = tunable_kernels_of(spec.device)
+        if kernels is None or spec.dtype != "bfloat16":
             continue
-        if HopperKernels(spec.device).why_unsupported(spec) is None:
-            found.setdefault(tuned_gemm(spec), spec)
+        if kernels.why_unsupported(spec) is None:
+            found.setdefault(kernels.tuned_gemm(spec), spec)
     return found
 
 
@@ -120,7 +119,8 @@ def tune_missing(
     measure: Callable[[Trial], tuning.Entry] | None = None,
 ) -> list[tuning.Entry]:
     """Measures the GEMMs that `missing` finds, keeps them in the user's cache, and
-    returns them. On anything but a Hopper GPU nothing is done.
+    returns them. Nothing is done on a device whose kernels have no configs, or that has
+    none.
 
     Args:
       specs: the GEMMs of a run.
@@ -130,7 +130,7 @@ def tune_missing(
       ValueError: no config of a kernel computes right on this GPU.
     """
     device = current_device()
-    if device.why_not_hopper() is not None:
+    if tunable_kernels_of(device) is None:
         return []
     todo = missing(specs, device)
     if not todo:
@@ -342,7 +342,7 @@ def _share(whole: int, features: int) -> float:
 
 def trial_of_problem(problem: ffn_gemms.Problem) -> Trial:
     """Returns the trial of one GEMM over all neurons."""
-    configs = _candidates(problem.shape)
+    configs = ffn_gemms.kernels_here().configs(problem.tuned)
     operands = problem.packed, problem.b
     calls = compile_all(
         {config: (partial(problem.sparse, config), operands) for config in configs}
@@ -375,7 +375,8 @@ def trial_of_problem(problem: ffn_gemms.Problem) -> Trial:
 
 def trial_of_experts(problem: expert_gemms.Problem) -> Trial:
     """Returns the trial of one GEMM of experts."""
-    configs, operands = _candidates(problem.shape), problem.operands
+    configs = ffn_gemms.kernels_here().configs(problem.tuned)
+    operands = problem.operands
     calls = compile_all(
         {config: (partial(problem.sparse, config), operands) for config in configs}
         | {
@@ -392,10 +393,6 @@ def trial_of_experts(problem: expert_gemms.Problem) -> Trial:
         gemms_packed=1 + problem.tuned.is_weight_gradient,
         is_correct=lambda call: expert_gemms.error(problem, call) < EXPERTS_ERROR,
     )
-
-
-def _candidates(shape: Shape) -> list[Config]:
-    return tuning.candidates(shape, current_device().count_multiprocessors())
 
 
 def compile_all(jobs: Mapping[Any, tuple[Callable[..., Any], tuple]]) -> dict:

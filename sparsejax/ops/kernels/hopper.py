@@ -6,8 +6,8 @@ transposed, and so is the product that is written.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from pallas_kernels.sm90.sparse_matmul_configs import (
     why_unsupported,
 )
 from pallas_kernels.sm90.threads import activation_tiles
+from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.ops.gemm_spec import GemmSpec, Times
 from sparsejax.ops.kernels.base import ExpertRows, KeptActivations
 from sparsejax.ops.kernels.hopper_lookups import (
@@ -46,7 +47,6 @@ from sparsejax.ops.kernels.hopper_packing import HopperPacking
 from sparsejax.ops.kernels.hopper_shapes import (
     all_neurons,
     residual_rows,
-    shape_of,
     tuned_gemm,
 )
 from sparsejax.sparsity.packed import Packed
@@ -55,7 +55,7 @@ from sparsejax.sparsity.patterns import TWO_FOUR
 
 @dataclass(frozen=True)
 class HopperKernels(HopperPacking):
-    """`base.KernelSet` for a GPU of compute capability 9.0."""
+    """`tunable.TunableKernels` for a GPU of compute capability 9.0."""
 
     fixed_config: Config | None = None
     """The config that every GEMM's kernel takes, where configs are compared; None for
@@ -68,11 +68,14 @@ class HopperKernels(HopperPacking):
             return f"multiplies by 2:4 operands, not {gemm.pattern or 'dense ones'}"
         if gemm.why_not_packed is not None:
             return f"the activations are not packed: {gemm.why_not_packed}"
-        if not gemm.sparse_weight:
-            features = gemm.expert_features or all_neurons(gemm)
+        features = gemm.expert_features or all_neurons(gemm)
+        return self.why_no_kernel(tuned_gemm(gemm), features=features)
+
+    def why_no_kernel(self, gemm: TunedGemm, *, features: int) -> str | None:
+        if gemm.sparse_operand != "weight":
             if reason := activation_tiles.why_unsupported(features, gemm.dtype):
                 return reason
-        shape, count = shape_of(gemm), self.device.count_multiprocessors()
+        shape, count = gemm.shape(), self.device.count_multiprocessors()
         return why_unsupported(shape) or why_invalid(
             default_config(shape, count), shape
         )
@@ -145,6 +148,17 @@ class HopperKernels(HopperPacking):
         """Returns the config that a GEMM's kernel takes: the tuned one, or else the
         heuristic's."""
         return self.fixed_config or tuning.config_for(self.device, shape)
+
+    # Tuning.
+
+    def tuned_gemm(self, gemm: GemmSpec) -> TunedGemm:
+        return tuned_gemm(gemm)
+
+    def configs(self, gemm: TunedGemm) -> list[Config]:
+        return tuning.candidates(gemm.shape(), self.device.count_multiprocessors())
+
+    def with_config(self, config: Config) -> Self:
+        return replace(self, fixed_config=config)
 
     # Multiplying.
 

@@ -1,15 +1,9 @@
-"""A GEMM of an FFN as the tables of times and the kernels for Hopper see it."""
+"""A GEMM of an FFN as the tables of times for Hopper see it."""
 
-from pallas_kernels.sm90.sparse_matmul_configs import Shape
 from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.ops.gemm_spec import GemmSpec
 from sparsejax.routing.dispatch import row_count
 from sparsejax.sparsity.packed import in_blocks
-
-
-def shape_of(gemm: GemmSpec) -> Shape:
-    """Returns the shape of a GEMM with a 2:4 operand, as its kernel sees it."""
-    return tuned_gemm(gemm).shape()
 
 
 def tuned_gemm(gemm: GemmSpec) -> TunedGemm:

@@ -177,7 +177,8 @@ def test_a_wrong_kernel_is_never_timed(tuned, monkeypatch):
         ("32,60,64", "GEMM 1 of T,d,F 32,60,64 .* k=60 is not a multiple of 64"),
     ],
 )
-def test_a_shape_that_cannot_be_timed_is_refused(text, message):
+def test_a_shape_that_cannot_be_timed_is_refused(text, message, monkeypatch):
+    hopper.see_device(monkeypatch)
     with pytest.raises(ValueError, match=message):
         gemm.main(replace(MATRIX, shapes=(text,)))
 

@@ -14,6 +14,7 @@ from sparsejax.config.presets import PRESETS
 from sparsejax.feed_forward.gated_ffn import GatedFFNSpec
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.feed_forward.spec import FFNSpec
+from sparsejax.ops.kernels import registry
 from sparsejax.ops.kernels.hopper_shapes import tuned_gemm
 from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import NM, VNM
@@ -208,6 +209,38 @@ def test_other_devices_tune_nothing(device, monkeypatch):
     said: list[str] = []
     assert tune.tune_missing(gemms(ALL_SIX), report=said.append) == []
     assert said == []
+
+
+def on_a_cpu(monkeypatch, kernels) -> None:
+    """Registers a second set of kernels, for CPUs."""
+    registered = registry.Registered(
+        name="of_another_device",
+        why_unavailable=lambda device: None if device.platform == "cpu" else "no CPU",
+        load=lambda device: kernels,
+    )
+    monkeypatch.setattr(registry, "REGISTERED", (*registry.REGISTERED, registered))
+
+
+def test_a_second_set_of_kernels_is_tuned_on_its_own_device(monkeypatch):
+    on_a_cpu(monkeypatch, hopper.PlainKernels(hopper.H200))
+    monkeypatch.setattr(
+        tuning, "candidates", lambda shape, count: [default_config(shape, count)]
+    )
+    specs = gemms(ALL_SIX, device=CPU)
+    asked = set(tune.missing(specs, CPU))
+    assert asked == tuned_gemms(specs)
+    found = tune.tune_missing(specs, report=lambda line: None, measure=as_timed)
+    assert {entry.gemm for entry in found} == asked == set(tuning.own(CPU.kind))
+    assert tune.missing(specs, CPU) == {}
+
+
+def test_kernels_without_configs_are_not_tuned(monkeypatch):
+    on_a_cpu(monkeypatch, SimpleNamespace(why_unsupported=lambda gemm: None))
+    specs = gemms(ALL_SIX, device=CPU)
+    assert tune.missing(specs, CPU) == {}
+    assert tune.tune_missing(specs, report=pytest.fail) == []
+    with pytest.raises(ValueError, match="no kernel of cpu has configs to compare"):
+        ffn_gemms.make_problem("1", 256, 64, 256)
 
 
 def test_a_run_asks_for_its_sparse_phases_on_one_device():
