@@ -147,6 +147,7 @@ class Progress:
         """Brings a state of the phase `before` to the phase number `index`, with a
         validation on both sides; `loss` is the one of the phase `before`, None where it
         was not taken yet."""
+        begin = time.perf_counter()
         after = self.phases[index]
         losses = self._losses_around_masks("before", before, loss)
         self.state = self.run.switch_phase(self.state, before, after)
@@ -155,7 +156,10 @@ class Progress:
         self.phase_index = index
         jump = losses["after"] - losses["before"]
         kinds = {"from": before.kind, "to": self.phase.kind}
-        self.record("switch", **kinds, jump=jump, large=jump > JUMP, **losses)
+        seconds = time.perf_counter() - begin
+        self.record(
+            "switch", **kinds, jump=jump, large=jump > JUMP, **losses, seconds=seconds
+        )
 
     def _losses_around_masks(
         self, side: str, phase: Phase, loss: float | None = None

@@ -26,6 +26,7 @@ class Pace:
         """The last that was finite."""
         self.clock = Clock(0)
         self.compiled: set[FFNSparsity] = set()
+        self._compiling_seconds = 0.0
 
     def start(self, step: int) -> None:
         """Times the steps after this one; the first of them is not part of a rate, for
@@ -38,7 +39,20 @@ class Pace:
         where the step is the first of its sparsity: that one compiles."""
         is_new = sparsity not in self.compiled
         self.compiled.add(sparsity)
-        return self.clock.stopped() if is_new else nullcontext()
+        return self._compiling() if is_new else nullcontext()
+
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        with self.clock.stopped():
+            yield
+        self._compiling_seconds += time.perf_counter() - begin
+
+    def take_compiling_seconds(self) -> float:
+        """Returns the seconds since it was last asked in which the run called a step
+        for the first time in a phase, or timed a router: both mostly compile."""
+        seconds, self._compiling_seconds = self._compiling_seconds, 0.0
+        return seconds
 
     def of_steps(self, step: int, phase: Phase) -> dict[str, float]:
         """Returns the figures of speed that a record of this step has, none at the
@@ -95,7 +109,8 @@ class Pace:
         if sparsity not in self.router_seconds:
             tokens = self.tokens_per_micro_batch
             own = tokens // self.mesh.token_shards
-            seconds = metrics.router_seconds(model, sparsity, own, decisions)
+            with self._compiling():
+                seconds = metrics.router_seconds(model, sparsity, own, decisions)
             self.router_seconds[sparsity] = model.layers * seconds / tokens
         return self.router_seconds[sparsity]
 

@@ -8,6 +8,7 @@
 """
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
@@ -302,6 +303,7 @@ class _Loop(Progress):
             sparse=not self.phase.is_dense,
             **self.own_size(),
             learning_rate=self.learning_rate_of(self.step - 1),
+            compiling_seconds=self.pace.take_compiling_seconds(),
             saving_seconds=self.saving_seconds,
             **speed,
         )
@@ -322,6 +324,7 @@ class _Loop(Progress):
 
     def validate(self) -> float:
         """Records the validation loss of the present state, and returns it."""
+        begin = time.perf_counter()
         own: dict[str, list[float]] = {}
         if self.step == self.config.steps:
             # What is drawn from the last loss needs its spread over the batches.
@@ -332,10 +335,11 @@ class _Loop(Progress):
         else:
             loss = self.validation_loss(self.phase)
         self.refuse_non_finite(self.step, {"validation_loss": loss})
-        self.record("validation", loss=loss, **own)
+        self.record("validation", loss=loss, **own, seconds=time.perf_counter() - begin)
         return loss
 
     def look_at_ffns(self, masks_before: list[jax.Array] | None) -> None:
+        begin = time.perf_counter()
         model = self.model()
         tokens = self.run.sample_of_validation(tokens=4096)
         report = dict(self.run.statistics(model, tokens))
@@ -343,7 +347,7 @@ class _Loop(Progress):
             after = self.run.masks(model)
             report["flip_rate"] = self.run.flip_rate(masks_before, after)
         values = {name: np.asarray(value).tolist() for name, value in report.items()}
-        self.record("ffn", **values)
+        self.record("ffn", **values, seconds=time.perf_counter() - begin)
 
     def end_phase(self, loss: float | None) -> None:
         """Validates, unless `loss` is the validation loss of this step, switches to the
@@ -361,6 +365,7 @@ class _Loop(Progress):
         return has_clusters and self._is_due(every, self.step - self.phase_start())
 
     def recluster(self) -> None:
+        begin = time.perf_counter()
         recluster = self.run.recluster(self.phase.held)
         self.state = jax.block_until_ready(recluster(self.state))
-        self.record("recluster")
+        self.record("recluster", seconds=time.perf_counter() - begin)

@@ -434,6 +434,23 @@ def test_speed_is_recorded_but_for_the_first_interval_of_a_phase(uninterrupted):
     assert timed["mfu_executed"] <= timed["mfu_dense_equivalent"]
 
 
+def test_the_seconds_that_are_no_step_are_recorded(uninterrupted):
+    for recipe, compiling in (("two-four", [1, 4, 10]), ("paper", [1, 4, 5, 10])):
+        _, folder, _ = uninterrupted(recipe)
+        records = read_records(folder)
+        steps = [r for r in records if r["event"] == "step"]
+        # At step 5 a router is timed.
+        assert [r["step"] for r in steps if r["compiling_seconds"] > 0] == compiling
+        others = [r for r in records if r["event"] in ("validation", "switch", "ffn")]
+        others += [r for r in records if r["event"] == "recluster"]
+        assert {r["event"] for r in others} >= {"validation", "switch", "ffn"}
+        assert all(r["seconds"] > 0 for r in others)
+        parts = sum(r["seconds"] for r in others)
+        parts += sum(r["compiling_seconds"] + r["saving_seconds"] for r in steps)
+        whole = next(r for r in reversed(records) if r["event"] == "checkpoint")
+        assert parts < whole["wall_seconds"]
+
+
 def test_the_routers_share_is_recorded_where_there_is_a_router(uninterrupted):
     _, folder, _ = uninterrupted("paper")
     steps = [r for r in read_records(folder) if r["event"] == "step"]
