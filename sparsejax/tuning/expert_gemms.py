@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.tuned_gemm import TunedGemm
+from pallas_kernels.tuned_gemm import Shape, TunedGemm
 from sparsejax.feed_forward.operands.packed_rows import PackedRows, counted, row_groups
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.feed_forward.tiles import dense_feature_count
@@ -48,7 +48,7 @@ class Problem(NamedTuple):
     float32."""
 
     @property
-    def shape(self):
+    def shape(self) -> Shape:
         """The kernel's view of the GEMM."""
         return self.tuned.shape()
 

@@ -22,18 +22,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.tuned_gemm import TunedGemm
+from pallas_kernels.tuned_gemm import Shape, TunedGemm
 from sparsejax.feed_forward.operands import packed_activations
 from sparsejax.feed_forward.operands.packed_activations import Activations, TokenGroups
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.feed_forward.tiles import dense_feature_count
 from sparsejax.ops.backend import current_device
 from sparsejax.ops.kernels.registry import names
-from sparsejax.ops.kernels.tunable import (
-    Config,
-    TunableKernels,
-    tunable_kernels_of,
-)
+from sparsejax.ops.kernels.tunable import Config, TunableKernels, tunable_kernels_of
 from sparsejax.ops.sparse_matmul import pack_weight
 from sparsejax.sparsity.compressed import decompress
 from sparsejax.sparsity.packed import Packed, in_blocks, unpack
@@ -74,7 +70,7 @@ class Problem:
     with the features that stay dense."""
 
     @property
-    def shape(self):
+    def shape(self) -> Shape:
         """The kernel's view of the GEMM."""
         return self.tuned.shape()
 
@@ -249,8 +245,8 @@ def kernels_here(config: Config | None = None) -> TunableKernels:
     kernels = tunable_kernels_of(device)
     if kernels is None:
         raise ValueError(
-            f"no kernel of {device.kind} has configs to compare; use a GPU that runs "
-            f"{' or '.join(names())}"
+            f"no kernel of {device.kind} has configs to compare; use a GPU that the "
+            f"kernels {' or '.join(names())} are for"
         )
     return kernels if config is None else kernels.with_config(config)
 

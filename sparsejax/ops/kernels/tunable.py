@@ -2,8 +2,8 @@
 
 A config says how a kernel cuts a GEMM into tiles. It changes the time of the GEMM and
 not its result, so that the fastest one is found by timing (`sparsejax.tuning`) and kept
-in the tables of `pallas_kernels.tuning`. A set without configs need not offer this: it
-is then run as it is.
+in the tables of `pallas_kernels.tuning`, which so far hold configs of Hopper's class
+alone. A set without configs need not offer this: it is then run as it is.
 """
 
 from typing import Any, Protocol, Self, runtime_checkable
@@ -15,7 +15,8 @@ from sparsejax.ops.kernels.base import KernelSet
 from sparsejax.ops.kernels.registry import kernels_of
 
 Config = Any
-"""A config of a set's kernels, which is hashable. Only the set reads it."""
+"""A config of a set's kernels, which is hashable. Only the set and the tables read
+it."""
 
 
 @runtime_checkable
