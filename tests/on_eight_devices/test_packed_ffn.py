@@ -8,21 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 from pallas_kernels import tuning
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.gated_ffn import gated_ffn
-from sparsejax.feed_forward.layout import FFNLayout
 from sparsejax.feed_forward.operands.weights import pack_ffn
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.routing.routers import ActivationEnergy, TokenHash
 from sparsejax.sparsity.packed import Packed
 from sparsejax.sparsity.patterns import NM, VNM
 from tests.support.devices import hopper
+from tests.support.devices.eight_devices import MESHES, layout_of
 
 TOKENS, D_MODEL, D_HIDDEN = 32, 64, 1024
-MESHES = {"data": (8, 1, 1), "fsdp": (1, 8, 1), "tensor": (1, 1, 8), "all": (2, 2, 2)}
 WEIGHTS = FFNSparsity(weights=NM(2, 4))
 
 
@@ -31,11 +29,6 @@ def calls(monkeypatch):
     monkeypatch.setattr(tuning, "LEAST_FLOPS", 0)
     monkeypatch.setattr(tuning, "entries", lambda kind: {})
     return hopper.pretend(monkeypatch)
-
-
-def layout_of(shape: tuple[int, int, int]) -> FFNLayout:
-    axes = ("data", "fsdp", "tensor")
-    return FFNLayout(mesh=jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * 3))
 
 
 def operands(gated: bool):

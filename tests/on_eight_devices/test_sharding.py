@@ -14,9 +14,8 @@ from sparsejax.models.sparse_ffn import sparse_ffns
 from sparsejax.routing.routers import ActivationEnergy, LearnedEnergy
 from sparsejax.sparsity.patterns import VNM
 from sparsejax.training.step import Run
+from tests.support.devices.eight_devices import MESHES
 from tests.support.micro_run import micro_config, with_phases
-
-MESHES = {"data": (8, 1, 1), "fsdp": (1, 8, 1), "tensor": (1, 1, 8), "all": (2, 2, 2)}
 
 
 def config_for(text: str, variant: str) -> TrainConfig:
