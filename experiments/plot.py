@@ -198,21 +198,26 @@ def _time_axis(
 
 LABEL_HEIGHT = 13
 """The height of a label in points, with what is left free above it."""
+LETTER_WIDTH = 6
+"""The width that a letter of a label takes at most on average, in points."""
 
 
 def _label_ends(axes: Any, lines_and_texts: Sequence[tuple[Any, str]]) -> None:
-    """Writes each text right of its line's last point, and above texts that begin in
-    the same place, on a ground that hides what other lines would strike through."""
+    """Writes each text right of its line's last point, and above the texts that it
+    would else overlap, on a ground that hides what other lines would strike through."""
     points = 72 / axes.figure.dpi
     ends = [
         (*(points * axes.transData.transform(line.get_xydata()[-1])), line, text)
         for line, text in lines_and_texts
     ]
-    taken: list[tuple[float, float]] = []
+    taken: list[tuple[float, float, float]] = []
     for x, y, line, text in sorted(ends, key=lambda end: end[1]):
-        below = [at for of, at in taken if abs(of - x) < 3 * LABEL_HEIGHT]
-        at = max([y, *(of + LABEL_HEIGHT for of in below)])
-        taken.append((x, at))
+        end, at = x + LETTER_WIDTH * len(text), y
+        for begins, ends_there, height in sorted(taken, key=lambda label: label[2]):
+            beside = end < begins or ends_there < x
+            if not beside and abs(at - height) < LABEL_HEIGHT:
+                at = height + LABEL_HEIGHT
+        taken.append((x, end, at))
         axes.annotate(
             text,
             line.get_xydata()[-1],

@@ -166,3 +166,15 @@ def test_labels_of_lines_that_end_together_stand_above_each_other():
     offsets = {text.get_text(): text.xyann[1] for text in axes.texts}
     assert offsets["c"] == offsets["d"] == 0 != offsets["a"] + offsets["b"]
     plt.close(figure)
+
+
+def test_a_long_label_stands_above_the_end_of_another_line_that_it_would_cover():
+    figure, axes = plt.subplots()
+    ends = [axes.plot([0, end], [0, 0.5])[0] for end in (0.3, 0.6)]
+    axes.set_xlim(0, 2)
+    figure.canvas.draw()
+    _label_ends(axes, list(zip(ends, ["a-label-of-some-length", "b"], strict=True)))
+    figure.canvas.draw()
+    first, second = (text.get_window_extent() for text in axes.texts)
+    assert first.x1 > second.x0 and not first.overlaps(second)
+    plt.close(figure)
