@@ -18,6 +18,9 @@ from jaxtyping import Array, Float, Int, Key
 from sparsejax.models.attention import KVCache
 from sparsejax.models.transformer import Transformer
 
+NOT_DRAWN = -1
+"""The id that stands for a token which could not be drawn."""
+
 
 def generate(
     model: Transformer,
@@ -51,7 +54,8 @@ def generate(
       seed: of the draws.
       end_tokens: ids that end a text.
     Raises:
-      ValueError: an argument is out of its range, or the model lies on several devices.
+      ValueError: an argument is out of its range, the model lies on several devices, or
+        its logits are not finite.
     """
     return next(
         generate_in_parts(
@@ -108,13 +112,17 @@ def generate_in_parts(
         key=jax.random.key(seed),
         end_tokens=jnp.array(end_tokens, jnp.int32),
     )
-    fixed = {"vocab_size": vocab_size, "greedy": temperature == 0}
+    # What float32 takes for zero is zero.
+    greedy = temperature < np.finfo(np.float32).tiny
+    fixed = {"vocab_size": vocab_size, "greedy": greedy}
     texts = _begin(model, tokens, lengths, how, length=length, **fixed)
     upto = 0
     while upto < length and int(texts.number) >= upto:
         upto = min(upto + every, length)
         texts, drawn = _go_on(model, texts, np.int32(upto), how, **fixed)
-        yield np.asarray(drawn)[:, :upto]
+        tokens = np.asarray(drawn)[:, :upto]
+        _check_drawn(tokens)
+        yield tokens
 
 
 def _check(
@@ -153,6 +161,18 @@ def _check(
         raise ValueError(
             f"the model lies on a mesh of {model.mesh.size} devices, and a cache is on "
             f"one; load it with load_trained_model, or use greedy_sample"
+        )
+
+
+def _check_drawn(tokens: Int[np.ndarray, "batch drawn"]) -> None:
+    """Raises ValueError where a token was drawn from logits that are not finite."""
+    texts, places = np.nonzero(tokens == NOT_DRAWN)
+    if len(texts):
+        raise ValueError(
+            f"the logits for token {places[0]} after prompt {texts[0]} are not finite, "
+            f"and no token can be drawn from them; the model's weights are damaged, or "
+            f"overflow in its compute dtype: load another checkpoint, "
+            f"or compute in float32"
         )
 
 
@@ -198,14 +218,21 @@ def _draw(
     vocab_size: int,
     greedy: bool,
 ) -> Int[Array, " batch"]:
-    """Returns the token of this number of each text."""
+    """Returns the token of this number of each text, `NOT_DRAWN` where the logits are
+    not finite."""
     logits = model.logits(features)[:, :vocab_size]
+    largest = jnp.max(logits, axis=-1)
     if greedy:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    of_row = partial(jax.random.fold_in, jax.random.fold_in(how.key, number))
-    keys = jax.vmap(of_row)(jnp.arange(len(logits)))
-    logits = nucleus(logits / how.temperature, how.top_p)
-    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+        tokens = jnp.argmax(logits, axis=-1)
+    else:
+        of_row = partial(jax.random.fold_in, jax.random.fold_in(how.key, number))
+        keys = jax.vmap(of_row)(jnp.arange(len(logits)))
+        # None is above zero: divided by a low temperature they would overflow.
+        below = logits - largest[:, None]
+        inside = nucleus(below / how.temperature, how.top_p)
+        tokens = jax.vmap(jax.random.categorical)(keys, inside)
+    # The largest is NaN where any is.
+    return jnp.where(jnp.isfinite(largest), tokens, NOT_DRAWN).astype(jnp.int32)
 
 
 @partial(nnx.jit, static_argnames=("length", "vocab_size", "greedy"))

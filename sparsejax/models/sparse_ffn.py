@@ -49,7 +49,7 @@ from sparsejax.models.initializers import fan_in_normal
 from sparsejax.models.neuron_axes import NEURON_AXES, NeuronAxis
 from sparsejax.ops.backend import Backend
 from sparsejax.routing.clusters import balanced_clusters, contiguous_order
-from sparsejax.routing.routers import NO_STATE, State
+from sparsejax.routing.routers import NO_STATE, State, check_token_ids
 
 
 class SparseFFN(nnx.Module):
@@ -180,6 +180,8 @@ class SparseFFN(nnx.Module):
                 f"x of shape {x.shape} does not end in d_model={self.d_model}; "
                 f"transpose it or build SparseFFN({x.shape[-1]}, {self.d_hidden})"
             )
+        if token_ids is not None:
+            check_token_ids(token_ids, x.shape[:-1])
         tokens = x.reshape(-1, self.d_model).astype(self.dtype)
         if self.groups > 1:
             weights = [weight[...] for weight in (*self.into_hidden, self.w_down)]

@@ -47,19 +47,24 @@ def regression_step(
     rate: float,
 ) -> dict[str, Array]:
     """Returns the regression after a step of Adam, of this rate, on half the mean
-    squared error of its scores for some tokens."""
+    squared error of its scores for some tokens. Where the gradient is not finite, as
+    with a token that is not, the regression stays as it is: a step that an optimiser
+    leaves out must not end in its coefficients."""
     features = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, 1)), constant_values=1)
     gradient = error.T @ features / x.shape[0]
     before = optax.ScaleByAdamState(state["count"], state["first"], state["second"])
     adam = optax.scale_by_adam(b2=SQUARES_DECAY)
     update, after = adam.update(gradient, before)
     assert isinstance(after, optax.ScaleByAdamState)
-    return {
+    moved = {
         "w": state["w"] - rate * jnp.asarray(update),
         "first": jnp.asarray(after.mu),
         "second": jnp.asarray(after.nu),
         "count": jnp.asarray(after.count),
     }
+    # A finite gradient may have squares that are not.
+    is_finite = jnp.isfinite(moved["w"]).all() & jnp.isfinite(moved["second"]).all()
+    return {name: jnp.where(is_finite, of, state[name]) for name, of in moved.items()}
 
 
 def _bfloat16_parts(x: jax.Array) -> list[jax.Array]:

@@ -394,6 +394,16 @@ FORMER_NAMES = {"true_mass": "activation_energy"}
 present name of each."""
 
 
+def check_token_ids(token_ids: Array, shape: tuple[int, ...]) -> None:
+    """Raises ValueError where ids are no integers, or not one for each token of a batch
+    of this shape."""
+    if token_ids.shape != shape or not jnp.issubdtype(token_ids.dtype, jnp.integer):
+        raise ValueError(
+            f"token_ids of shape {token_ids.shape} and dtype {token_ids.dtype} must be "
+            f"integers of shape {shape}, one for each token of x"
+        )
+
+
 def named_router(name: Any) -> Router:
     """Returns the registered router of a name, which may be a former one.
 

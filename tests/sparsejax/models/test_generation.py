@@ -131,3 +131,20 @@ def test_where_all_have_ended_nothing_more_is_computed():
     first = generate(model, PROMPTS[:1], 1)[0, 0]
     ended = generate(model, PROMPTS[:1], LENGTH, end_tokens=[int(first)])
     assert ended.tolist() == [[int(first)] * LENGTH]
+
+
+@pytest.mark.parametrize("temperature", [1e-36, 1e-38, 1e-300])
+def test_the_lowest_temperatures_draw_the_most_likely_tokens(temperature):
+    model = some_model(SMALL)
+    found = generate(model, PROMPTS, LENGTH, temperature=temperature)
+    np.testing.assert_array_equal(found, generate(model, PROMPTS, LENGTH))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_logits_that_are_not_finite_are_no_text(temperature, value):
+    model = some_model(SMALL)
+    norm = model.final_norm.scale
+    norm[...] = norm[...] * value
+    with pytest.raises(ValueError, match="token 0 after prompt 0 are not finite"):
+        generate(model, PROMPTS, LENGTH, temperature=temperature)

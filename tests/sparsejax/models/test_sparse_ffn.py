@@ -176,6 +176,9 @@ def test_hash_router_needs_token_ids():
     ids = jnp.full((2, 5), 17)
     assert len(set(layer.route(x.reshape(-1, D), ids)[:, 0].tolist())) == 1
     assert layer(x, token_ids=ids).shape == x.shape
+    for wrong in (ids.T, ids.reshape(-1), ids[:1], ids + 0.5):
+        with pytest.raises(ValueError, match=r"must be integers of shape \(2, 5\)"):
+            layer(x, token_ids=wrong)
 
 
 def test_centres_appear_stay_and_go_with_the_experts():

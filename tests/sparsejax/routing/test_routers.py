@@ -223,3 +223,18 @@ def test_the_learned_router_finds_the_experts_with_the_most_energy():
     assert after > before + 0.9 * (best - before), (before, after, best)
     shares = router.energy_shares(router.scores(held_out, experts, state))
     np.testing.assert_allclose(shares.sum(axis=1), 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
+def test_the_learned_router_learns_nothing_from_what_is_not_finite(value):
+    rng = np.random.default_rng(0)
+    router, w_up = LearnedEnergy(), jnp.asarray(rng.normal(size=(8, 32)), jnp.float32)
+    x = jnp.asarray(rng.normal(size=(64, 8)), jnp.float32)
+    energies = jnp.asarray(rng.random((64, 4)), jnp.float32)
+    learn = jax.jit(partial(router.learned_state, share=1.0))
+    state = learn(router.initial_state(w_up, 4), x, energies)
+    of_x = learn(state, x.at[0, 0].set(value), energies)
+    of_energies = learn(state, x, energies.at[0, 0].set(np.nan))
+    for after in (of_x, of_energies):
+        jax.tree.map(np.testing.assert_array_equal, after, dict(state))
+    assert int(learn(state, x, energies)["count"]) == 2
