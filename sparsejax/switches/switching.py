@@ -12,13 +12,14 @@ is refused before anything is changed.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.tree_util import GetAttrKey
 from jaxtyping import Array, Int, PyTree
 
 from sparsejax.explicit_axes import automatically, spec_of
@@ -38,9 +39,11 @@ def switch[O](
     Args:
       model: a module that contains `SparseFFN`s, stacked or not, or is one.
       optimizer: an `nnx.Optimizer` of the model, which is updated in place, or the
-        state of an optax optimiser, or None where there is none. A leaf belongs to the
-        parameter with the longest path that the leaf's own path ends with. Leaves of an
-        FFN's weights are permuted with its neurons, all others stay as they are.
+        state of an optax optimiser, or None where there is none; it holds the moments
+        of this model, and of no larger one. A leaf belongs to the parameter with the
+        longest path that the leaf's own path ends with, but for what an optimiser has
+        below it, such as an array for each axis. Leaves of an FFN's weights are
+        permuted with its neurons, all others stay as they are.
       sparsity: the sparsity of the next steps.
       fold: on leaving 2:4 weights, set W1 to beta S(W1), which the forward has used.
     Returns:
@@ -196,7 +199,7 @@ class _Moments[O](NamedTuple):
 
         Raises:
           ValueError: a leaf that belongs to these weights, or may belong to them,
-            cannot be permuted.
+            cannot be permuted; or the state is that of a larger model.
         """
         state = optimizer
         if isinstance(optimizer, nnx.Optimizer):
@@ -213,12 +216,15 @@ class _Moments[O](NamedTuple):
             for name, axis in ffn.neuron_axes.items()
             if (*path, *map(str, name)) in shapes
         }
+        if not weights:  # none of them is trained
+            return cls(optimizer, state, {})
         smallest = min(math.prod(shapes[path]) for path in weights)
+        _check_of_one_model(optimizer, weights)
         neurons = {}
         leaves, _ = jax.tree_util.tree_flatten_with_path(state)
         for number, (keys, leaf) in enumerate(leaves):
             names, shape = _names(keys), jnp.shape(leaf)
-            param = _longest_ending(names, shapes)
+            param, _ = _longest_within(names, shapes)
             if param in weights:
                 path, axis, copies, layers_axis = weights[param]
                 # Which axis a factored moment lacks is known with layers in front.
@@ -337,12 +343,42 @@ def _name(key: object) -> object:
     return key
 
 
-def _longest_ending(names: Path, params: Mapping[Path, tuple[int, ...]]) -> Path | None:
-    """Returns the parameter with the longest path that `names` ends with."""
-    for start in range(len(names)):
-        if names[start:] in params:
-            return names[start:]
-    return None
+def _longest_within(names: Path, params: Collection[Path]) -> tuple[Path | None, int]:
+    """Returns the parameter with the longest path that `names` ends with, and the place
+    where it begins there; that may be followed by what an optimiser has below it."""
+    for end in range(len(names), 0, -1):
+        for start in range(end):
+            if names[start:end] in params:
+                return names[start:end], start
+    return None, 0
+
+
+def _check_of_one_model(optimizer: object, weights: Collection[Path]) -> None:
+    """Raises ValueError where a state holds several moments of one kind for a weight:
+    it is that of a model of which this one is a part.
+
+    What lies between the last field of a state, such as `mu`, and a weight's path is
+    the place of the model in what was given to the optimiser: one for all weights.
+    """
+    if isinstance(optimizer, nnx.Optimizer):
+        optimizer = optimizer.opt_state  # its own state has no fields
+    places: dict[Path, Path] = {}
+    for keys, _ in jax.tree_util.tree_flatten_with_path(optimizer)[0]:
+        weight, start = _longest_within(_names(keys), weights)
+        if weight is not None:
+            fields = [isinstance(key, GetAttrKey) for key in keys[:start]]
+            begin = start - fields[::-1].index(True) if any(fields) else 0
+            places.setdefault(_names(keys[begin:start]), weight)
+    if len(places) > 1:
+        first, second, *_ = (
+            _name_of((*place, *weight)) for place, weight in places.items()
+        )
+        raise ValueError(
+            f"the optimiser's state has moments of {first} and of {second}: it is that "
+            f"of a larger model than the one to switch, and which of them belong to "
+            f"this one cannot be told; give the whole model, or optimizer=None, and "
+            f"initialise the optimiser anew"
+        )
 
 
 def _name_of(path: Sequence[str]) -> str:

@@ -357,3 +357,59 @@ def test_a_switch_runs_under_jit():
         strict=True,
     ):
         np.testing.assert_allclose(own, expected, rtol=1e-6)
+
+
+class Stack(nnx.Module):
+    def __init__(self, **options):
+        make = lambda seed: SparseFFN(16, 64, rngs=nnx.Rngs(seed), **options)
+        self.layers = nnx.List([make(0), make(1)])
+
+
+@pytest.mark.parametrize("as_state", [False, True])
+def test_the_state_of_a_larger_model_is_refused_and_nothing_has_changed(as_state):
+    model = Stack()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    given = optax.adam(1e-3).init(nnx.state(model, nnx.Param))
+    before = nnx.to_pure_dict(nnx.state(model))
+    with pytest.raises(ValueError, match=r"moments of layers\.0\.w_\w+ and of layers"):
+        switch(model.layers[0], given if as_state else optimizer, VENOM)
+    jax.tree.map(
+        np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model)), before
+    )
+    assert model.layers[0].sparsity == DENSE
+    # What was given to the optimiser may have the model in some place of its own.
+    inner = optax.adam(1e-3).init({"inner": nnx.state(model, nnx.Param)})
+    switch(model, inner, VENOM)
+    assert model.layers[1].sparsity == VENOM
+
+
+def test_an_array_for_each_axis_follows_its_neurons():
+    """SM3 keeps two of them below the path of a weight."""
+    ffn = SparseFFN(16, 64, rngs=nnx.Rngs(0))
+    accumulate = optax.scale_by_sm3()
+    params = nnx.state(ffn, nnx.Param)
+    params = jax.tree.map(jnp.copy, params)
+    state = accumulate.init(params)
+    number = lambda x: jnp.arange(64.0) if x.shape == (64,) else x
+    after = switch(ffn, jax.tree.map(number, state), VENOM)
+    # The columns of W1 say in which order the neurons are now.
+    order = [
+        int(np.flatnonzero((np.asarray(params["w_up"][...]).T == column).all(1))[0])
+        for column in np.asarray(ffn.w_up[...]).T
+    ]
+    np.testing.assert_array_equal(after.mu["w_up"].get_value()[1], order)
+    np.testing.assert_array_equal(after.mu["w_down"].get_value()[0], order)
+    assert sorted(order) == list(range(64)) != order
+
+
+def test_an_ffn_without_trained_weights_enters_experts():
+    class Frozen(nnx.Variable):
+        pass
+
+    ffn = SparseFFN(16, 64, rngs=nnx.Rngs(0))
+    ffn.w_up, ffn.w_down = Frozen(ffn.w_up[...]), Frozen(ffn.w_down[...])
+    x = jax.random.normal(jax.random.key(0), (5, 16))
+    y = ffn(x)
+    switch(ffn, None, VENOM)
+    set_sparsity(ffn, DENSE)
+    np.testing.assert_allclose(ffn(x), y, rtol=1e-5, atol=1e-5)
