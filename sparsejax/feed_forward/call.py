@@ -12,7 +12,12 @@ from sparsejax.feed_forward.choice import warn_if_slower
 from sparsejax.feed_forward.frame import Execution, Static, run
 from sparsejax.feed_forward.layout import FFNLayout, check_placed
 from sparsejax.feed_forward.operands.experts import ExpertOperands
-from sparsejax.feed_forward.operands.weights import FFNWeights, PackedFFN, pack_ffn
+from sparsejax.feed_forward.operands.weights import (
+    FFNWeights,
+    PackedFFN,
+    check_packed,
+    pack_ffn,
+)
 from sparsejax.feed_forward.passes.by_expert import BY_EXPERT
 from sparsejax.feed_forward.passes.masked import MASKED
 from sparsejax.feed_forward.passes.packed import PACKED
@@ -20,9 +25,6 @@ from sparsejax.feed_forward.plan import FFNPlan
 from sparsejax.feed_forward.sparsity import DENSE
 from sparsejax.feed_forward.spec import FFNCall
 from sparsejax.ops.backend import Backend
-from sparsejax.ops.fp8_matmul import QuantisedWeight
-from sparsejax.sparsity.compressed import Compressed
-from sparsejax.sparsity.packed import Packed
 
 
 def call_ffn(
@@ -48,7 +50,14 @@ def call_ffn(
       NotImplementedError: the named backend cannot run a GEMM; says why.
     """
     _check_needed(spec, scales, packed, key)
-    _check_packed(spec, packed)
+    if packed is not None:
+        check_packed(
+            packed,
+            weights,
+            sparsity=spec.sparsity,
+            quantises=spec.quantises,
+            dtype=jnp.dtype(spec.dtype),
+        )
     named = {f"w_{name}": weight for name, weight in weights._asdict().items()}
     check_placed(layout, x=x, **named)
     experts = _operands_of_experts(spec, experts)
@@ -105,24 +114,6 @@ def _check_needed(
         raise ValueError(
             f"token_sparsity={sparsity.token_sparsity!r} draws random numbers; pass "
             f"key, a new one at every step"
-        )
-
-
-def _check_packed(spec: FFNCall, packed: PackedFFN | None) -> None:
-    """Raises ValueError where packed weights are not in the form that the call reads,
-    because they were made for another one."""
-    if packed is None:
-        return
-    read, named = None, ""
-    if spec.sparsity.weights is not None:
-        read, named = Compressed | Packed, "compressed weights"
-    elif spec.quantises:
-        read, named = QuantisedWeight, "8-bit floats"
-    if read is not None and not isinstance(packed.up, read):
-        raise ValueError(
-            f"packed.up is a {type(packed.up).__name__}, but an FFN with "
-            f"weights={spec.sparsity.weights} and precision={spec.precision!r} reads "
-            f"{named}; make packed by pack_ffn with that sparsity and precision"
         )
 
 

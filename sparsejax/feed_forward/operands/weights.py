@@ -25,7 +25,7 @@ from sparsejax.ops.sparse_matmul import pack_weight, sparse_matmul, why_not_pack
 from sparsejax.sparsity.compressed import Compressed, compress, decompress
 from sparsejax.sparsity.masks import magnitude_mask, soft_threshold
 from sparsejax.sparsity.packed import Packed, pack, unpack
-from sparsejax.sparsity.patterns import NM
+from sparsejax.sparsity.patterns import NM, name_of
 
 
 class FFNWeights[T](NamedTuple):
@@ -173,6 +173,69 @@ def pack_ffn(
         gate=None if w_gate is None else into_hidden(w_gate, gate_scale[0]),
         dense=dense,
     )
+
+
+def check_packed(
+    packed: PackedFFN,
+    weights: FFNWeights[jax.Array],
+    *,
+    sparsity: FFNSparsity,
+    quantises: bool,
+    dtype: jnp.dtype,
+) -> None:
+    """Raises ValueError where packed weights were made for another call of an FFN than
+    this one.
+
+    Args:
+      packed: what the call was given.
+      weights: the masters of the call.
+      sparsity: the sparsity of the call.
+      quantises: whether its GEMM 1 is one of 8-bit floats.
+      dtype: its compute dtype.
+    """
+    masters = {name: w for name, w in weights._asdict().items() if w is not None}
+    read, named = set[str](), ""
+    if sparsity.weights is not None:
+        read = set(masters) - (set() if sparsity.backward_weights else {"down"})
+        named = f"{name_of(sparsity.weights)} weights of dtype {dtype}"
+    elif quantises:
+        read = set(masters) - (set() if sparsity.is_dense else {"down"})
+        named = "weights in 8-bit floats"
+    for name in ("up", "down", "gate") if named else ():
+        given, wanted = _described(getattr(packed, name), is_down=name == "down"), None
+        if name in read:
+            wanted = f"{named}, {masters[name].shape}"
+        if given != wanted:
+            raise ValueError(
+                f"packed.{name} is {given}, and this call reads {wanted}; make packed "
+                f"by pack_ffn with the weights, sparsity, precision and dtype of the "
+                f"call"
+            )
+    copies = {} if packed.dense is None else packed.dense._asdict()
+    for name, copy in copies.items():
+        given = None if copy is None else (copy.shape, copy.dtype)
+        wanted = (masters[name].shape, dtype) if name in masters else None
+        if given != wanted:
+            raise ValueError(
+                f"packed.dense.{name} has shape and dtype {given}, and this call reads "
+                f"{wanted}; make packed by pack_ffn with the weights and dtype of the "
+                f"call"
+            )
+
+
+def _described(
+    weight: Compressed | Packed | QuantisedWeight | None, *, is_down: bool
+) -> str | None:
+    """Returns what a packed weight is, as `check_packed` names it; `is_down` says that
+    it is W2, whose rows are neurons."""
+    if weight is None:
+        return None
+    if isinstance(weight, QuantisedWeight):
+        return f"weights in 8-bit floats, {weight.values.shape}"
+    shape = weight.shape
+    if isinstance(weight, Packed) and not is_down:
+        shape = shape[::-1]
+    return f"{name_of(weight.pattern)} weights of dtype {weight.dtype}, {shape}"
 
 
 def _compress(
