@@ -7,33 +7,22 @@ knows these; `densify` goes back, and `explain` says of every module what it is 
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import permutations
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
 
 from sparsejax.annotations import check_value
-from sparsejax.feed_forward.activation import ActivationName
-from sparsejax.feed_forward.ffn import ffn
-from sparsejax.feed_forward.gated_ffn import gated_ffn
 from sparsejax.feed_forward.layout import FFNLayout
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
-from sparsejax.models.adopted_ffn import AdoptedFFN, Form, Path, Stored, adopt, release
+from sparsejax.interchange.ffn_form import Call, form_of, parameters_of
+from sparsejax.models.adopted_ffn import AdoptedFFN, Form, adopt, release
 from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.ops.backend import Backend
 from sparsejax.switches.switching import switch
-
-TOKENS = 8
-"""The tokens that a module is called with, to find out what it computes."""
-
-type Call = Callable[[nnx.Module, Float[Array, "1 tokens d_model"]], Any]
-"""How a module is called: with itself and tokens (1, tokens, d_model)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +45,7 @@ def sparsify(
     call: Call = lambda module, x: module(x),  # pyrefly: ignore[not-callable]
     backend: Backend | None = None,
     layout: FFNLayout | None = None,
+    dtype: DTypeLike | None = None,
 ) -> list[Explanation]:
     """Makes the modules that the rules name `SparseFFN`s, in place, each with the
     function that it had.
@@ -78,17 +68,26 @@ def sparsify(
         effect from then on.
       backend: what runs the sparse GEMMs; None for the fastest that can.
       layout: how the FFNs lie on a mesh of several devices; None on one device.
+      dtype: the compute dtype of modules that compute in the dtype of x; they then take
+        no other. None: that of their parameters.
     Returns:
       an explanation of each module that was chosen.
     Raises:
-      ValueError: a rule chooses no module, or a module that is no such FFN; says why.
-        Nothing has been changed then.
+      ValueError: a rule chooses no module, or a module that is no such FFN, or one that
+        shares a parameter with another module; says why. Nothing has been changed then.
     """
     check_value("backend", backend, Backend | None)
     modules = {"/".join(map(str, path)): part for path, part in nnx.iter_modules(model)}
     chosen: dict[str, nnx.Module] = {}
-    for rule in rules:
-        found = {path: of for path, of in modules.items() if re.fullmatch(rule, path)}
+    for rule in (rules,) if isinstance(rules, str) else rules:
+        try:
+            pattern = re.compile(rule)
+        except re.error as error:
+            raise ValueError(
+                f"rule {rule!r} is no regular expression ({error}); escape what stands "
+                f"for itself with a backslash"
+            ) from None
+        found = {path: of for path, of in modules.items() if pattern.fullmatch(path)}
         if not found:
             raise ValueError(
                 f"rule {rule!r} is the path of no module of the "
@@ -101,12 +100,12 @@ def sparsify(
             raise ValueError(
                 f"{path} is a SparseFFN already; leave it out of the rules"
             )
-        if not all(isinstance(of, jax.Array) for of in _parameters(module).values()):
+        if not all(isinstance(of, jax.Array) for of in parameters_of(module).values()):
             raise ValueError(
                 f"{path} has shapes and no weights yet; initialise the model or load "
                 f"its checkpoint first"
             )
-        form = form_of(module, call)
+        form = _why_shared(path, modules) or form_of(module, call, dtype=dtype)
         if isinstance(form, str):
             raise ValueError(
                 f"{path}, a {type(module).__name__}, cannot become a SparseFFN: {form}"
@@ -115,6 +114,44 @@ def sparsify(
     for path, form in forms.items():
         adopt(chosen[path], form, backend=backend, layout=layout)
     return [_explained(path, module) for path, module in chosen.items()]
+
+
+def _why_shared(path: str, modules: Mapping[str, nnx.Module]) -> str | None:
+    """Returns which other module holds a parameter of the module at `path`, or None. To
+    fold or renumber it for one of them would change what the other computes."""
+    module = modules[path]
+    own = set(_variables(module))
+    within = f"{path}/" if path else ""
+    for other in sorted(modules, key=len, reverse=True):
+        is_inside = other.startswith(within)
+        if not is_inside and own.intersection(
+            _variables(modules[other], beside=module)
+        ):
+            return (
+                f"it shares a parameter with {other or 'the model'}, and a sparse FFN "
+                f"renumbers and folds its own; give each a parameter of its own"
+            )
+    return None
+
+
+def _variables(node: object, *, beside: nnx.Module | None = None) -> Iterator[int]:
+    """Yields the id of every variable in a module, or in a container of modules, that
+    can be reached without `beside`."""
+    seen: set[int] = set()
+    nodes = [node]
+    while nodes:
+        node = nodes.pop()
+        if node is beside or id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, nnx.Variable):
+            yield id(node)
+        elif isinstance(node, nnx.Module):
+            nodes += vars(node).values()
+        elif isinstance(node, Mapping):
+            nodes += node.values()
+        elif isinstance(node, list | tuple):
+            nodes += node
 
 
 def densify[O](model: nnx.Module, optimizer: O = None) -> O:
@@ -163,7 +200,7 @@ def explain(
     for names, module in nnx.iter_modules(model):
         path = "/".join(map(str, names))
         parts = [f"{path}/{name}".strip("/") for name in _children(module)]
-        kernels = [of for of in _parameters(module).values() if jnp.ndim(of) > 1]
+        kernels = [of for of in parameters_of(module).values() if jnp.ndim(of) > 1]
         # Containers of modules, which nothing can call, are no FFNs.
         is_listed = callable(module) and len(kernels) > 1
         if is_listed and not inner.intersection(parts):
@@ -194,253 +231,6 @@ def _explained(path: str, module: nnx.Module, call: Call | None = None) -> Expla
     return Explanation(
         path=path, is_sparse_ffn=False, sparsity=None, reason=str(reason)
     )
-
-
-def form_of(module: nnx.Module, call: Call) -> Form | str:
-    """Returns the form in which a module is an FFN, or why it is none, in words."""
-    for _, part in nnx.iter_modules(module):
-        if isinstance(part, nnx.Dropout) and part.rate > 0:
-            return f"it has dropout at rate {part.rate}, and a SparseFFN has none"
-    kinds = {
-        type(variable).__name__
-        for _, variable in nnx.to_flat_state(nnx.state(module))
-        if not isinstance(variable, nnx.Param | nnx.RngState)
-    }
-    if kinds:
-        return f"it keeps state that is no parameter ({', '.join(sorted(kinds))})"
-    shapes = {path: jnp.shape(value) for path, value in _parameters(module).items()}
-    reasons: list[str] = []
-    for layers_axis in (None, 0, 1):
-        found = _form_with(module, call, shapes, layers_axis)
-        if isinstance(found, Form):
-            return found
-        reasons.append(found)
-    # What is said of single layers, unless all is stacked.
-    if all(len(shape) > 2 for shape in shapes.values()):
-        for axis in (0, 1):
-            if len({shape[axis] for shape in shapes.values()}) == 1:
-                return reasons[1 + axis]
-    return reasons[0]
-
-
-def _form_with(
-    module: nnx.Module,
-    call: Call,
-    shapes: dict[Path, tuple[int, ...]],
-    layers_axis: int | None,
-) -> Form | str:
-    """Returns the form where the parameters stack layers along an axis; None stands for
-    a single layer."""
-    of_layer = shapes
-    if layers_axis is not None:
-        if len({shape[layers_axis : layers_axis + 1] for shape in shapes.values()}) > 1:
-            return "its parameters do not stack the same number of layers"
-        without = lambda shape: shape[:layers_axis] + shape[layers_axis + 1 :]
-        of_layer = {path: without(shape) for path, shape in shapes.items()}
-    flat = [path for path, shape in of_layer.items() if len(shape) < 2]
-    if flat:
-        named = ", ".join(f"{_name(path)} {shapes[path]}" for path in flat)
-        return (
-            f"{named} is no kernel: a SparseFFN has neither biases nor norms nor "
-            f"scales; build the module without (use_bias=False)"
-        )
-    if len(of_layer) not in (2, 3):
-        return (
-            f"it has {len(of_layer)} kernels, and an FFN has two, three, or two of "
-            f"which one is a gate beside an up projection"
-        )
-    candidates = list(_candidates(of_layer))
-    if not candidates:
-        named = ", ".join(f"{_name(path)} {shape}" for path, shape in of_layer.items())
-        return f"its kernels {named} lead to no hidden layer and back"
-    if layers_axis is None:
-        return _nearest(module, call, candidates)
-    found = _nearest(_first_layer(module, layers_axis), call, candidates)
-    return found if isinstance(found, str) else found.stacked(layers_axis)
-
-
-class _Candidate(NamedTuple):
-    """A form that the shapes of a module's kernels allow."""
-
-    d_model: int
-    d_hidden: int
-    up: Stored
-    down: Stored
-    gate: Stored | None
-
-
-def _candidates(shapes: dict[Path, tuple[int, ...]]) -> Iterator[_Candidate]:
-    """Yields every form that the kernels of one layer may have by their shapes."""
-    for *into, down in permutations(shapes):
-        for down_stored, d_hidden, d_model in _orientations(down, shapes[down]):
-            expected = (d_model, d_hidden)
-            if len(into) == 2:
-                fits = [
-                    [
-                        of
-                        for of, *found in _orientations(path, shapes[path])
-                        if tuple(found) == expected
-                    ]
-                    for path in into
-                ]
-                for gate in fits[0]:
-                    for up in fits[1]:
-                        yield _Candidate(d_model, d_hidden, up, down_stored, gate)
-                continue
-            (path,) = into
-            for of, *found in _orientations(path, shapes[path]):
-                if tuple(found) == expected:
-                    yield _Candidate(d_model, d_hidden, of, down_stored, None)
-            for first, second in _fused(path, shapes[path], d_model, d_hidden):
-                yield _Candidate(d_model, d_hidden, second, down_stored, first)
-                yield _Candidate(d_model, d_hidden, first, down_stored, second)
-
-
-def _orientations(
-    path: Path, shape: tuple[int, ...]
-) -> Iterator[tuple[Stored, int, int]]:
-    """Yields a kernel as (d_in, d_out) and transposed, with d_in and d_out."""
-    if len(shape) == 2:
-        yield Stored(path), shape[0], shape[1]
-        yield Stored(path, transposed=True), shape[1], shape[0]
-
-
-def _fused(
-    path: Path, shape: tuple[int, ...], d_model: int, d_hidden: int
-) -> Iterator[tuple[Stored, Stored]]:
-    """Yields the ways in which a kernel of this shape may hold two (d_model, d_hidden)
-    weights: the first and the second of them."""
-    for transposed in (False, True):
-        d_in, d_out = (d_model, d_hidden)[:: -1 if transposed else 1]
-        whole = Stored(path, transposed=transposed)
-        side_by_side = (d_in, 2 * d_out) if not transposed else (2 * d_in, d_out)
-        if shape == side_by_side:
-            yield replace(whole, half=0), replace(whole, half=1)
-        for axis in (-3, -2, -1):
-            three = [d_in, d_out]
-            three.insert(3 + axis, 2)
-            if shape == tuple(three):
-                of = replace(whole, halves_axis=axis)
-                yield replace(of, half=0), replace(of, half=1)
-
-
-def _nearest(
-    module: nnx.Module, call: Call, candidates: Sequence[_Candidate]
-) -> Form | str:
-    """Returns the candidate that computes what the module does, or why there is
-    none."""
-    probe = _with_random_parameters(module)
-    parameters = _parameters(probe)
-    errors: dict[str, str] = {}
-    nearest: tuple[float, Form] | None = None
-    for d_model in dict.fromkeys(of.d_model for of in candidates):
-        x = jax.random.normal(jax.random.key(0), (1, TOKENS, d_model))
-        try:
-            with jax.default_matmul_precision("highest"):
-                y = call(probe, x)
-        except (TypeError, ValueError, AttributeError) as error:
-            errors[str(d_model)] = f"{type(error).__name__}: {error}".splitlines()[0]
-            continue
-        if not isinstance(y, jax.Array) or y.shape != x.shape:
-            shown = y.shape if isinstance(y, jax.Array) else type(y).__name__
-            errors[str(d_model)] = f"it returns {shown} for x {x.shape}"
-            continue
-        for candidate in candidates:
-            if candidate.d_model != d_model:
-                continue
-            for activation in _activations(candidate):
-                form = _form(candidate, activation, y.dtype)
-                error = _distance(form, parameters, x, y)
-                if nearest is None or error < nearest[0]:
-                    nearest = error, form
-    if nearest is None:
-        tried = "; ".join(f"d_model {d}: {why}" for d, why in errors.items())
-        return (
-            f"it cannot be called with x (1, {TOKENS}, d_model) alone ({tried}); pass "
-            f"call=, which says how"
-        )
-    error, form = nearest
-    # Two ways to round the same sums; another activation is off by tenths.
-    if error > (1e-3 if jnp.dtype(form.dtype).itemsize == 4 else 3e-2):
-        return (
-            f"its output is not that of {' or '.join(_all_activations(form))} on its "
-            f"kernels (the nearest, {form.activation}, is off by {error:.2g} of the "
-            f"norm): another activation, a norm or a scale inside cannot be kept"
-        )
-    return form
-
-
-def _activations(candidate: _Candidate) -> tuple[ActivationName, ...]:
-    return ("relu2",) if candidate.gate is None else ("swiglu", "reglu2")
-
-
-def _all_activations(form: Form) -> tuple[ActivationName, ...]:
-    return ("relu2",) if form.gate is None else ("swiglu", "reglu2")
-
-
-def _form(candidate: _Candidate, activation: ActivationName, dtype: Any) -> Form:
-    return Form(
-        activation=activation,
-        d_model=candidate.d_model,
-        d_hidden=candidate.d_hidden,
-        up=candidate.up,
-        down=candidate.down,
-        gate=candidate.gate,
-        dtype=str(dtype),
-    )
-
-
-def _distance(
-    form: Form, parameters: dict[Path, jax.Array], x: jax.Array, y: jax.Array
-) -> float:
-    """Returns how far a dense `SparseFFN` of this form is from the output y of the
-    module, as a share of the norm of y."""
-    tokens = x.reshape(-1, form.d_model).astype(form.dtype)
-    up, down = (of.read(parameters[of.path]) for of in (form.up, form.down))
-    with jax.default_matmul_precision("highest"):
-        if form.gate is None or form.activation == "relu2":
-            own = ffn(tokens, up, down)
-        else:
-            gate = form.gate.read(parameters[form.gate.path])
-            own = gated_ffn(tokens, gate, up, down, activation=form.activation)
-    difference = own.reshape(y.shape).astype(jnp.float32) - y.astype(jnp.float32)
-    norm = jnp.linalg.norm(y.astype(jnp.float32))
-    return float(jnp.linalg.norm(difference) / jnp.maximum(norm, 1e-30))
-
-
-def _parameters(module: nnx.Module) -> dict[Path, jax.Array]:
-    """Returns the parameters of a module by their path below it."""
-    flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
-    names = lambda path: tuple(of if isinstance(of, int) else str(of) for of in path)
-    return {names(path): variable.get_value() for path, variable in flat}
-
-
-def _with_random_parameters(module: nnx.Module) -> nnx.Module:
-    """Returns a copy of the module with other parameters, random ones. Those of the
-    module may be zeros until a checkpoint is loaded, and any function of them zero."""
-    graph, params, rest = nnx.split(module, nnx.Param, ...)
-    leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    drawn = [
-        (jax.random.normal(key, leaf.shape) * min(leaf.shape) ** -0.5).astype(
-            leaf.dtype
-        )
-        for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    return nnx.merge(graph, jax.tree.unflatten(structure, drawn), rest, copy=True)
-
-
-def _first_layer(module: nnx.Module, axis: int) -> nnx.Module:
-    """Returns the first of the layers that a module's parameters stack along an
-    axis."""
-    graph, params, rest = nnx.split(module, nnx.Param, ...)
-    first = partial(jnp.take, indices=0, axis=axis)
-    one = lambda x: first(x) if isinstance(x, jax.Array) else jax.eval_shape(first, x)
-    return nnx.merge(graph, jax.tree.map(one, params), rest, copy=True)
-
-
-def _name(path: Path) -> str:
-    return ".".join(map(str, path))
 
 
 def _some(paths: Sequence[str]) -> str:

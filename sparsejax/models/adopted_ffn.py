@@ -112,6 +112,8 @@ class Form:
     gate: Stored | None = None
     dtype: str
     """The dtype of its output, which is the compute dtype of the adopted FFN."""
+    follows_x: bool = False
+    """Whether the module computes in the dtype of x, so that x must have `dtype`."""
 
     def stacked(self, layers_axis: int) -> "Form":
         """Returns the form of layers that are stacked along an axis of all their
@@ -171,8 +173,19 @@ class AdoptedFFN(SparseFFN):
         key: Array | None = None,
         **settings: Any,
     ) -> Float[Array, "*batch d_model"]:
-        """Returns the FFN of every token: `SparseFFN.__call__`."""
+        """Returns the FFN of every token: `SparseFFN.__call__`.
+
+        Raises:
+          ValueError: as there; or the module has computed in the dtype of x, and x has
+            another one than `sparsify` was told.
+        """
         del arguments, settings
+        if self.form.follows_x and x.dtype != self.form.dtype:
+            raise ValueError(
+                f"x has dtype {x.dtype}, in which this module would have computed, and "
+                f"sparsify made it compute in {self.form.dtype}; give x that dtype, or "
+                f"call sparsify with dtype={str(x.dtype)!r}"
+            )
         return super().__call__(x, token_ids=token_ids, key=key)
 
     def check(self, sparsity: FFNSparsity) -> None:
