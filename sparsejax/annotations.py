@@ -10,6 +10,9 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+MOST_SHOWN = 400
+"""The most characters of a value that a message shows; of others it shows the type."""
+
 PYTHON_NAMES = {
     int: "an int",
     float: "a float",
@@ -23,7 +26,10 @@ def check_value(name: str, value: Any, annotation: Any) -> None:
     """Raises ValueError where `value`, an argument `name`, is not what `annotation`
     allows; the message names everything that it allows."""
     if not fits(value, annotation):
-        raise ValueError(f"{name}={value!r} must be {in_words(annotation)}")
+        shown = repr(value)
+        if len(shown) > MOST_SHOWN:  # a model, or an optimiser, in another's place
+            shown = f"a {type(value).__name__}"
+        raise ValueError(f"{name}={shown} must be {in_words(annotation)}")
 
 
 def check_fields(settings: Any, section: str = "") -> None:

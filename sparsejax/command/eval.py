@@ -10,6 +10,7 @@ model computes as its phase does, sparse phases included:
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -89,9 +90,18 @@ def run(arguments: Sequence[str]) -> None:
         batch_size=options.batch_size,
         tokenizer=named.tokenizer,
     )
+    if not math.isfinite(found.loss):
+        raise ValueError(
+            f"the loss of {options.model} on this text is {found.loss}: its logits are "
+            f"not finite; its weights are damaged, give another checkpoint"
+        )
     derived = {"perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
     if options.json:
-        print(json.dumps(asdict(found) | derived))
+        values = asdict(found) | derived
+        # JSON has no word for what is not finite, as the error of a single window.
+        is_known = lambda value: value is not None and math.isfinite(value)
+        printed = {name: of if is_known(of) else None for name, of in values.items()}
+        print(json.dumps(printed))
         return
     console.say(f"data: {described}")
     console.say(

@@ -15,6 +15,7 @@ from typing import Literal
 import tyro
 
 from pallas_kernels.device import Device
+from sparsejax.config.ranges import Count, check_intervals
 from sparsejax.feed_forward.choice import why_slower_than_dense
 from sparsejax.feed_forward.gated_ffn import GatedFFNSpec
 from sparsejax.feed_forward.sparsity import FFNSparsity
@@ -29,11 +30,11 @@ from sparsejax.terminal.printed_gemms import say_decisions
 class Options:
     """The options of `sparsejax explain`: a call of an FFN, and where it runs."""
 
-    tokens: int
+    tokens: Count
     """Tokens of one call on one device: a micro-batch."""
-    d_model: int
+    d_model: Count
     """Width of the model."""
-    d_hidden: int
+    d_hidden: Count
     """Neurons of the FFN."""
     activation: Literal["relu2", "swiglu", "reglu2"] = "relu2"
     """relu2: relu(X W1)^2 W2. swiglu and reglu2 have a gate."""
@@ -44,6 +45,9 @@ class Options:
     """The backend that runs the sparse GEMMs. None: the fastest that can, for each."""
     device: str | None = None
     """Name of the GPU, as "NVIDIA H100 80GB HBM3". Default: the device here."""
+
+    def __post_init__(self) -> None:
+        check_intervals(self)
 
 
 def run(arguments: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import tyro
 
+from sparsejax.config.ranges import Count, Seed, check_intervals
 from sparsejax.interchange.named_model import load_named_model
 from sparsejax.models.generation import generate
 
@@ -22,19 +23,24 @@ class Options:
     """A run folder, RUN@STEP, or a Hugging Face folder."""
     prompt: tuple[str, ...] = ("\n",)
     """Texts to continue, one or more; all together are one batch."""
-    tokens: int = 100
+    tokens: Count = 100
     """Tokens to add to each."""
     temperature: float = 0.8
     """0: the most likely token each time."""
     top_p: float = 0.95
     """Only the most likely tokens of so much probability together are drawn."""
-    seed: int = 0
+    seed: Seed = 0
     """The seed of the draws."""
     end: bool = True
     """Whether a text ends where the model draws the end-of-text token, of which nothing
     is printed. With --no-end all --tokens are drawn."""
     tokenizer: str | None = None
     """Path of the model's tokenizer.json where it is not where the model says."""
+
+    def __post_init__(self) -> None:
+        check_intervals(self)
+        if not all(self.prompt):
+            raise ValueError("--prompt '' is empty; give one character or more")
 
 
 def run(arguments: Sequence[str]) -> None:

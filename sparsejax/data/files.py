@@ -61,6 +61,11 @@ def text_files(text: str | None) -> Files:
     root = _fixed_part(pattern)
     paths = [path for path in _matches(pattern) if path.is_file()]
     if not paths:
+        if Path(pattern).is_dir():
+            raise ValueError(
+                f"text={text!r} is a folder; give a glob of the files in it, such as "
+                f"{str(Path(text) / '**' / '*.txt')!r}"
+            )
         raise ValueError(
             f"text={text!r}: no file matches in {root}; give a glob of text files "
             f"('**' for any depth), or None for the standard library"

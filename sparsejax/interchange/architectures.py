@@ -13,6 +13,7 @@ a head apart.
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from sparsejax.annotations import fits, in_words
 from sparsejax.config import ModelConfig
 from sparsejax.feed_forward.activation import ActivationName
 
@@ -142,6 +143,21 @@ REQUIRED = (
 which are those of one model."""
 
 
+TYPES: dict[str, Any] = {
+    "model_type": str,
+    **dict.fromkeys((*REQUIRED, "max_position_embeddings"), int),
+    **dict.fromkeys(("num_key_value_heads", "head_dim", "sliding_window"), int | None),
+    "max_window_layers": int | None,
+    "hidden_act": str,
+    **dict.fromkeys(("rope_theta", "rms_norm_eps", "partial_rotary_factor"), float),
+    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window"), bool),
+    **dict.fromkeys(("attention_bias", "mlp_bias"), bool | None),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), dict | None),
+    "layer_types": list | None,
+}
+"""The types of the settings that are read, each of which may be left out."""
+
+
 def model_config_of(settings: Mapping[str, Any], whose: str) -> ModelConfig:
     """Returns the sizes of the model that a config.json of `transformers` describes.
 
@@ -151,6 +167,7 @@ def model_config_of(settings: Mapping[str, Any], whose: str) -> ModelConfig:
     Raises:
       ValueError: our transformer cannot hold the model; says what is in the way.
     """
+    _check_types(settings, whose)
     model_type = settings.get("model_type")
     if model_type not in READ:
         reason = WHY_NOT.get(str(model_type), "only those are read")
@@ -185,6 +202,21 @@ def model_config_of(settings: Mapping[str, Any], whose: str) -> ModelConfig:
             "rms_norm_eps", 1e-5 if model_type == "arcee" else 1e-6
         ),
     )
+
+
+def _check_types(settings: Mapping[str, Any], whose: str) -> None:
+    """Raises ValueError where a setting that is read has another type than
+    `transformers` writes."""
+    for name, annotation in TYPES.items():
+        if name not in settings:
+            continue
+        value, is_size = settings[name], annotation is int
+        if not fits(value, annotation) or (is_size and value < 1):
+            least = " of 1 or more" if is_size else ""
+            raise ValueError(
+                f"{whose}/config.json has {name}={value!r:.80}, and it must be "
+                f"{in_words(annotation)}{least}; mend it"
+            )
 
 
 def _refuse_what_is_different(settings: Mapping[str, Any], whose: str) -> None:

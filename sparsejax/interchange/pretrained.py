@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from sparsejax.annotations import fits
 from sparsejax.checkpoints.checkpoint_folder import named_checkpoint
 from sparsejax.config import ModelConfig, TrainConfig
 from sparsejax.config.schedule import Phase
 from sparsejax.data.tokenizers import ByteTokenizer
 from sparsejax.interchange.architectures import model_config_of
+from sparsejax.interchange.json_files import read_object
 from sparsejax.interchange.tensors import Names, read_parameters, weight_files
 from sparsejax.interchange.trained_model import (
     TrainedSettings,
@@ -60,20 +62,23 @@ class Pretrained:
         run, step = named_checkpoint(str(folder))
         if (run / "checkpoints").is_dir():
             return PretrainedRun.of_run(run, step)
+        if step is not None:
+            raise ValueError(
+                f"{run} is no run, and has no checkpoint of step {step}; leave @{step} "
+                f"out"
+            )
         path = folder / "config.json"
         try:
-            settings = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{folder} is no Hugging Face folder: {path} cannot be read ({error})"
-            ) from error
-        if not isinstance(settings, dict) or "model_type" not in settings:
+            settings = read_object(path)
+        except ValueError as error:
+            raise ValueError(f"{folder} is no Hugging Face folder: {error}") from error
+        if "model_type" not in settings:
             raise ValueError(
                 f"{path} is no config.json of transformers, and {folder} has no "
                 f"checkpoints; give a Hugging Face folder, or a run folder"
             )
         model = model_config_of(settings, str(folder))
-        return cls(folder, model, int(settings.get("max_position_embeddings", 2048)))
+        return cls(folder, model, settings.get("max_position_embeddings", 2048))
 
     @property
     def tokenizer(self) -> str | None:
@@ -82,8 +87,7 @@ class Pretrained:
         path = self.folder / "tokenizer.json"
         if not path.is_file():
             return None
-        of_bytes = json.loads(ByteTokenizer().to_json())
-        is_bytes = json.loads(path.read_text(encoding="utf-8")) == of_bytes
+        is_bytes = read_object(path) == json.loads(ByteTokenizer().to_json())
         return None if is_bytes else str(path)
 
     def end_tokens(self) -> tuple[int, ...]:
@@ -100,8 +104,18 @@ class Pretrained:
         for name in ("generation_config.json", "config.json"):
             path = self.folder / name
             if path.is_file():
-                ids = json.loads(path.read_text(encoding="utf-8")).get(setting)
-                return () if ids is None else tuple(np.atleast_1d(ids).tolist())
+                given = read_object(path).get(setting)
+                ids = given if isinstance(given, list) else [given]
+                if given is None:
+                    return ()
+                if not all(
+                    fits(of, int) and 0 <= of < self.model.vocab_size for of in ids
+                ):
+                    raise ValueError(
+                        f"{path} has {setting}={given!r}, and ids of tokens are "
+                        f"integers from 0 to {self.model.vocab_size - 1}; mend it"
+                    )
+                return tuple(ids)
         return ()
 
     def with_relu(self) -> Self:

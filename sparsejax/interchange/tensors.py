@@ -14,7 +14,9 @@ import jax
 import numpy as np
 from flax import nnx
 
+from sparsejax.annotations import fits
 from sparsejax.config import ModelConfig
+from sparsejax.interchange.json_files import read_object
 from sparsejax.models.block_diagonal import stacked_dense_weight
 from sparsejax.models.transformer import Transformer
 
@@ -208,12 +210,14 @@ def weight_files(folder: Path) -> list[Path]:
       ValueError: there are none in safetensors.
     """
     index = folder / INDEX
-    try:
-        if index.is_file():
-            names = json.loads(index.read_text())["weight_map"].values()
-            return [folder / name for name in sorted(set(names))]
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ValueError(f"{index} is no index of weights: {error}") from error
+    if index.is_file():
+        files = read_object(index).get("weight_map")
+        if not isinstance(files, dict) or not all(fits(f, str) for f in files.values()):
+            raise ValueError(
+                f"{index} has weight_map={files!r:.80}, and an index of weights has "
+                f"the file of each weight there; save the model again"
+            )
+        return [folder / name for name in sorted(set(files.values()))]
     if not (folder / "model.safetensors").is_file():
         raise ValueError(
             f"{folder} has no model.safetensors; save the model with `save_pretrained` "

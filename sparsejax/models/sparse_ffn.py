@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from sparsejax.annotations import check_value
 from sparsejax.distributed.mesh import constrain
-from sparsejax.dtypes import Precision
+from sparsejax.dtypes import Precision, check_compute_dtype
 from sparsejax.explicit_axes import (
     automatically,
     inside_automatic_axes,
@@ -119,6 +119,7 @@ class SparseFFN(nnx.Module):
         self.d_hidden = d_hidden
         self.activation = activation
         self.dtype = jnp.dtype(dtype)
+        check_compute_dtype("dtype", str(self.dtype))
         self.groups = groups
         self.precision: Precision = precision
         self.backend = backend

@@ -408,15 +408,15 @@ def _predict(config: TrainConfig, planned: tuple[Phase, ...]) -> None:
         factors = cost_model.gemm_speedups(config.model, sparsity)
         step = cost_model.predicted_speedup(flops.ffn_share(), factors)
         took += share / step
-        assumed = ", ".join(f"{factor:.2f}" for factor in factors)
+        assumed = ", ".join(f"{factor:g}" for factor in factors)
         described.append(
-            f"(assumed GEMM factors {assumed}; no overhead): {names[sparsity]} step "
+            f"(GEMMs {assumed} times as fast, no overhead): {names[sparsity]} step "
             f"{step:.2f}x"
         )
     share = sum(sparse.values())
     whole = 1 / (1 / cost_model.whole_run_speedup(share / took, share) - spared)
     say(
-        f"predicted on sparse tensor cores {', '.join(described)}, whole run "
+        f"assumed on a GPU with fast kernels {', '.join(described)}, whole run "
         f"{whole:.2f}x at {share:.0%} sparse steps. Not a measurement"
     )
 

@@ -64,7 +64,7 @@ class Branch:
             raise ValueError(
                 f"{self.folder} has no checkpoint of step {step} to branch from; take "
                 f"one of {', '.join(map(str, sorted(steps)))}, or train that run with "
-                f"keep_every={step}, which keeps one there"
+                f"checkpoint_every={step} and keep_every={step}, which keep one there"
             )
         return step
 
