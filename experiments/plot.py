@@ -24,6 +24,7 @@ from sparsejax.reports.loss_figure import (
     shades_of,
 )
 from sparsejax.reports.records import read_metrics, training_seconds
+from sparsejax.terminal import console
 
 LINES = ("-", "--", ":", "-.")
 MOST_LINES = 6
@@ -250,7 +251,17 @@ def _scales(
     )
 
 
+def run(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit status."""
+    try:
+        for folder in map(Path, arguments):
+            is_comparison = (folder / "comparison.json").is_file()
+            print(plot_comparison(folder) if is_comparison else plot_run(folder))
+    except (OSError, ValueError) as error:
+        of = "give the folder of a run or of a comparison"
+        return console.fail(error, f"{error}; {of}")
+    return 0
+
+
 if __name__ == "__main__":
-    for argument in map(Path, sys.argv[1:]):
-        is_comparison = (argument / "comparison.json").is_file()
-        print(plot_comparison(argument) if is_comparison else plot_run(argument))
+    sys.exit(run(sys.argv[1:]))

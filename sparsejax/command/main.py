@@ -58,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         importlib.import_module(f"sparsejax.command.{name}").run(rest)
     except Exception as error:
-        reason = reason_of(error)
+        reason = reason_of(error, name)
         if reason is None:
             raise
         return console.fail(error, reason)
@@ -76,7 +76,7 @@ EXPECTED = (
 """The errors whose words are for the user; all others are mistakes of ours."""
 
 
-def reason_of(error: Exception) -> str | None:
+def reason_of(error: Exception, command: str) -> str | None:
     """Returns the line that tells the user why a command failed; None where the error
     is none that the user could do anything about."""
     if isinstance(error, EXPECTED):
@@ -86,6 +86,10 @@ def reason_of(error: Exception) -> str | None:
     reason = next(iter(str(error).splitlines()), "").rstrip(".")
     if not isinstance(error, MemoryError) and "out of memory" not in reason.lower():
         return None
+    if command == "eval":
+        return f"{reason}; a lower --batch-size or --sequence-length needs less"
+    if command == "sample":
+        return f"{reason}; fewer prompts or --tokens need less"
     return (
         f"{reason}; `sparsejax plan` says what a run needs, and fewer "
         f"--sequences-per-device (or more --micro-batches), --model.remat full or a "

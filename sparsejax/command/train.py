@@ -83,12 +83,12 @@ def read_options(arguments: Sequence[str]) -> TrainOptions:
 
 
 def _run(options: TrainOptions, arguments: Sequence[str]) -> None:
+    if options.profile is not None:
+        options.profile.check_within(options.config.steps)
     if options.dry_run:
         print_plan(options)
         return
     check_installed(options.log_to)
-    if options.profile is not None:
-        options.profile.check_within(options.config.steps)
     branch, init_from = options.trunk(), options.weights()
     if options.config.deterministic:
         console.repeat_bits()

@@ -12,6 +12,7 @@ import matplotlib.image
 import matplotlib.pyplot as plt
 import numpy as np
 
+from experiments import plot
 from experiments.plot import _label_ends, _seconds_label, plot_comparison
 from sparsejax.config import DataConfig, TrainConfig
 from sparsejax.config.config_file import to_json
@@ -178,3 +179,10 @@ def test_a_long_label_stands_above_the_end_of_another_line_that_it_would_cover()
     first, second = (text.get_window_extent() for text in axes.texts)
     assert first.x1 > second.x0 and not first.overlaps(second)
     plt.close(figure)
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path, capsys):
+    assert plot.run([str(tmp_path / "nothing")]) == 1
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "nothing/metrics.jsonl" in shown
+    assert shown.endswith("give the folder of a run or of a comparison")

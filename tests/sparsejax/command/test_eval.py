@@ -3,7 +3,9 @@
 import json
 import sys
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from sparsejax.command import main
 
@@ -47,3 +49,20 @@ def test_tasks_without_their_package_say_how_to_install_it(monkeypatch, capsys):
     assert (
         "needs the package `lm-eval`; run `uv sync --extra" in capsys.readouterr().err
     )
+
+
+def test_what_json_has_no_word_for_is_null_and_a_model_of_nan_is_refused(
+    uninterrupted, tmp_path, capsys
+):
+    _, folder, _ = uninterrupted("two-four")
+    text = tmp_path / "two.txt"
+    text.write_text("ab")
+    found = evaluated(capsys, str(folder), "--text", str(text))
+    assert found["tokens"] == 1 and found["loss_error"] is None
+    out = tmp_path / "out"
+    assert main.run(["export", str(folder), str(out)]) == 0
+    weights = load_file(out / "model.safetensors")
+    weights["model.norm.weight"] *= np.nan
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    assert main.run(["eval", str(out), "--text", str(text), "--json"]) == 1
+    assert "on this text is nan: its logits are not" in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """`sparsejax explain` on devices that need not be here."""
 
+import pytest
+
 from sparsejax.command import main
 from tests.support.devices import accelerators
 
@@ -53,3 +55,15 @@ def test_what_does_not_fit_is_refused(capsys):
     assert capsys.readouterr().err.startswith("ValueError: d_hidden=10 ")
     assert main.run(["explain", *SIZES, "--device", "H100"]) == 1
     assert "a device named 'H100'; take one of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["tokens", "d-model", "d-hidden"])
+@pytest.mark.parametrize("value", ["0", "-4", str(10**30)])
+def test_sizes_that_no_ffn_has_are_refused(size, value, capsys):
+    sizes = {"tokens": "64", "d-model": "64", "d-hidden": "256"} | {size: value}
+    arguments = [part for name, of in sizes.items() for part in (f"--{name}", of)]
+    with pytest.raises(SystemExit, match="2"):
+        main.run(["explain", *arguments])
+    name = size.replace("-", "_")
+    printed = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert f"{name}={value} must be at least 1" in printed

@@ -8,6 +8,8 @@ import sysconfig
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import pytest
+
 import sparsejax.command
 from sparsejax.command import main
 from sparsejax.reports.provenance import commit
@@ -105,3 +107,21 @@ def test_the_commit_is_that_of_this_checkout():
         check=True,
     ).stdout
     assert told is not None and head.startswith(told.rstrip("+"))
+
+
+@pytest.mark.parametrize(
+    ("command", "advice"),
+    [
+        ("eval", "a lower --batch-size or --sequence-length needs less"),
+        ("sample", "fewer prompts or --tokens need less"),
+        ("train", "fewer --sequences-per-device"),
+    ],
+)
+def test_out_of_memory_names_the_flags_that_the_command_has(command, advice):
+    assert advice in main.reason_of(MemoryError("out of memory"), command)
+    assert main.reason_of(KeyError("x"), command) is None
+
+
+def test_a_plan_refuses_the_trace_that_the_run_would_refuse(capsys):
+    assert main.run(["train", "--dry-run", "--steps", "20", "--profile", "5:50"]) == 1
+    assert "goes beyond the last step" in capsys.readouterr().err

@@ -89,6 +89,8 @@ def test_a_folder_that_may_not_be_read_is_named(tmp_path, monkeypatch):
 def test_text_needs_a_match(tmp_path):
     with pytest.raises(ValueError, match=r"text='.*': no file matches in .*; give a"):
         text_files(f"{tmp_path}/**/*.txt")
+    with pytest.raises(ValueError, match=r"text='.*' is a folder; give a glob .*\*\*/"):
+        text_files(str(tmp_path))
 
 
 @pytest.mark.parametrize(

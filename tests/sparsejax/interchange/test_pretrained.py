@@ -198,3 +198,60 @@ def test_model_and_tokenizer_come_from_the_folder_and_the_rest_does_not(tmp_path
     path = write_tokenizer(tmp_path / "out" / "tokenizer.json")
     assert pretrained.settings(start).data.tokenizer == str(path)
     assert HuggingFaceTokenizer(path).vocab_size > 256
+
+
+ODD = [
+    ("max_position_embeddings", [], "an int of 1 or more"),
+    ("max_position_embeddings", 0, "an int of 1 or more"),
+    ("max_position_embeddings", True, "an int of 1 or more"),
+    ("num_attention_heads", {}, "an int of 1 or more"),
+    ("hidden_size", 1.5, "an int of 1 or more"),
+    ("rope_parameters", "x", "of type dict or None"),
+    ("rope_scaling", [2], "of type dict or None"),
+    ("model_type", [], "a str"),
+    ("hidden_act", [], "a str"),
+    ("rms_norm_eps", "1e-5", "a float"),
+    ("tie_word_embeddings", "no", "True or False"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "wanted"), ODD)
+def test_a_setting_of_another_type_is_named(name, value, wanted, tmp_path):
+    folder = exported(tmp_path, **{name: value})
+    with pytest.raises(ValueError) as caught:
+        Pretrained.read(folder)
+    message = f"{folder}/config.json has {name}={value!r}, and it must be {wanted}"
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\xff"])
+@pytest.mark.parametrize("file", ["generation_config.json", "tokenizer.json"])
+def test_a_damaged_file_beside_the_weights_is_named(file, text, tmp_path):
+    folder = exported(tmp_path)
+    (folder / file).write_bytes(text.encode("latin-1"))
+    found = Pretrained.read(folder)
+    with pytest.raises(ValueError, match=f"{folder / file} (cannot be read|holds)"):
+        (found.end_tokens(), found.tokenizer)
+
+
+@pytest.mark.parametrize("ids", ["x", -5, 9999, [1, -1], 1.0])
+def test_an_end_of_text_that_is_no_token_is_refused(ids, tmp_path):
+    folder = exported(tmp_path)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(ValueError, match="eos_token_id=.*integers from 0 to 255"):
+        Pretrained.read(folder).end_tokens()
+
+
+def test_an_index_that_names_no_files_is_refused(tmp_path):
+    folder = exported(tmp_path)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": 3}}))
+    with pytest.raises(ValueError, match="index.json has weight_map={'a': 3}"):
+        Pretrained.read(folder).parameters()
+
+
+def test_a_folder_of_another_program_has_no_steps(tmp_path):
+    folder = exported(tmp_path / "model")
+    with pytest.raises(ValueError, match="no checkpoint of step 5; leave @5 out"):
+        Pretrained.read(Path(f"{folder}@5"))

@@ -373,3 +373,8 @@ def test_bfloat16_masters_compute_as_the_same_numbers_in_float32():
     np.testing.assert_allclose(total(small), total(large), rtol=3e-2)
     gradient = nnx.grad(total)(small)
     assert gradient["w_up"].get_value().dtype == jnp.bfloat16
+
+
+def test_a_dtype_that_no_ffn_computes_in_is_refused_where_it_is_given():
+    with pytest.raises(ValueError, match="dtype has dtype float16.*dtype=jnp.bfloat16"):
+        SparseFFN(D, F, dtype=jnp.float16, rngs=nnx.Rngs(0))
