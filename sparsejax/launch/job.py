@@ -59,6 +59,11 @@ def main(
         branch=branch if begun is None else None,
         init_from=init_from if begun is None else None,
     )
+    if begun == config.steps:
+        console.say(
+            f"{run_folder} holds a run that has taken its {begun:,} steps: nothing is "
+            f"trained"
+        )
     told = log_to if jax.process_index() == 0 else ()
     with (
         opened(told, run_folder, to_json(config), step=begun or 0) as log,

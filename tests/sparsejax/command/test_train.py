@@ -67,6 +67,9 @@ def test_the_main_job_writes_its_files_and_says_what_it_did(text, tmp_path, caps
     prompt = outcome.corpus.tokenizer.decode(outcome.corpus.validation[0][:16])
     assert f"greedy sample (prompt, then the model):\n{prompt}" in shown
     assert f"run folder: {tmp_path / 'run'}" in shown
+    assert "nothing is trained" not in shown
+    job.main(config, tmp_path / "run")
+    assert "has taken its 12 steps: nothing is trained" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
