@@ -14,12 +14,13 @@ is refused before anything is changed.
 import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.tree_util import GetAttrKey
+from jax.tree_util import GetAttrKey, SequenceKey
 from jaxtyping import Array, Int, PyTree
 
 from sparsejax.explicit_axes import automatically, spec_of
@@ -358,7 +359,8 @@ def _check_of_one_model(optimizer: object, weights: Collection[Path]) -> None:
     it is that of a model of which this one is a part.
 
     What lies between the last field of a state, such as `mu`, and a weight's path is
-    the place of the model in what was given to the optimiser: one for all weights.
+    the place of the model in what was given to the optimiser: one for all weights. In a
+    state without fields it begins after the numbers of tuples.
     """
     if isinstance(optimizer, nnx.Optimizer):
         optimizer = optimizer.opt_state  # its own state has no fields
@@ -366,9 +368,11 @@ def _check_of_one_model(optimizer: object, weights: Collection[Path]) -> None:
     for keys, _ in jax.tree_util.tree_flatten_with_path(optimizer)[0]:
         weight, start = _longest_within(_names(keys), weights)
         if weight is not None:
-            fields = [isinstance(key, GetAttrKey) for key in keys[:start]]
-            begin = start - fields[::-1].index(True) if any(fields) else 0
-            places.setdefault(_names(keys[begin:start]), weight)
+            above = keys[:start]
+            fields = [at for at, key in enumerate(above) if isinstance(key, GetAttrKey)]
+            parts = takewhile(lambda key: isinstance(key, SequenceKey), above)
+            begin = fields[-1] + 1 if fields else len(list(parts))
+            places.setdefault(_names(above[begin:]), weight)
     if len(places) > 1:
         first, second, *_ = (
             _name_of((*place, *weight)) for place, weight in places.items()
@@ -377,7 +381,9 @@ def _check_of_one_model(optimizer: object, weights: Collection[Path]) -> None:
             f"the optimiser's state has moments of {first} and of {second}: it is that "
             f"of a larger model than the one to switch, and which of them belong to "
             f"this one cannot be told; give the whole model, or optimizer=None, and "
-            f"initialise the optimiser anew"
+            f"initialise the optimiser anew. An optimiser of your own that keeps "
+            f"several moments of a weight has to name them by fields, as a NamedTuple "
+            f"does"
         )
 
 

@@ -383,6 +383,21 @@ def test_the_state_of_a_larger_model_is_refused_and_nothing_has_changed(as_state
     assert model.layers[1].sparsity == VENOM
 
 
+def test_a_state_without_fields_may_be_a_tuple_and_no_dictionary():
+    ffn = SparseFFN(16, 64, rngs=nnx.Rngs(0))
+    numbers = jax.tree.map(
+        lambda w: jnp.arange(float(w.size)).reshape(w.shape),
+        nnx.to_pure_dict(nnx.state(ffn, nnx.Param)),
+    )
+    with pytest.raises(ValueError, match="has to name them by fields"):
+        switch(ffn, {"first": numbers, "second": numbers}, VENOM)
+    first, second = switch(ffn, (numbers, numbers), VENOM)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    order = (np.asarray(first["w_up"])[0] % 64).astype(int)
+    np.testing.assert_array_equal(first["w_down"], numbers["w_down"][order])
+    assert sorted(order) == list(range(64)) != order.tolist()
+
+
 def test_an_array_for_each_axis_follows_its_neurons():
     """SM3 keeps two of them below the path of a weight."""
     ffn = SparseFFN(16, 64, rngs=nnx.Rngs(0))
