@@ -122,11 +122,14 @@ class Clock:
     def __init__(self, step: int) -> None:
         self.step = step
         self.start: float | None = None
+        self._stopped_at: float | None = None
 
     def tokens_per_second(self, step: int, tokens_per_step: int) -> float:
         """Returns the tokens per second since the last call; NaN at the first one,
         because the first step compiles."""
-        now = time.perf_counter()
+        now = self._stopped_at
+        if now is None:
+            now = time.perf_counter()
         rate = math.nan
         if self.start is not None and step > self.step:
             rate = (step - self.step) * tokens_per_step / (now - self.start)
@@ -135,7 +138,15 @@ class Clock:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
+        """Leaves the seconds of the block out; inside of another such block they are
+        left out already."""
+        if self._stopped_at is not None:
+            yield
+            return
+        begin = self._stopped_at = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._stopped_at = None
         if self.start is not None:
             self.start += time.perf_counter() - begin

@@ -215,6 +215,15 @@ def test_the_clock_counts_steps_and_nothing_else(monkeypatch):
         now += 30.0
     now += 4.0
     assert clock.tokens_per_second(12, 10) == pytest.approx(2 * 10 / 4.0)
+    now += 3.0
+    with clock.stopped():
+        now += 20.0
+        with clock.stopped():  # a router is timed while the step is recorded
+            now += 100.0
+        assert clock.tokens_per_second(15, 10) == pytest.approx(3 * 10 / 3.0)
+        now += 5.0
+    now += 2.0
+    assert clock.tokens_per_second(16, 10) == pytest.approx(10 / 2.0)
 
 
 def test_speed_is_recorded_but_for_the_first_interval_of_a_phase(uninterrupted):
