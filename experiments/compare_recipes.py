@@ -157,7 +157,9 @@ def _prepare(comparison: Comparison, folder: Path) -> None:
         _refuse_other_settings(trial, folder / trial.place)
         _refuse_other_beginning(trial, folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "comparison.json", json.dumps(_listing(comparison)) + "\n")
+    path = folder / "comparison.json"
+    listed = comparison.listing(json.loads(path.read_text()) if path.exists() else {})
+    write_whole(path, json.dumps(listed) + "\n")
 
 
 def _keep(rows: Sequence[dict], folder: Path, results: Path | None) -> None:
@@ -173,16 +175,6 @@ def _show(rows: Sequence[dict], folder: Path) -> None:
     console.STDOUT.print(losses_table(rows))
     console.STDOUT.print(means_table(rows))
     console.say(plot_comparison(folder))
-
-
-def _listing(comparison: Comparison) -> dict:
-    """Returns the content of comparison.json, which `plot_comparison` and
-    `finished_runs` read."""
-    folders: dict[str, list[str]] = {}
-    for trial in comparison.trials:
-        folders.setdefault(trial.name, []).append(trial.place)
-    arms = {trial.name: trial.arm or trial.name for trial in comparison.trials}
-    return {"baseline": comparison.baseline, "runs": folders, "arms": arms}
 
 
 def _refuse_other_settings(trial: Trial, folder: Path) -> None:

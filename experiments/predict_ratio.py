@@ -24,6 +24,7 @@ length. Every row says that it is predicted, and not measured.
 """
 
 import json
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -191,7 +192,7 @@ def cost_per_token(
 
     Raises:
       ValueError: an arm with sparse steps without a speed, or a speed without its
-        source or of an arm without sparse steps.
+        source, of an arm without sparse steps, or of another size than the dense model.
     """
     largest = max(rows, key=_dense_parameters)
     share = largest["sparse_share"]
@@ -211,6 +212,13 @@ def cost_per_token(
         raise ValueError(
             f"--speed {config.speed} is that of sparse steps, of which {config.arm} "
             f"has none; leave it out"
+        )
+    own, dense = largest["parameters"], _dense_parameters(largest)
+    if not math.isclose(own, dense, rel_tol=1e-6):
+        raise ValueError(
+            f"{config.arm} has {own:,} parameters, and the dense model {dense:,}: what "
+            f"a step of another model costs at other sizes is in no row; predict an "
+            f"arm of the dense model's size"
         )
     speed = Speed.read(config.speed)
     return 1 - share + share / speed.replicates(generator), share, speed

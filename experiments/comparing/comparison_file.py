@@ -75,6 +75,24 @@ class Comparison:
     """The runs, seed after seed; the baseline first, and every branch behind its
     trunk."""
 
+    def listing(self, before: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the content of comparison.json, which `plot_comparison` and
+        `finished_runs` read: the runs of this comparison, and those that `before`, its
+        present content, has besides: `only` may have left them out this time."""
+        folders = {
+            name: list(places) for name, places in before.get("runs", {}).items()
+        }
+        for trial in self.trials:
+            places = folders.setdefault(trial.name, [])
+            if trial.place not in places:
+                places.append(trial.place)
+        arms = {trial.name: trial.arm or trial.name for trial in self.trials}
+        return {
+            "baseline": self.baseline,
+            "runs": folders,
+            "arms": before.get("arms", {}) | arms,
+        }
+
     def only(self, runs: Collection[str], seeds: Collection[int]) -> "Comparison":
         """Returns the comparison of some runs with some seeds: also of those that they
         branch from, and of the baseline with these seeds. None given: all.

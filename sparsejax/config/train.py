@@ -26,7 +26,7 @@ from sparsejax.config.ranges import (
 )
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.backend import Backend
-from sparsejax.sparsity.patterns import StaticPattern, name_of
+from sparsejax.sparsity.patterns import NM, StaticPattern, name_of
 
 PresetName = Literal["tiny", "wide-200m", "gpt-124m", "llama-1b", "llama-7b"]
 
@@ -147,6 +147,18 @@ class TrainConfig:
         for name in ("d_hidden", "layers"):
             whole = getattr(self.model, name)
             sizes = [getattr(phase, name) or whole for phase in schedule]
+            masked = {
+                size
+                for size, of in zip(sizes, static, strict=True)
+                if isinstance(of, NM)
+            }
+            if len(masked) > 1:
+                raise ValueError(
+                    f"phases with static_weights as masks have {name}="
+                    f"{', '.join(map(str, sorted(masked)))}: a larger matrix has other "
+                    f"masks, and its weights would no longer be theirs; let the model "
+                    f"grow as it becomes dense, or use blocks, as 'diagonal:4'"
+                )
             if sizes != sorted(sizes) or sizes[-1] > whole:
                 raise ValueError(
                     f"the phases have {name}={', '.join(map(str, sizes))}, one after "

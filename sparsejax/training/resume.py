@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -54,7 +55,8 @@ def begin_or_resume(
         raise ValueError(
             f"every checkpoint in {folder} is damaged and was set aside: {found}; "
             f"there is nothing to go on from. To train anew in this folder, give "
-            f"the command again; to keep its records, use another folder"
+            f"the command that began it again, with --branch or --init-from if it had "
+            f"one; to keep its records, use another folder"
         )
     if checkpoints.latest_step() is not None:
         _restore(progress, branch, init_from)
@@ -67,6 +69,8 @@ def begin_or_resume(
         with Trunk(branch, progress.config, folder) as trunk:
             _begin_as_branch(progress, trunk, step_times)
     else:
+        if init_from is None:
+            _refuse_other_beginning(folder)
         if step_times is not None:
             _leave_out_slower_phases(progress, step_times)
             progress.wall_seconds_before = step_times.seconds
@@ -79,6 +83,22 @@ def begin_or_resume(
     for checkpoint in damaged:
         path, reason = str(checkpoint.path), checkpoint.reason
         progress.observe_only("damaged", checkpoint=path, reason=reason)
+
+
+def _refuse_other_beginning(folder: Path) -> None:
+    """Raises ValueError where the records of a folder without a checkpoint say that its
+    run began with another's state or weights, and it would begin with random ones."""
+    metrics = folder / "metrics.jsonl"
+    first = metrics.read_text(errors="replace") if metrics.exists() else ""
+    first = first.partition("\n")[0]
+    for name, flag in (("branch", "--branch"), ("init_from", "--init-from")):
+        # A line that a crash cut off may be no JSON.
+        if first.startswith('{"event": "start"') and f'"{name}": ' in first:
+            raise ValueError(
+                f"{folder} has no checkpoint, and {metrics} says that its run began "
+                f"with {flag}; give the command that began it again, with {flag}, or "
+                f"use another folder"
+            )
 
 
 def _begin_with(

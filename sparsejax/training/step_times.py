@@ -144,7 +144,8 @@ def time_steps(config: TrainConfig, corpus: Corpus) -> StepTimes:
     # Sparse phases have the whole model, whatever the first of all has, and dense steps
     # are timed in their precision: trained dense they would keep it.
     precision = next((of.precision for of in run.phases if not of.is_dense), None)
-    first = replace(run.phases[0], d_hidden=None, layers=None, precision=precision)
+    whole = {"d_hidden": None, "layers": None, "static_weights": None}
+    first = replace(run.phases[0], precision=precision, **whole)
     stepper = _Stepper(run, run.initial_state(), first, tokens)
     all_dense = first.as_dense()
     stepper.switch(all_dense)

@@ -244,6 +244,10 @@ class _Loop(Progress):
                     stopping = left_sparse
         self.checkpoints.wait()
         self.tell_save()
+        if left_sparse:
+            # SIGTERM may have come in the wait. Several processes answer for the call
+            # before, and so are asked twice.
+            left_sparse = not any([terminated(), terminated()])
         return Outcome(
             state=self.state,
             model=self.model(),

@@ -29,6 +29,7 @@ def write_rows(folder: Path, *, size: float, spread: float, **changes) -> Path:
             rows.append(
                 {
                     "arm": "sparse",
+                    "parameters": parameters,
                     "tokens": round(parameters * length),
                     "tokens_per_parameter": length,
                     "R_tokens": ratio,
@@ -96,6 +97,11 @@ def test_a_speed_brings_its_interval_and_a_control_its_own_cost(tmp_path):
         ({}, {"speed_from": None}, "belong together"),
         ({}, {"speed": "fast"}, "could not convert"),
         ({"sparse_share": 0.0}, {}, "of which sparse has none; leave it out"),
+        (
+            {"parameters": 9_000_000},
+            {},
+            "has 9,000,000 parameters, and the dense",
+        ),
         ({"R_tokens_low": None}, {}, "has an interval; train a second seed"),
         ({"tokens_per_parameter": 20.0}, {}, "known at 1 length only"),
         ({"arm": "other"}, {}, "--arm sparse has no row in .*; there are other"),

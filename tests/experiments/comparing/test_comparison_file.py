@@ -347,3 +347,16 @@ def test_runs_of_other_lengths_may_share_an_arm(tmp_path):
     path.write_text("seeds = [0]\n[runs.dense]\narm = 3\n")
     with pytest.raises(ValueError, match=r"runs\.dense\.arm=3 must be a name"):
         read_comparison(path)
+
+
+def test_runs_that_are_left_out_this_time_stay_listed():
+    whole = read_comparison(FILES / "wide-tiny.toml")
+    first = whole.only(["wide-63"], []).listing({})
+    assert list(first["runs"]) == ["dense-100", "wide-63"]
+    again = whole.only(["two-of-eight"], []).listing(first)
+    assert list(again["runs"]) == ["dense-100", "wide-63", "two-of-eight"]
+    assert again["arms"]["wide-63"] == "wide"
+    seeds = read_comparison(FILES / "wide-5m.toml")
+    second = seeds.only([], [1]).listing(seeds.only([], [0]).listing({}))
+    assert second["runs"]["wide-60"] == ["wide-60/seed-0", "wide-60/seed-1"]
+    assert second == seeds.only([], [1]).listing(second)

@@ -12,7 +12,7 @@ from sparsejax.config.schedule import Phase, model_of, phases
 from sparsejax.cost_model import flops_per_token
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.models.transformer import Transformer
-from sparsejax.sparsity.patterns import NM, VNM
+from sparsejax.sparsity.patterns import NM, VNM, BlockDiagonal
 from sparsejax.training.branch import Branch
 from sparsejax.training.step import Run, TrainState
 from sparsejax.training.step_times import time_steps
@@ -278,3 +278,21 @@ def test_a_model_that_would_shrink_is_refused(schedule, message):
 def test_a_small_phase_is_dense():
     with pytest.raises(ValueError, match="phase 'a' has a size of its own and sparse"):
         PhaseConfig(name="a", d_hidden=16, sparsity=VENOM)
+
+
+@pytest.mark.parametrize("size", [{"d_hidden": 16}, {"layers": 1}])
+def test_a_model_whose_weights_are_masked_is_refused_to_grow_before_it_is_dense(size):
+    """A larger matrix would draw its masks anew."""
+
+    def schedule(pattern, second):
+        first = PhaseConfig(name="a", share=0.3, static_weights=pattern, **size)
+        return (
+            first,
+            PhaseConfig(name="b", share=0.3, static_weights=second),
+            PhaseConfig(name="c"),
+        )
+
+    with pytest.raises(ValueError, match="static_weights as masks have (d_|layers=1)"):
+        TrainConfig().with_schedule(schedule(NM(2, 4), NM(2, 4)))
+    TrainConfig().with_schedule(schedule(NM(2, 4), None))
+    TrainConfig().with_schedule(schedule(BlockDiagonal(4), BlockDiagonal(4)))

@@ -152,6 +152,9 @@ def test_a_branch_that_was_killed_resumes_without_its_trunk(uninterrupted, tmp_p
     # Before its first checkpoint it begins anew.
     with pytest.raises(Killed):
         train(config, own, observe=kill_at("start", 3), branch=Branch(trunk, 3))
+    # Not from random weights, without its trunk.
+    with pytest.raises(ValueError, match="has no checkpoint, .* began with --branch; "):
+        train(config, own)
     with pytest.raises(Killed):
         train(config, own, observe=kill_at("step", 4), branch=Branch(trunk, 3))
     shutil.rmtree(trunk)

@@ -11,7 +11,7 @@ from sparsejax.config.schedule import Phase, phases, steps_left, with_dense
 from sparsejax.data.corpus import load_corpus
 from sparsejax.distributed.processes import Exchange
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
-from sparsejax.sparsity.patterns import NM
+from sparsejax.sparsity.patterns import NM, BlockDiagonal
 from sparsejax.training import step_times
 from sparsejax.training.step_times import (
     NEW_PROCESS_SECONDS,
@@ -274,3 +274,14 @@ def test_processes_take_as_many_steps_as_the_first_one_says(tmp_path, monkeypatc
     time_steps(config, corpus)
     warm = round(7 * step_times.WARM_SECONDS / step_times.ROUND_SECONDS)
     assert counts == [1, 1, warm, 7, 7, 7]
+
+
+@pytest.mark.parametrize("pattern", [BlockDiagonal(2), NM(2, 4)])
+def test_a_run_that_begins_with_static_weights_is_timed(pattern, tmp_path, monkeypatch):
+    monkeypatch.setattr(step_times._Stepper, "time_one", lambda *_: [1.0, 2.0, 3.0])
+    static = PhaseConfig(name="static", share=0.3, static_weights=pattern)
+    sparse = PhaseConfig(name="sparse", share=0.4, sparsity=SPARSE)
+    config = micro_config(write_text(tmp_path))
+    config = config.with_schedule((static, sparse, PhaseConfig(name="tail")))
+    corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
+    assert [of.phase for of in time_steps(config, corpus.head(500)).sparse] == [1]
