@@ -37,12 +37,16 @@ def plot_comparison(folder: Path) -> str:
 
     It has the validation loss as the phase computes, on both sides of a switch, against
     tokens and against seconds of training; a colour for each run, a line for each seed.
-    Below are the phases of each run's first seed.
+    Below are the phases of each run's first seed. Runs that have not begun are left
+    out.
     """
     plt = pyplot()
     if plt is None:
         return missing_matplotlib("comparison.png")
-    runs = json.loads((folder / "comparison.json").read_text())["runs"]
+    listed = json.loads((folder / "comparison.json").read_text())["runs"]
+    has_begun = lambda place: (folder / place / "config.json").is_file()
+    begun = {name: list(filter(has_begun, places)) for name, places in listed.items()}
+    runs = {name: places for name, places in begun.items() if places}
     strip = 0.25 * len(runs)
     figure, grid = plt.subplots(
         *(2, 2),
