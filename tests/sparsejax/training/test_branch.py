@@ -150,8 +150,9 @@ def test_a_branch_that_was_killed_resumes_without_its_trunk(uninterrupted, tmp_p
     trunk, own = tmp_path / "trunk", tmp_path / "branch"
     shutil.copytree(folder, trunk)
     # Before its first checkpoint it begins anew.
-    with pytest.raises(Killed):
-        train(config, own, observe=kill_at("start", 3), branch=Branch(trunk, 3))
+    for event in ("start", "checkpoint"):
+        with pytest.raises(Killed):
+            train(config, own, observe=kill_at(event, 3), branch=Branch(trunk, 3))
     # Not from random weights, without its trunk.
     with pytest.raises(ValueError, match="has no checkpoint, .* began with --branch; "):
         train(config, own)

@@ -180,9 +180,9 @@ def test_weights_packed_for_another_call_are_refused(given):
     packed = pack_ffn(
         w_up, w_down, sparsity=DENSE, precision=precision, dtype=jnp.bfloat16
     )
-    with pytest.raises(ValueError, match=r"packed.up is a .* by pack_ffn"):
+    with pytest.raises(ValueError, match=r"packed.up is .* by pack_ffn"):
         ffn(x, w_up, w_down, sparsity=FFNSparsity(weights=NM(2, 4)), packed=packed)
     other = "dtype" if given == "fp8" else "fp8"
     if other == "fp8":
-        with pytest.raises(ValueError, match="reads 8-bit floats"):
+        with pytest.raises(ValueError, match="reads weights in 8-bit floats"):
             ffn(x, w_up, w_down, precision=other, packed=packed)
