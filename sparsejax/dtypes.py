@@ -21,8 +21,8 @@ def check_compute_dtype(name: str, dtype: str) -> None:
     if dtype not in COMPUTE_DTYPES:
         raise ValueError(
             f"{name} has dtype {dtype}, and an FFN computes in float32 or bfloat16 (in "
-            f"float16 relu(Y1)^2 would be infinite from Y1 = 256 on); give bfloat16: "
-            f"dtype=jnp.bfloat16, or {name}.astype(jnp.bfloat16) of an array"
+            f"float16 relu(Y1)^2 would be infinite from Y1 = 256 on); use bfloat16 by "
+            f"dtype=jnp.bfloat16 or {name}.astype(jnp.bfloat16)"
         )
 
 
