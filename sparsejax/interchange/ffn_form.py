@@ -233,8 +233,11 @@ def _all_activations(form: Form) -> tuple[ActivationName, ...]:
 
 def _follows(y: Any, probe: nnx.Module, call: Call, x: jax.Array) -> bool:
     """Returns whether a module that gives y for x of float32 gives another dtype for
-    one of bfloat16."""
-    low = call(probe, x.astype(jnp.bfloat16))
+    one of bfloat16. A module that refuses bfloat16 does not."""
+    try:
+        low = call(probe, x.astype(jnp.bfloat16))
+    except Exception:  # whatever the module of another raises
+        return False
     both = isinstance(y, jax.Array) and isinstance(low, jax.Array)
     return both and y.dtype != low.dtype
 

@@ -76,3 +76,10 @@ def test_every_field_is_checked_by_its_dotted_name():
         Paint("green")
     with pytest.raises(ValueError, match=r"^paint\.coats=2\.0 must be an int$"):
         Paint(coats=2.0)
+
+
+def test_of_a_long_value_the_type_is_said():
+    with pytest.raises(ValueError, match="^x=a list must be an int$"):
+        check_value("x", [0] * 1000, int)
+    with pytest.raises(ValueError, match=r"^x=\[0, 0\] must be an int$"):
+        check_value("x", [0, 0], int)

@@ -92,3 +92,16 @@ def test_a_module_that_computes_in_the_dtype_of_x_keeps_one(
 def test_a_rule_that_is_no_expression_is_named():
     with pytest.raises(ValueError, match=r"rule '\(layers' is no regular expression"):
         sparsify(Model(MODULES["two"]), ["(layers"])
+
+
+class Float32Alone(Plain):
+    def __call__(self, x):
+        assert x.dtype == jnp.float32
+        return super().__call__(x)
+
+
+def test_a_module_that_refuses_bfloat16_is_an_ffn_of_float32():
+    module, x = Float32Alone(nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (5, D))
+    before = module(x)
+    sparsify(module, [""])
+    np.testing.assert_allclose(module(x), before, rtol=1e-5, atol=1e-5)

@@ -42,6 +42,11 @@ def test_a_run_goes_on_from_the_exported_loss_and_needs_the_folder_no_more(
     start = read_records(run)[0]
     assert start["validation_loss"] == loss  # to the bit
     assert start["init_from"]["folder"] == os.path.join("..", "model")
+    with pytest.raises(Killed):  # before its first checkpoint
+        begun = tmp_path / "begun"
+        train(config, begun, init_from=pretrained, observe=kill_at("checkpoint", 0))
+    with pytest.raises(ValueError, match="no checkpoint, .* began with --init-from; "):
+        train(config, begun)
     other = replace(pretrained, folder=tmp_path / "other")
     with pytest.raises(ValueError, match=r"began with \.\./model, not with"):
         train(config, run, init_from=other)

@@ -170,6 +170,30 @@ def test_what_is_left_is_estimated_from_the_pace(
     assert outcome.resume_in_new_process is stops
 
 
+def test_sigterm_in_the_wait_for_the_last_save_is_heard(
+    uninterrupted, sparse_kernels, monkeypatch, tmp_path
+):
+    config, _, _ = uninterrupted("two-four")
+    config = replace(config, new_process_minutes=0)
+    saved: list[int] = []
+    wait = Checkpoints.wait
+
+    def wait_and_be_told(self) -> None:
+        wait(self)
+        if saved[-1:] == [9]:
+            signal.raise_signal(signal.SIGTERM)
+            saved.append(10)
+
+    def observe(record: dict) -> None:
+        if record["event"] == "checkpoint":
+            saved.append(record["step"])
+
+    monkeypatch.setattr(Checkpoints, "wait", wait_and_be_told)
+    outcome = train(config, tmp_path, stop_after_sparse=True, observe=observe)
+    assert 10 in saved and int(outcome.state.step) == 9
+    assert not outcome.completed and not outcome.resume_in_new_process
+
+
 def test_a_run_that_is_told_to_stop_is_not_resumed_in_a_new_process(
     uninterrupted, sparse_kernels, tmp_path
 ):
