@@ -175,6 +175,10 @@ def pack_ffn(
     )
 
 
+IN_8_BITS = "weights in 8-bit floats"
+"""What `check_packed` calls quantised weights."""
+
+
 def check_packed(
     packed: PackedFFN,
     weights: FFNWeights[jax.Array],
@@ -184,7 +188,7 @@ def check_packed(
     dtype: jnp.dtype,
 ) -> None:
     """Raises ValueError where packed weights were made for another call of an FFN than
-    this one.
+    this one. Those of a finer dtype than the call's are read in the call's.
 
     Args:
       packed: what the call was given.
@@ -193,34 +197,43 @@ def check_packed(
       quantises: whether its GEMM 1 is one of 8-bit floats.
       dtype: its compute dtype.
     """
-    masters = {name: w for name, w in weights._asdict().items() if w is not None}
-    read, named = set[str](), ""
+    shapes = {name: w.shape for name, w in weights._asdict().items() if w is not None}
+    read, kind = set[str](), ""
     if sparsity.weights is not None:
-        read = set(masters) - (set() if sparsity.backward_weights else {"down"})
-        named = f"{name_of(sparsity.weights)} weights of dtype {dtype}"
+        read = set(shapes) - (set() if sparsity.backward_weights else {"down"})
+        kind = f"{name_of(sparsity.weights)} weights"
     elif quantises:
-        read = set(masters) - (set() if sparsity.is_dense else {"down"})
-        named = "weights in 8-bit floats"
-    for name in ("up", "down", "gate") if named else ():
-        given, wanted = _described(getattr(packed, name), is_down=name == "down"), None
-        if name in read:
-            wanted = f"{named}, {masters[name].shape}"
-        if given != wanted:
-            raise ValueError(
-                f"packed.{name} is {given}, and this call reads {wanted}; make packed "
-                f"by pack_ffn with the weights, sparsity, precision and dtype of the "
-                f"call"
-            )
-    copies = {} if packed.dense is None else packed.dense._asdict()
-    for name, copy in copies.items():
-        given = None if copy is None else (copy.shape, copy.dtype)
-        wanted = (masters[name].shape, dtype) if name in masters else None
-        if given != wanted:
-            raise ValueError(
-                f"packed.dense.{name} has shape and dtype {given}, and this call reads "
-                f"{wanted}; make packed by pack_ffn with the weights and dtype of the "
-                f"call"
-            )
+        read = set(shapes) - (set() if sparsity.is_dense else {"down"})
+        kind = IN_8_BITS
+    for name in ("up", "down", "gate") if kind else ():
+        wanted = f"{kind}, {shapes[name]}" if name in read else None
+        given = getattr(packed, name)
+        _check_one(f"packed.{name}", _described(given, is_down=name == "down"), wanted)
+        if isinstance(given, Compressed | Packed):
+            _check_rounding(f"packed.{name}", given.dtype, dtype)
+    for name, copy in () if packed.dense is None else packed.dense._asdict().items():
+        wanted = f"dense weights, {shapes[name]}" if name in shapes else None
+        given = None if copy is None else f"dense weights, {copy.shape}"
+        _check_one(f"packed.dense.{name}", given, wanted)
+        if copy is not None:
+            _check_rounding(f"packed.dense.{name}", copy.dtype, dtype)
+
+
+def _check_one(name: str, given: str | None, wanted: str | None) -> None:
+    if given != wanted:
+        raise ValueError(
+            f"{name} is {given}, and this call reads {wanted}; make packed by pack_ffn "
+            f"with the weights, sparsity and precision of the call"
+        )
+
+
+def _check_rounding(name: str, given: jnp.dtype, dtype: jnp.dtype) -> None:
+    """Raises ValueError where weights are rounded to fewer bits than the call's."""
+    if jnp.finfo(given).nmant < jnp.finfo(dtype).nmant:
+        raise ValueError(
+            f"{name} is rounded to {given}, and this call computes in {dtype}; make "
+            f"packed by pack_ffn with dtype=jnp.{dtype}"
+        )
 
 
 def _described(
@@ -231,11 +244,11 @@ def _described(
     if weight is None:
         return None
     if isinstance(weight, QuantisedWeight):
-        return f"weights in 8-bit floats, {weight.values.shape}"
+        return f"{IN_8_BITS}, {weight.values.shape}"
     shape = weight.shape
     if isinstance(weight, Packed) and not is_down:
         shape = shape[::-1]
-    return f"{name_of(weight.pattern)} weights of dtype {weight.dtype}, {shape}"
+    return f"{name_of(weight.pattern)} weights, {shape}"
 
 
 def _compress(
