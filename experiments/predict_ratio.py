@@ -12,12 +12,15 @@ Where the 90 % interval of b holds 0, the dependence on the size is not resolved
 prediction then takes the rung with the largest excess and no dependence. The ratio of
 seconds is
 
-    R = (1 - q + q / s) exp(delta)
+    R = (c_dense + c_sparse / s) exp(delta)
 
-for the share q of the arm's steps that are sparse and the speed s of a sparse step over
-a dense one, which `--speed` gives: that of this very recipe at the width that is
-predicted. An arm without sparse steps costs per token what the largest rung says. The
-90 % interval comes from the intervals of the rows and of the speed.
+for the costs of the arm's dense and sparse steps and the speed s of a sparse step over
+a dense one of the same model, which `--speed` gives: that of this very recipe at the
+width that is predicted. The costs are FLOPs as if all steps were dense, over those of
+the dense model, at the largest rung: 1 - q and q where the arm has the dense model's
+size, for the share q of its steps that are sparse. An arm without sparse steps costs
+per token what the largest rung says. The 90 % interval comes from the intervals of the
+rows and of the speed.
 
 It runs on a CPU in seconds, prints a table, and `--results` takes a row per size and
 length. Every row says that it is predicted, and not measured.
@@ -192,7 +195,7 @@ def cost_per_token(
 
     Raises:
       ValueError: an arm with sparse steps without a speed, or a speed without its
-        source, of an arm without sparse steps, or of another size than the dense model.
+        source or of an arm without sparse steps; or as `_flops`.
     """
     largest = max(rows, key=_dense_parameters)
     share = largest["sparse_share"]
@@ -213,15 +216,27 @@ def cost_per_token(
             f"--speed {config.speed} is that of sparse steps, of which {config.arm} "
             f"has none; leave it out"
         )
-    own, dense = largest["parameters"], _dense_parameters(largest)
+    speed = Speed.read(config.speed)
+    dense, sparse = _flops(largest)
+    return dense + sparse / speed.replicates(generator), share, speed
+
+
+def _flops(row: dict[str, Any]) -> tuple[float, float]:
+    """Returns the FLOPs of an arm's dense and sparse steps, as in its row.
+
+    Raises:
+      ValueError: an older row, without them, of another model than the dense one.
+    """
+    if "dense_flops" in row:
+        return row["dense_flops"], row["sparse_flops"]
+    own, dense = row["parameters"], _dense_parameters(row)
     if not math.isclose(own, dense, rel_tol=1e-6):
         raise ValueError(
-            f"{config.arm} has {own:,} parameters, and the dense model {dense:,}: what "
-            f"a step of another model costs at other sizes is in no row; predict an "
-            f"arm of the dense model's size"
+            f"{row['arm']} has {own:,} parameters, and the dense model {dense:,}, and "
+            f"the row does not say what its steps cost; make the rows anew with "
+            f"experiments/equal_loss.py"
         )
-    speed = Speed.read(config.speed)
-    return 1 - share + share / speed.replicates(generator), share, speed
+    return 1 - row["sparse_share"], row["sparse_share"]
 
 
 def table_of(predictions: Sequence[Prediction]) -> Table:

@@ -95,6 +95,11 @@ class Row:
     """Whether D_eq is below the shortest or above the longest dense run."""
     sparse_share: float
     """The share q of the steps that are sparse."""
+    dense_flops: float
+    """The FLOPs of the arm's dense steps, over those of as many steps of the dense
+    model as the arm has in all."""
+    sparse_flops: float
+    """The FLOPs that the arm's sparse steps would have if they were dense, likewise."""
     seconds: float | None
     """The measured seconds of the arm's steps, a mean over the seeds; None where not
     known."""
@@ -201,6 +206,7 @@ def rows_of(
         ratios = None if relative is None else relative * in_tokens
         of_wall = wall_ratios(of, dense_runs, equal)
         reached = bool(np.isfinite(equal[0]))
+        dense_flops, sparse_flops = flop_shares(of[0], model)
         speed = speeds.get(arm)
         source = speed_from if speed is not None else "FLOPs"
         if measured or relative is None:
@@ -217,6 +223,8 @@ def rows_of(
                 delta=math.log(in_tokens[0]) if reached else None,
                 extrapolated=not min(lengths) <= equal[0] <= max(lengths),
                 sparse_share=of[0].sparse_share,
+                dense_flops=dense_flops,
+                sparse_flops=sparse_flops,
                 seconds=_mean(run.seconds for run in of),
                 wall_seconds=_mean(run.wall_seconds for run in of),
                 speed=None if speed is None else speed.value,

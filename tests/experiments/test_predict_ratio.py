@@ -85,6 +85,11 @@ def test_a_speed_brings_its_interval_and_a_control_its_own_cost(tmp_path):
     # 2,000 draws know the percentiles of a deviation of 2 % to a tenth of it.
     assert of.R_low == pytest.approx((0.2 + 0.8 / 1.6) * excess, rel=4e-3)
     assert of.R_high == pytest.approx((0.2 + 0.8 / 1.4) * excess, rel=4e-3)
+    # A larger model, whose steps cost more.
+    flops = {"parameters": 9_000_000, "dense_flops": 0.3, "sparse_flops": 1.2}
+    wide = write_rows(tmp_path, size=0.02, spread=1e-6, **flops)
+    (of,) = predicted(wide, speed="1.5", **asked)
+    assert pytest.approx((0.3 + 1.2 / 1.5) * excess, rel=1e-9) == of.R
     dense = write_rows(tmp_path, size=0.02, spread=1e-6, sparse_share=0.0)
     (of,) = predicted(dense, speed=None, speed_from=None, **asked)
     assert pytest.approx(0.9 * excess, rel=1e-9) == of.R
@@ -100,7 +105,7 @@ def test_a_speed_brings_its_interval_and_a_control_its_own_cost(tmp_path):
         (
             {"parameters": 9_000_000},
             {},
-            "has 9,000,000 parameters, and the dense",
+            "has 9,000,000 parameters, .* make the rows",
         ),
         ({"R_tokens_low": None}, {}, "has an interval; train a second seed"),
         ({"tokens_per_parameter": 20.0}, {}, "known at 1 length only"),
