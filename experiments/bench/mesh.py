@@ -4,8 +4,8 @@
     uv run --extra cuda experiments/bench/mesh.py --recipe paper --phases.skip-blocks \\
         --backend mosaic_sm90
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 uv run --extra cuda experiments/bench/mesh.py \\
-        --preset llama-1b --layers 10 --recipe dense --batch-size 8 --per-device \\
-        --meshes 2 1 1 1 2 1
+        --preset llama-1b --layers 10 --recipe dense --batch-size 32 --micro-batches 8 \\
+        --per-device --meshes 2 1 1 1 2 1 4 1 1 1 4 1 --rounds 3 --steps 1 --saves 0
 
 The step is that of the recipe's sparse phase, or of the dense recipe, on real text,
 with attention, optimiser and everything else. Every mesh takes the same batch; with
@@ -24,6 +24,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
@@ -87,6 +89,8 @@ class Config:
     rounds: int = 5
     steps: int = 4
     """Optimiser steps per timed round."""
+    saves: int = 3
+    """Checkpoints that are timed on each mesh, beside a first one; 0 writes none."""
     results: Path | None = Path("runs/bench_mesh.jsonl")
     """File to which one JSON line per mesh is appended; None writes nothing. Rows that
     are to stay: experiments/results/bench_mesh.jsonl."""
@@ -128,10 +132,12 @@ class Stepper:
         pattern = rf" ({'|'.join(COLLECTIVES)})(?:-start)?\("
         return dict(Counter(re.findall(pattern, self.step.as_text() or "")))
 
-    def save(self, times: int = 3) -> dict[str, float]:
+    def save(self, times: int) -> dict[str, float]:
         """Returns the times of checkpoints that are written in the background while
         steps go on: milliseconds for which a save holds the loop, and seconds until it
-        is complete; medians, but for the first save."""
+        is complete; medians, but for the first save. Returns nothing for no `times`."""
+        if not times:
+            return {}
         held, total = [], []
         with tempfile.TemporaryDirectory() as folder, Checkpoints(folder) as kept:
             # The first save allocates the host's buffers.
@@ -161,14 +167,16 @@ def main(config: Config) -> list[dict]:
             f"meshes={config.meshes} need {most} devices, and there are "
             f"{jax.device_count()}; leave the larger ones out"
         )
-    steppers = {name: Stepper(_train_config(config, s)) for name, s in shapes.items()}
+    of_one = _first_steps_of_one(config, shapes.values())
+    # What XLA found out about the GEMMs of one device holds for the others.
+    steppers = {ONE: Stepper(_train_config(config, shapes.pop(ONE)))}
+    settings = [_train_config(config, shape) for shape in shapes.values()]
+    with ThreadPoolExecutor() as pool:
+        steppers |= zip(shapes, pool.map(Stepper, settings), strict=True)
     first = {name: stepper.steps(2) for name, stepper in steppers.items()}
-    of_one = {steppers[ONE].run.config.batch_size: first[ONE]}
+    of_one[config.batch_size] = first[ONE]
     for name, reports in first.items():
-        batch_size = steppers[name].run.config.batch_size
-        if batch_size not in of_one:
-            of_one[batch_size] = Stepper(_on_one_device(config, batch_size)).steps(2)
-        _check(name, reports, of_one[batch_size])
+        _check(name, reports, of_one[steppers[name].run.config.batch_size])
     calls = {
         name: lambda stepper=stepper: stepper.steps(config.steps)
         for name, stepper in steppers.items()
@@ -201,7 +209,7 @@ def main(config: Config) -> list[dict]:
             "temporaries_gib": memory.temp_size_in_bytes / 2**30,
             "first_steps": first[timing.name],
             "collectives": stepper.collectives(),
-            **stepper.save(),
+            **stepper.save(config.saves),
             "rounds": config.rounds,
             "device": jax.devices()[0].device_kind,
             "jax": jax.__version__,
@@ -212,12 +220,27 @@ def main(config: Config) -> list[dict]:
         print(
             f"{row['name']:<28} {row['tokens_per_second']:>10,.0f} tokens/s, "
             f"{row['speedup']:.2f} ({row['speedup_min']:.2f} to "
-            f"{row['speedup_max']:.2f}) x one; step {row['step_ms']:.0f} ms, a save "
-            f"holds {row['save_held_ms']:.0f} ms of {row['save_total_s']:.1f} s; "
+            f"{row['speedup_max']:.2f}) x one; step {row['step_ms']:.0f} ms; "
             f"{row['collectives']}"
         )
+        if config.saves:
+            print(
+                f"{'':<28} a save holds {row['save_held_ms']:.0f} ms of "
+                f"{row['save_total_s']:.1f} s"
+            )
     append_rows(rows, config.results)
     return rows
+
+
+def _first_steps_of_one(
+    config: Config, shapes: Iterable[tuple[int, int, int]]
+) -> dict[int, list[dict[str, float]]]:
+    """Returns the reports of one device's first two steps, by the size of the batch,
+    for every batch of a mesh that is not one device's own. Nothing of them stays in
+    memory."""
+    sizes = {_train_config(config, shape).batch_size for shape in shapes}
+    sizes = sorted(sizes - {config.batch_size})
+    return {size: Stepper(_on_one_device(config, size)).steps(2) for size in sizes}
 
 
 def _train_config(config: Config, shape: tuple[int, int, int]) -> TrainConfig:
