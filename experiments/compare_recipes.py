@@ -266,7 +266,7 @@ def train_beside(
 
 
 def _note_provenance(folder: Path, at_once: int) -> None:
-    """Adds a line with the device and the code on which the run goes on."""
+    """Adds a line with the devices and the code on which the run goes on."""
     here = (
         jax.devices()[0].device_kind,
         jax.__version__,
@@ -274,8 +274,9 @@ def _note_provenance(folder: Path, at_once: int) -> None:
         date.today().isoformat(),
     )
     session = dict(zip(PROVENANCE, here, strict=True))
-    beside = {"side_by_side": at_once} if at_once > 1 else {}
-    lines = [*read_sessions(folder), session | beside]
+    session |= {"devices": jax.device_count()} if jax.device_count() > 1 else {}
+    session |= {"side_by_side": at_once} if at_once > 1 else {}
+    lines = [*read_sessions(folder), session]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     write_whole(folder / "provenance.jsonl", text)
 

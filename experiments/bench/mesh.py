@@ -4,8 +4,9 @@
     uv run --extra cuda experiments/bench/mesh.py --recipe paper --phases.skip-blocks \\
         --backend mosaic_sm90
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 uv run --extra cuda experiments/bench/mesh.py \\
-        --preset llama-1b --layers 10 --recipe dense --batch-size 32 --micro-batches 8 \\
-        --per-device --meshes 2 1 1 1 2 1 4 1 1 1 4 1 --rounds 3 --steps 1 --saves 0
+        --preset llama-1b --layers 10 --recipe dense --batch-size 32 \\
+        --micro-batches 8 --per-device --meshes 2 1 1 1 2 1 4 1 1 1 4 1 --rounds 3 \\
+        --steps 1 --saves 0
 
 The step is that of the recipe's sparse phase, or of the dense recipe, on real text,
 with attention, optimiser and everything else. Every mesh takes the same batch; with

@@ -147,6 +147,13 @@ class DeltaFit:
     ) -> Float64[np.ndarray, "replicates coefficients"]:
         """Returns the least-squares coefficients of each replicate; an excess counts by
         the inverse square of its deviation."""
+        if (rank := np.linalg.matrix_rank(columns)) < len(columns):
+            raise ValueError(
+                f"the excesses of {len(self.excesses)} rows determine {rank} of "
+                f"{len(columns)} coefficients, as their sizes and lengths do not vary "
+                f"independently; train the arm and the dense model at more than one "
+                f"length of a size"
+            )
         weights = 1 / np.array([of.deviation for of in self.excesses])
         solved, *_ = np.linalg.lstsq(
             (columns * weights).T, (self.deltas * weights).T, rcond=None

@@ -97,7 +97,7 @@ class DenseCurves:
         self, losses: Float64[np.ndarray, " replicates"]
     ) -> Float64[np.ndarray, " replicates"]:
         """Returns the tokens after which each curve has the given loss; infinite where
-        it never has, which includes a curve that does not fall."""
+        it never has, and nan for a curve that does not fall."""
         falls = self.slope > 0
         phi = (self.offset - losses) / np.where(falls, self.slope, 1.0)
         left = 1 - self.exponent * phi
@@ -107,9 +107,8 @@ class DenseCurves:
             straight, 1.0, self.exponent
         )
         x = np.where(straight, phi, curved)
-        return np.where(
-            reached, np.exp(np.where(reached, x, 0.0) + self.centre), np.inf
-        )
+        tokens = np.exp(np.where(reached, x, 0.0) + self.centre)
+        return np.where(falls, np.where(reached, tokens, np.inf), np.nan)
 
 
 def _phi(x: np.ndarray, exponent: np.ndarray) -> np.ndarray:

@@ -74,7 +74,7 @@ class Row:
 
     R is a ratio of costs to one loss, the arm's over the dense model's: `R_tokens` in
     tokens, `R` in seconds of steps, `R_wall` in wall-clock seconds of the whole run.
-    `_low` and `_high` are the ends of the 90 % interval.
+    `_low` and `_high` are the ends of the 90 % interval, None where there is none.
     """
 
     comparison: str
@@ -206,7 +206,7 @@ def rows_of(
         ratios = None if relative is None else relative * in_tokens
         of_wall = wall_ratios(of, dense_runs, equal)
         reached = bool(np.isfinite(equal[0]))
-        dense_flops, sparse_flops = flop_shares(of[0], model)
+        dense_flops, sparse_flops = mean_flop_shares(of, model)
         speed = speeds.get(arm)
         source = speed_from if speed is not None else "FLOPs"
         if measured or relative is None:
@@ -222,7 +222,7 @@ def rows_of(
                 dense_tokens=float(equal[0]) if reached else None,
                 delta=math.log(in_tokens[0]) if reached else None,
                 extrapolated=not min(lengths) <= equal[0] <= max(lengths),
-                sparse_share=of[0].sparse_share,
+                sparse_share=float(np.mean([run.sparse_share for run in of])),
                 dense_flops=dense_flops,
                 sparse_flops=sparse_flops,
                 seconds=_mean(run.seconds for run in of),
@@ -231,7 +231,7 @@ def rows_of(
                 speed_low=None if speed is None else speed.low,
                 speed_high=None if speed is None else speed.high,
                 speed_from=source,
-                break_even_speed=break_even(of[0], model, in_tokens[0]),
+                break_even_speed=break_even(dense_flops, sparse_flops, in_tokens[0]),
                 **_with_interval("R_tokens", in_tokens, has_spread),
                 **_with_interval("R", ratios, has_spread),
                 **_with_interval("R_wall", of_wall, has_spread),
@@ -250,13 +250,18 @@ def rows_of(
 def _with_interval(
     name: str, ratios: Replicates | None, has_spread: bool
 ) -> dict[str, float | None]:
-    """Returns a ratio as fields of a row: its value, and the ends of its interval,
-    which there is none of where no arm has two seeds."""
+    """Returns a ratio as fields of a row: its value, and the ends of its interval.
+
+    There is no interval where no arm has two seeds, nor where one replicate in a
+    hundred or more has a dense curve that does not fall: such a curve says nothing of
+    the ratio. Where there are fewer of them, the interval is that of the others.
+    """
     value = low = high = None
     if ratios is not None:
         value = float(ratios[0])
-        if has_spread:
-            low, high = (float(x) for x in np.percentile(ratios[1:], INTERVAL))
+        known = ratios[1:][~np.isnan(ratios[1:])]
+        if has_spread and len(known) > 0.99 * len(ratios[1:]):
+            low, high = (float(x) for x in np.percentile(known, INTERVAL))
     return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 
@@ -304,8 +309,8 @@ def cost(
 ) -> tuple[Replicates | float | None, bool]:
     """Returns the cost of a token of these runs, in tokens of the dense runs' model,
     and whether it was measured. It is measured in seconds of steps where no speed is
-    given, no run shared its device, and all devices are of one kind; by FLOPs and the
-    speed of the sparse steps elsewhere.
+    given, no run shared its device, and all had as many devices of one kind; by FLOPs
+    and the speed of the sparse steps elsewhere.
 
     The cost is None where the runs have sparse steps whose speed is not known.
     """
@@ -313,9 +318,9 @@ def cost(
         own, dense = (_mean_per_token(of) for of in (runs, dense_runs))
         if own is not None and dense is not None:
             return own / dense, True
-    if speed is None and runs[0].sparse_share > 0:
+    if speed is None and any(run.sparse_share > 0 for run in runs):
         return None, False
-    dense, sparse = flop_shares(runs[0], dense_runs[0].config.model)
+    dense, sparse = mean_flop_shares(runs, dense_runs[0].config.model)
     return dense + sparse / (1.0 if speed is None else speed), False
 
 
@@ -325,7 +330,7 @@ def wall_ratios(
     equal: Replicates,
 ) -> Replicates | None:
     """Returns the wall-clock seconds of these runs over those of a dense run of D_eq
-    tokens, or None where they were not measured on devices of one kind.
+    tokens, or None where they were not measured on as many devices of one kind.
 
     The dense run's are a straight line in its tokens, fitted to the dense runs: what
     does not grow with the tokens, as compilation, is paid once by either.
@@ -356,16 +361,25 @@ def flop_shares(run: FinishedRun, model: ModelConfig) -> tuple[float, float]:
     return dense, sparse
 
 
-def break_even(run: FinishedRun, model: ModelConfig, excess: float) -> float | None:
-    """Returns the speed of a sparse step at which R is 1, by FLOPs; None where the run
+def mean_flop_shares(
+    runs: Sequence[FinishedRun], model: ModelConfig
+) -> tuple[float, float]:
+    """Returns the `flop_shares` of an arm, means over its runs: which steps are sparse
+    may differ between them, where phases were found slower than dense."""
+    shares = [flop_shares(run, model) for run in runs]
+    dense, sparse = (float(np.mean(of)) for of in zip(*shares, strict=True))
+    return dense, sparse
+
+
+def break_even(dense: float, sparse: float, excess: float) -> float | None:
+    """Returns the speed of a sparse step at which R is 1, by FLOPs; None where the arm
     has no sparse steps, or where no speed suffices.
 
     Args:
-      run: a run of the arm.
-      model: the dense model.
+      dense: the FLOPs of the arm's dense steps, as `flop_shares` returns them.
+      sparse: those of its sparse steps.
       excess: D / D_eq.
     """
-    dense, sparse = flop_shares(run, model)
     left = (1 / excess if excess > 0 else math.inf) - dense
     return sparse / left if sparse and left > 0 else None
 
@@ -377,7 +391,8 @@ def parameters(model: ModelConfig) -> int:
 
 
 def _alike(runs: Sequence[FinishedRun], others: Sequence[FinishedRun]) -> bool:
-    """Returns whether all of these runs were trained on one kind of device."""
+    """Returns whether all of these runs were trained on one kind of device, and on as
+    many of them."""
     return len({run.device for run in (*runs, *others)}) == 1
 
 

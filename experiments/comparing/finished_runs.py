@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -56,6 +56,8 @@ class FinishedRun:
     """The number of runs that were trained at a time on its devices, or on those of its
     trunk."""
     device: str | None = None
+    """The kind of the devices that it was trained on, and their number where there were
+    several."""
     commit: str | None = None
 
     @property
@@ -142,8 +144,8 @@ def read_run(folder: Path, name: str, arm: str) -> FinishedRun:
         seconds=seconds if known else None,
         wall_seconds=wall_seconds(records, config.steps) if known else None,
         side_by_side=at_once,
-        device=_all_of("device", sessions),
-        commit=_all_of("commit", sessions),
+        device=_all_of(map(_devices, sessions)),
+        commit=_all_of(session.get("commit") for session in sessions),
     )
 
 
@@ -217,6 +219,10 @@ def _last_validation(records: Sequence[Record], config: TrainConfig) -> Record |
     return next((r for r in of_event if r["step"] == config.steps), None)
 
 
-def _all_of(name: str, sessions: Sequence[dict]) -> str | None:
-    values = dict.fromkeys(session.get(name) for session in sessions)
-    return ", ".join(filter(None, values)) or None
+def _devices(session: dict) -> str | None:
+    kind, count = session.get("device"), session.get("devices", 1)
+    return kind if count == 1 or kind is None else f"{count} x {kind}"
+
+
+def _all_of(values: Iterable[str | None]) -> str | None:
+    return ", ".join(dict.fromkeys(filter(None, values))) or None

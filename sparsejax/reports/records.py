@@ -22,6 +22,12 @@ def append_record(path: Path, record: Record) -> None:
         file.write(json.dumps(record) + "\n")
 
 
+def flush_to_disk(path: Path) -> None:
+    """Waits until what was written to the file lies on the disk."""
+    with path.open("a") as file:
+        os.fsync(file.fileno())
+
+
 def read_metrics(run_folder: Path) -> list[Record]:
     """Returns the records of metrics.jsonl."""
     lines = (run_folder / "metrics.jsonl").read_text().splitlines()

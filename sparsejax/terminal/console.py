@@ -97,6 +97,9 @@ def _line_of(record: dict[str, Any]) -> str | None:
                 f"rate there {trunk['learning_rate']:.3g}, here "
                 f"{record['learning_rate']:.3g}"
             )
+            if record.get("run_dense"):
+                numbers = ", ".join(map(str, record["run_dense"]))
+                line += f"; phase {numbers} is trained dense, as there"
         return line
     if record["event"] == "validation":
         return f"{step} {record['kind']}: validation loss {record['loss']:.4f}"

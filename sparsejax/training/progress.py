@@ -18,6 +18,7 @@ from sparsejax.models.transformer import Transformer
 from sparsejax.reports.records import (
     Record,
     append_record,
+    flush_to_disk,
 )
 from sparsejax.training.optimizer import learning_rate
 from sparsejax.training.step import Run, TrainState
@@ -176,8 +177,12 @@ class Progress:
         # A failure of the one before is told before anything is said of this one.
         self.checkpoints.wait()
         self.tell_save()
-        # First the record: a complete checkpoint then has all records of its step.
+        # First the record: a complete checkpoint then has all records of its step, also
+        # after a crash of the machine.
         self.record("checkpoint", permanent=permanent, wall_seconds=self.wall_seconds())
+        if jax.process_index() == 0:
+            with self.writing(self.metrics_file):
+                flush_to_disk(self.metrics_file)
         self.checkpoints.save(
             self.step,
             self.state,

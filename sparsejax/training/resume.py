@@ -178,6 +178,7 @@ def _begin_as_branch(
         branch=trunk.origin
         | {"seconds": trunk.seconds(), "learning_rate": trunk.learning_rate},
         learning_rate=progress.learning_rate_of(progress.step),
+        **({} if step_times is not None else {"run_dense": progress.run_dense}),
     )
     own = progress.run_of_phase.config.model
     grows = not same_size(trunk_run.config.model, own)

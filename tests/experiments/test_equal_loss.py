@@ -136,6 +136,13 @@ def test_seconds_of_another_kind_of_device_are_not_compared(tmp_path):
     assert rows["again", 400]["speed_from"] == "FLOPs"
 
 
+def test_seconds_of_more_devices_are_not_compared(tmp_path):
+    again = Synthetic(name="again", config=replace(DENSE, steps=400), loss=1.0)
+    rows = rows_of(tmp_path, [*dense_runs(), replace(again, devices=2)])
+    assert rows["dense", 300]["measured"] and not rows["again", 400]["measured"]
+    assert rows["again", 400]["device"] == "2 x abacus"
+
+
 def test_another_model_costs_its_share_of_the_FLOPs(tmp_path):
     model = replace(DENSE.model, d_hidden=64)
     narrow = Synthetic(

@@ -4,10 +4,11 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from experiments import predict_ratio
-from experiments.comparing.delta_fit import Excess
+from experiments.comparing.delta_fit import DeltaFit, Excess
 from experiments.predict_ratio import Config, main
 
 SIZES = (5_000_000, 12_000_000, 30_000_000)
@@ -128,6 +129,18 @@ def test_a_row_without_an_interval_is_left_out_and_named(tmp_path, capsys):
     assert predicted(path, parameters=(1.8e9,), tokens_per_parameter=(20,)) == expected
     said = capsys.readouterr().out
     assert "20.0 tokens per parameter of 5,000,000 has no interval; left out" in said
+
+
+def test_sizes_and_lengths_that_vary_together_determine_nothing():
+    generator = np.random.default_rng(0)
+    rows = [
+        Excess(parameters=n, tokens_per_parameter=r, delta=0.01, deviation=0.01)
+        for n, r in ((5_000_000, 20.0), (12_000_000, 60.0), (12_000_000, 200.0))
+    ]
+    together = DeltaFit.draw(rows[:2], generator)
+    with pytest.raises(ValueError, match="2 rows determine 2 of 3 coefficients"):
+        together.at(30e6, 60.0)
+    assert np.isfinite(DeltaFit.draw(rows, generator).at(30e6, 60.0)).all()
 
 
 def test_an_interval_without_width_is_refused():

@@ -50,6 +50,12 @@ def test_a_loss_that_dense_never_has_takes_for_ever():
     assert np.isfinite(curve.tokens(np.array([30.0]))[0])
 
 
+def test_of_a_replicate_that_does_not_fall_nothing_is_said():
+    falls, rises = [1.2, 1.1, 1.0], [1.0, 1.1, 1.2]
+    tokens = fitted(TOKENS, [falls, rises]).tokens(np.full(2, 1.1))
+    assert np.isnan(tokens).tolist() == [False, True]
+
+
 def test_weights_say_which_budgets_count():
     tokens = np.array([1e8, 2e8, 4e8, 8e8])
     losses = 1 + (tokens / 1e8) ** -0.5

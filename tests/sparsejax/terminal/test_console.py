@@ -431,3 +431,12 @@ def test_steps_of_a_smaller_model_are_no_measure_of_sparse_ones(capsys):
     sparse = step | {"phase": 2, "sparse": True, "tokens_per_second": 150.0}
     console.say_speedup([small, dense, sparse])
     assert "dense ones 100: 1.50 times as fast" in capsys.readouterr().out
+
+
+def test_a_branch_says_which_phases_are_dense_as_in_its_trunk(capsys):
+    trunk = {"run": "../trunk", "step": 3, "seconds": 1.0, "learning_rate": 1e-3}
+    start = {"event": "start", "step": 3, "corpus": "text", "unigram_loss": 3.0}
+    start |= {"branch": trunk, "learning_rate": 1e-3, "run_dense": [1, 2]}
+    with console.progress(TrainConfig()) as observe:
+        observe(start)
+    assert "phase 1, 2 is trained dense, as there" in capsys.readouterr().out

@@ -217,6 +217,7 @@ def test_a_branch_without_times_trains_dense_what_its_trunk_did(
     assert_same_bits(outcome.state, expected.state)
     with Checkpoints(tmp_path / "same" / "checkpoints") as checkpoints:
         assert checkpoints.metadata()["run_dense"] == [1]
+    assert read_records(tmp_path / "same")[0]["run_dense"] == [1]
 
 
 # What cannot be.

@@ -35,6 +35,7 @@ class Synthetic:
     """The wall-clock seconds of the run; None as in runs of earlier versions."""
     side_by_side: int = 1
     device: str = "abacus"
+    devices: int = 1
     batch_losses: Sequence[float] | None = None
     trunk: str | None = None
     begin: int = 0
@@ -83,6 +84,8 @@ def _write_run(folder: Path, run: Synthetic) -> None:
     config = replace(run.config, seed=run.seed)
     (folder / "config.json").write_text(json.dumps(to_json(config)))
     session = {"device": run.device, "commit": "0123456", "jax": "0", "date": "today"}
+    if run.devices > 1:
+        session["devices"] = run.devices
     if run.side_by_side > 1:
         session["side_by_side"] = run.side_by_side
     (folder / "provenance.jsonl").write_text(json.dumps(session) + "\n")
