@@ -26,8 +26,9 @@ from which on it would break even.
 
 The 90 % interval is a bootstrap over the seeds and, where the records have them, over
 the batches of the last validation, the same ones for all runs; and over the speed where
-`--speed` gives its interval too. The spread over seeds is pooled over all arms and
-lengths with two seeds or more; without any there is no interval.
+`--speed` gives its interval too. What a seed adds to the losses of all arms alike is
+fitted and left out; the spread that is left is pooled over all arms and lengths with
+two seeds or more. Without any there is no interval.
 
 It runs on a CPU in seconds, and prints a table. FOLDER/equal_loss.png shows the losses
 against seconds, and R against tokens per parameter (of the dense model, without
@@ -41,6 +42,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import tyro
+from rich.console import Console
 from rich.table import Table
 
 from experiments.bench.rows import append_rows
@@ -49,6 +51,9 @@ from experiments.comparing.finished_runs import baseline_arm, read_finished
 from experiments.plot import plot_equal_loss
 from sparsejax.reports.provenance import commit
 from sparsejax.terminal import console
+
+WIDTH_OF_TABLE = 120
+"""The columns that the table takes where it is printed to no terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,11 +125,13 @@ def main(config: Config, command: str) -> list[Row]:
         seed=config.seed,
     )
     drawn = _drawn(config, rows, reference)
-    console.STDOUT.print(table_of(rows, reference))
+    on_terminal = console.STDOUT.is_terminal
+    printer = console.STDOUT if on_terminal else Console(width=WIDTH_OF_TABLE)
+    printer.print(table_of(rows, reference))
     if all(row.R_low is None for row in rows):
         console.say("no arm has two seeds of one length: no interval")
-    append_rows(map(asdict, rows), config.results)
     console.say(plot_equal_loss(config.folder, list(map(asdict, drawn)), reference))
+    append_rows(map(asdict, rows), config.results)
     return rows
 
 
@@ -149,9 +156,10 @@ def table_of(rows: Sequence[Row], reference: str) -> Table:
         title=f"to the loss of each arm: tokens and seconds, over those of {reference}"
     )
     table.add_column("arm", overflow="fold", min_width=12)
-    names = ("tokens/param", "loss", "D_eq/param", "R_tokens", "R", "seconds")
-    for name in (*names, "R_wall", "breaks even at", "seeds"):
-        table.add_column(name, justify="right")
+    names = ("tokens/\nparam", "loss", "D_eq/\nparam", "R_tokens", "R", "seconds")
+    for name in (*names, "R_wall", "breaks\neven at", "seeds"):
+        # A terminal that is too narrow breaks numbers, and cuts none short.
+        table.add_column(name, justify="right", overflow="fold")
     for row in rows:
         per = row.tokens_per_parameter / row.tokens
         equal = "never"
@@ -176,13 +184,13 @@ def table_of(rows: Sequence[Row], reference: str) -> Table:
 
 
 def with_interval(value: float | None, low: float | None, high: float | None) -> str:
-    """Returns a ratio as the table has it, with its 90 % interval where there is
-    one."""
+    """Returns a ratio as the table has it, with its 90 % interval below it where there
+    is one."""
     if value is None:
         return ""
     if low is None or high is None:
         return f"{value:.3f}"
-    return f"{value:.3f} ({low:.3f}-{high:.3f})"
+    return f"{value:.3f}\n{low:.3f}-{high:.3f}"
 
 
 def run(arguments: list[str]) -> int:

@@ -115,7 +115,7 @@ def plot_equal_loss(
     run's. On the right is R, the seconds to a loss over those of the dense model,
     against tokens per parameter, with its interval. Each arm is a line that is labelled
     at its end, at most six with the dense model's: those with sparse steps first, then
-    those with the lowest R.
+    those with the lowest R. A loss that the dense model never has is in neither half.
 
     Args:
       folder: the folder of the comparison.
@@ -127,7 +127,8 @@ def plot_equal_loss(
         return missing_matplotlib("equal_loss.png")
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        if row["R"] is not None and math.isfinite(row["R"]):
+        reached = row["dense_tokens"] is not None
+        if reached and row["R"] is not None and math.isfinite(row["R"]):
             lines.setdefault(row["arm"], []).append(row)
     dense = lines.pop(reference, [])
     order = lambda arm: (

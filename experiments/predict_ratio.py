@@ -40,8 +40,9 @@ import tyro
 from rich.table import Table
 
 from experiments.bench.rows import append_rows
+from experiments.comparing.bootstrap import INTERVAL, Replicates
 from experiments.comparing.delta_fit import DeltaFit, Excess
-from experiments.comparing.equal_loss_rows import INTERVAL, Replicates, Speed
+from experiments.comparing.equal_loss_rows import Speed
 from sparsejax.terminal import console
 
 

@@ -17,7 +17,7 @@ from typing import Self
 import numpy as np
 from jaxtyping import Float64
 
-from experiments.comparing.equal_loss_rows import (
+from experiments.comparing.bootstrap import (
     DEVIATIONS_IN_INTERVAL,
     INTERVAL,
     REPLICATES,

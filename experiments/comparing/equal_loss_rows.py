@@ -2,8 +2,7 @@
 dense model.
 
 The reference's runs of at least three lengths give the dense curve (`dense_curve`).
-Every replicate of a bootstrap has losses, a curve and speeds of its own; an interval
-lies between the percentiles `INTERVAL` of the replicates.
+Every replicate of a bootstrap (`bootstrap`) has losses, a curve and speeds of its own.
 """
 
 import math
@@ -12,25 +11,21 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-from jaxtyping import Float64
 
+from experiments.comparing.bootstrap import (
+    DEVIATIONS_IN_INTERVAL,
+    INTERVAL,
+    REPLICATES,
+    Replicates,
+    replicates,
+)
 from experiments.comparing.dense_curve import DenseCurves
 from experiments.comparing.finished_runs import FinishedRun
 from sparsejax.config import ModelConfig
 from sparsejax.cost_model import parameter_count, relative_flops
 
-REPLICATES = 2000
-INTERVAL = (5.0, 95.0)
-"""The percentiles of the replicates between which 90 % of them lie."""
-
-DEVIATIONS_IN_INTERVAL = 3.2897
-"""The width of the central 90 % of a normal distribution, in standard deviations."""
-
 type Key = tuple[str, int]
 """The arm of a run, and its number of tokens."""
-
-type Replicates = Float64[np.ndarray, " replicates"]
-"""A figure as it is, and then that of each bootstrap replicate."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,8 @@ class Row:
     loss: float
     """The mean loss over the seeds, in nats per token."""
     dense_tokens: float | None
-    """The tokens D_eq; None where the dense curve never has this loss."""
+    """The tokens D_eq; None where the dense curve never has this loss. What a seed adds
+    to the losses of all arms (`bootstrap.seed_effects`) is left out of both."""
     delta: float | None
     """ln(D / D_eq), which is ln of `R_tokens`."""
     extrapolated: bool
@@ -218,10 +214,13 @@ def rows_of(
                 parameters=parameters(of[0].config.model),
                 tokens=tokens,
                 tokens_per_parameter=tokens / parameters(model),
-                loss=float(losses[key][0]),
+                loss=float(np.mean([run.loss for run in of])),
                 dense_tokens=float(equal[0]) if reached else None,
                 delta=math.log(in_tokens[0]) if reached else None,
-                extrapolated=not min(lengths) <= equal[0] <= max(lengths),
+                # A curve through three points returns their lengths but for rounding.
+                extrapolated=not (
+                    min(lengths) * (1 - 1e-6) <= equal[0] <= max(lengths) * (1 + 1e-6)
+                ),
                 sparse_share=float(np.mean([run.sparse_share for run in of])),
                 dense_flops=dense_flops,
                 sparse_flops=sparse_flops,
@@ -265,43 +264,6 @@ def _with_interval(
     return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 
-def replicates(
-    groups: Mapping[Key, Sequence[FinishedRun]], generator: np.random.Generator
-) -> dict[Key, Replicates]:
-    """Returns the mean loss of each group: first as it is, then of each bootstrap
-    replicate.
-
-    A replicate draws the batches of the validation anew, the same for all runs, where
-    all runs record the loss of each. For each of a group's seeds it also draws a
-    deviation from the mean, from those of all groups with two seeds or more; they are
-    made sqrt(n / (n - 1)) times larger, as many times as a mean over n seeds has made
-    them smaller.
-    """
-    runs = [run for of in groups.values() for run in of]
-    counts = {len(run.batch_losses) for run in runs}
-    batches = counts.pop() if len(counts) == 1 else 0
-    drawn = None
-    if batches > 1:
-        drawn = generator.integers(batches, size=(REPLICATES, batches))
-    deviations = []
-    for of in groups.values():
-        own = np.array([run.loss for run in of])
-        if (n := len(own)) > 1:
-            deviations += list((own - own.mean()) * math.sqrt(n / (n - 1)))
-    losses = {}
-    for key, of in groups.items():
-        mean = float(np.mean([run.loss for run in of]))
-        replicate = np.full(REPLICATES, mean)
-        if drawn is not None:
-            by_batch = np.mean([run.batch_losses for run in of], axis=0)
-            replicate += by_batch[drawn].mean(axis=1) - by_batch.mean()
-        if deviations:
-            size = (REPLICATES, len(of))
-            replicate += generator.choice(np.array(deviations), size).mean(axis=1)
-        losses[key] = np.concatenate([[mean], replicate])
-    return losses
-
-
 def cost(
     runs: Sequence[FinishedRun],
     dense_runs: Sequence[FinishedRun],
@@ -330,7 +292,8 @@ def wall_ratios(
     equal: Replicates,
 ) -> Replicates | None:
     """Returns the wall-clock seconds of these runs over those of a dense run of D_eq
-    tokens, or None where they were not measured on as many devices of one kind.
+    tokens, or None where they were not measured on as many devices of one kind, or
+    where D_eq is below all dense runs and their line falls below 0 there.
 
     The dense run's are a straight line in its tokens, fitted to the dense runs: what
     does not grow with the tokens, as compilation, is paid once by either.
@@ -345,8 +308,9 @@ def wall_ratios(
     if own is None or len(dense) < len(dense_runs) or not _alike(runs, dense_runs):
         return None
     slope, constant = np.polyfit([run.tokens for run in dense_runs], dense, 1)
-    seconds = constant + slope * equal
-    return own / np.maximum(seconds, np.finfo(np.float64).tiny)
+    if constant < 0 and equal[0] < min(run.tokens for run in dense_runs):
+        return None
+    return own / (constant + slope * equal)
 
 
 def flop_shares(run: FinishedRun, model: ModelConfig) -> tuple[float, float]:

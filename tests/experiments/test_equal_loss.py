@@ -12,56 +12,17 @@ from experiments import equal_loss
 from experiments.comparing.equal_loss_rows import Speed, grouped, parameters
 from experiments.comparing.equal_loss_rows import rows_of as of_groups
 from experiments.comparing.finished_runs import read_finished
-from experiments.equal_loss import Config, main
 from sparsejax.config import PhaseConfig
 from sparsejax.cost_model import flops_per_token
-from sparsejax.feed_forward.sparsity import FFNSparsity
-from sparsejax.sparsity.patterns import NM
+from tests.support.files.equal_loss_runs import (
+    BUDGETS,
+    dense_runs,
+    loss,
+    rows_of,
+    sparse_config,
+    tokens_of,
+)
 from tests.support.files.synthetic_runs import DENSE, Synthetic, write_comparison
-
-BUDGETS = (100, 300, 1000)
-TWO_FOUR = FFNSparsity(weights=NM(2, 4), activations=NM(2, 4))
-
-
-def loss(tokens: float) -> float:
-    """The loss of the dense model after so many tokens."""
-    return 0.9 + 0.4 * (tokens / 1e5) ** -0.3
-
-
-def tokens_of(steps: float) -> float:
-    return steps * DENSE.tokens_per_step
-
-
-def dense_runs(**changes) -> list[Synthetic]:
-    """A tenth of a second a step."""
-    return [
-        Synthetic(
-            name=f"dense-{steps}",
-            arm="dense",
-            config=replace(DENSE, steps=steps),
-            loss=loss(tokens_of(steps)),
-            seconds=0.1 * steps,
-            **changes,
-        )
-        for steps in BUDGETS
-    ]
-
-
-def sparse_config(steps: int, share: float):
-    schedule = (
-        PhaseConfig(name="sparse", share=share, sparsity=TWO_FOUR),
-        PhaseConfig(name="dense"),
-    )
-    return replace(DENSE, steps=steps).with_schedule(schedule)
-
-
-def rows_of(folder, runs, *arguments: str, **settings) -> dict[tuple[str, int], dict]:
-    write_comparison(folder, runs, baseline=f"dense-{BUDGETS[0]}")
-    results = folder / "rows.jsonl"
-    config = Config(folder=folder, results=results, **settings)
-    main(config, "the command")
-    rows = [json.loads(line) for line in results.read_text().splitlines()]
-    return {(row["arm"], row["tokens"] // DENSE.tokens_per_step): row for row in rows}
 
 
 def test_R_is_what_the_seconds_say_where_runs_had_their_device_alone(tmp_path):
@@ -360,75 +321,3 @@ def test_two_runs_of_one_arm_length_and_seed_are_refused(tmp_path):
 def test_a_folder_without_a_comparison_is_refused(tmp_path, capsys):
     assert equal_loss.run([str(tmp_path)]) == 1
     assert "holds no comparison" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("side_by_side", [1, 4])
-def test_the_figure_has_losses_against_seconds_and_R(
-    side_by_side, tmp_path, monkeypatch
-):
-    """Where no seconds were measured, they are a share of the longest dense run's."""
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    figures = []
-    monkeypatch.setattr(pyplot, "close", figures.append)
-    sparse = Synthetic(
-        name="sparse",
-        config=sparse_config(300, 0.8),
-        loss=loss(tokens_of(270)),
-        seconds=0.07 * 300,
-    )
-    given = {"speed": ("sparse=1.6",), "speed_from": "a row"}
-    runs = [*dense_runs(side_by_side=side_by_side), sparse]
-    rows = rows_of(tmp_path, runs, **(given if side_by_side > 1 else {}))
-    left, right = figures[0].axes
-    dense, own = (line.get_xydata() for line in left.lines)
-    if side_by_side > 1:
-        places, place = [0.1, 0.3, 1.0], 0.3 * (0.8 / 1.6 + 0.2)
-        assert "not measured" in left.get_xlabel()
-    else:
-        places, place = [10.0, 30.0, 100.0], 0.07 * 300
-        assert left.get_xlabel() == "seconds of training steps"
-    losses = [loss(tokens_of(steps)) for steps in BUDGETS]
-    np.testing.assert_allclose(dense, np.stack([places, losses], axis=1), rtol=1e-3)
-    np.testing.assert_allclose(own, [[place, sparse.loss]], rtol=1e-3)
-    (ratio, one) = (line.get_xydata() for line in right.lines)
-    row = rows["sparse", 300]
-    np.testing.assert_allclose(ratio, [[row["tokens_per_parameter"], row["R"]]])
-    assert set(one[:, 1]) == {1.0}
-    texts = [text.get_text().split()[0] for text in (*left.texts, *right.texts)]
-    assert texts == ["dense", "sparse", "sparse"]
-
-
-def test_the_figure_has_the_arms_that_are_asked_for(tmp_path, capsys, monkeypatch):
-    drawn = []
-    plot = equal_loss.plot_equal_loss
-    spy = lambda folder, rows, arm: drawn.extend(rows) or plot(folder, rows, arm)
-    monkeypatch.setattr(equal_loss, "plot_equal_loss", spy)
-    arms = [
-        Synthetic(
-            name=name,
-            config=replace(DENSE, steps=300),
-            loss=loss(tokens_of(300)),
-            seconds=30.0,
-        )
-        for name in ("first", "second")
-    ]
-    rows = rows_of(tmp_path, [*dense_runs(), *arms], draw=("second",))
-    assert {arm for arm, _ in rows} == {"dense", "first", "second"}
-    assert {row["arm"] for row in drawn} == {"dense", "second"}
-    with pytest.raises(ValueError, match="--draw third is no arm of .* first, second"):
-        rows_of(tmp_path / "again", [*dense_runs(), *arms], draw=("third",))
-
-
-def test_the_figure_has_six_lines_at_most(tmp_path, capsys):
-    arms = [
-        Synthetic(
-            name=f"arm-{number}",
-            config=replace(DENSE, steps=300),
-            loss=loss(tokens_of(300)),
-            seconds=30.0 + number,
-        )
-        for number in range(7)
-    ]
-    rows_of(tmp_path, [*dense_runs(), *arms])
-    # The seventh line would be the sixth of these: dense is one, too.
-    assert "equal_loss.png; without arm-5, arm-6\n" in capsys.readouterr().out

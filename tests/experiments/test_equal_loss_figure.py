@@ -1,0 +1,104 @@
+"""The figure of losses against seconds and of R, read back from what was drawn."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from experiments import equal_loss
+from tests.support.files.equal_loss_runs import (
+    BUDGETS,
+    dense_runs,
+    loss,
+    rows_of,
+    sparse_config,
+    tokens_of,
+)
+from tests.support.files.synthetic_runs import DENSE, Synthetic
+
+
+@pytest.mark.parametrize("side_by_side", [1, 4])
+def test_the_figure_has_losses_against_seconds_and_R(
+    side_by_side, tmp_path, monkeypatch
+):
+    """Where no seconds were measured, they are a share of the longest dense run's."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    sparse = Synthetic(
+        name="sparse",
+        config=sparse_config(300, 0.8),
+        loss=loss(tokens_of(270)),
+        seconds=0.07 * 300,
+    )
+    given = {"speed": ("sparse=1.6",), "speed_from": "a row"}
+    runs = [*dense_runs(side_by_side=side_by_side), sparse]
+    rows = rows_of(tmp_path, runs, **(given if side_by_side > 1 else {}))
+    left, right = figures[0].axes
+    dense, own = (line.get_xydata() for line in left.lines)
+    if side_by_side > 1:
+        places, place = [0.1, 0.3, 1.0], 0.3 * (0.8 / 1.6 + 0.2)
+        assert "not measured" in left.get_xlabel()
+    else:
+        places, place = [10.0, 30.0, 100.0], 0.07 * 300
+        assert left.get_xlabel() == "seconds of training steps"
+    losses = [loss(tokens_of(steps)) for steps in BUDGETS]
+    np.testing.assert_allclose(dense, np.stack([places, losses], axis=1), rtol=1e-3)
+    np.testing.assert_allclose(own, [[place, sparse.loss]], rtol=1e-3)
+    (ratio, one) = (line.get_xydata() for line in right.lines)
+    row = rows["sparse", 300]
+    np.testing.assert_allclose(ratio, [[row["tokens_per_parameter"], row["R"]]])
+    assert set(one[:, 1]) == {1.0}
+    texts = [text.get_text().split()[0] for text in (*left.texts, *right.texts)]
+    assert texts == ["dense", "sparse", "sparse"]
+
+
+def test_the_figure_has_the_arms_that_are_asked_for(tmp_path, capsys, monkeypatch):
+    drawn = []
+    plot = equal_loss.plot_equal_loss
+    spy = lambda folder, rows, arm: drawn.extend(rows) or plot(folder, rows, arm)
+    monkeypatch.setattr(equal_loss, "plot_equal_loss", spy)
+    arms = [
+        Synthetic(
+            name=name,
+            config=replace(DENSE, steps=300),
+            loss=loss(tokens_of(300)),
+            seconds=30.0,
+        )
+        for name in ("first", "second")
+    ]
+    rows = rows_of(tmp_path, [*dense_runs(), *arms], draw=("second",))
+    assert {arm for arm, _ in rows} == {"dense", "first", "second"}
+    assert {row["arm"] for row in drawn} == {"dense", "second"}
+    with pytest.raises(ValueError, match="--draw third is no arm of .* first, second"):
+        rows_of(tmp_path / "again", [*dense_runs(), *arms], draw=("third",))
+
+
+def test_the_figure_has_six_lines_at_most(tmp_path, capsys):
+    arms = [
+        Synthetic(
+            name=f"arm-{number}",
+            config=replace(DENSE, steps=300),
+            loss=loss(tokens_of(300)),
+            seconds=30.0 + number,
+        )
+        for number in range(7)
+    ]
+    rows_of(tmp_path, [*dense_runs(), *arms])
+    # The seventh line would be the sixth of these: dense is one, too.
+    assert "equal_loss.png; without arm-5, arm-6\n" in capsys.readouterr().out
+
+
+def test_a_loss_that_dense_never_has_is_in_a_row_and_not_in_the_figure(tmp_path):
+    below = Synthetic(
+        name="below", config=sparse_config(300, 0.8), loss=0.5, side_by_side=2
+    )
+    given = {"speed": ("below=1.6",), "speed_from": "a row"}
+    row = rows_of(tmp_path, [*dense_runs(side_by_side=2), below], **given)["below", 300]
+    assert row["dense_tokens"] is None and row["R"] == 0.0 and row["extrapolated"]
+    assert (tmp_path / "equal_loss.png").is_file()
+
+
+def test_the_longest_dense_run_is_not_outside_of_its_own_curve(tmp_path):
+    rows = rows_of(tmp_path, dense_runs())
+    assert not any(row["extrapolated"] for row in rows.values())
