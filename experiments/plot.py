@@ -110,12 +110,13 @@ def plot_equal_loss(
     """Draws equal_loss.png in the folder of a comparison; returns a line that says what
     happened.
 
-    On the left are the losses against the seconds of steps; where those were not
-    measured, against what FLOPs and speeds say of them, as a share of the longest dense
-    run's. On the right is R, the seconds to a loss over those of the dense model,
-    against tokens per parameter, with its interval. Each arm is a line that is labelled
-    at its end, at most six with the dense model's: those with sparse steps first, then
-    those with the lowest R. A loss that the dense model never has is in neither half.
+    On the left are the losses, without the effects of seeds, against the seconds of
+    steps; where those were not measured, against what FLOPs and speeds say of them, as
+    a share of the longest dense run's. On the right is R, the seconds to a loss over
+    those of the dense model, against tokens per parameter, with its interval. Each arm
+    is a line that is labelled at its end, at most six with the dense model's: those
+    with sparse steps first, then those with the lowest R. A loss that the dense model
+    never has is in neither half.
 
     Args:
       folder: the folder of the comparison.
@@ -147,7 +148,7 @@ def plot_equal_loss(
         is_dense = arm == reference
         color = {"color": "black"} if is_dense else {}
         ordered = sorted(points, key=at)
-        losses = [row["loss"] for row in ordered]
+        losses = [row["adjusted_loss"] for row in ordered]
         (line,) = left.plot(list(map(at, ordered)), losses, "o-", markersize=4, **color)
         ends[left].append((line, arm))
         if is_dense:
@@ -165,7 +166,7 @@ def plot_equal_loss(
             low, high = ([row[end] for row in points] for end in ("R_low", "R_high"))
             right.fill_between(tokens, low, high, color=line.get_color(), alpha=0.15)
     left.set_xlabel(label)
-    left.set_ylabel("final validation loss, nats per token")
+    left.set_ylabel("final validation loss without seeds' effects, nats per token")
     right.axhline(1.0, color="black", linestyle="--", linewidth=1)
     lengths = sorted({row["tokens_per_parameter"] for row in rows})
     if lengths:

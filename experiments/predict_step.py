@@ -10,9 +10,10 @@ steps has reached, and the tables of kernel times. Rows whose sparsity has no na
 steps in 8-bit floats from before GEMM 1 was one of them, and those with a row for each
 expert of a token where it has one row for all of them today, are left out and counted.
 
-It runs on a CPU in a few seconds. Expected: of 94 steps of one GPU half are within
-1.4 %, and all but three within 11 %; 12 steps of two GPUs, all of `gpt-124m`, are
-predicted 6 to 15 % too short.
+It runs on a CPU in a few seconds. Expected: of 96 steps of one GPU half are within
+1.4 %, and all but three within 11 %; 12 steps of `gpt-124m` on two GPUs are predicted 6
+to 15 % too short, 8 of `llama-1b` on two and four between 4 % too long and 10 % too
+short.
 """
 
 import json

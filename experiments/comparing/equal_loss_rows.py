@@ -82,9 +82,12 @@ class Row:
     """The arm's tokens over the parameters of the dense model."""
     loss: float
     """The mean loss over the seeds, in nats per token."""
+    adjusted_loss: float
+    """That mean without what the seeds add to the losses of all arms
+    (`bootstrap.seed_effects`), so that arms with other seeds can be compared."""
     dense_tokens: float | None
-    """The tokens D_eq; None where the dense curve never has this loss. What a seed adds
-    to the losses of all arms (`bootstrap.seed_effects`) is left out of both."""
+    """The tokens D_eq at which the dense curve, whose losses are adjusted likewise, has
+    the adjusted loss; None where it never has."""
     delta: float | None
     """ln(D / D_eq), which is ln of `R_tokens`."""
     extrapolated: bool
@@ -215,6 +218,7 @@ def rows_of(
                 tokens=tokens,
                 tokens_per_parameter=tokens / parameters(model),
                 loss=float(np.mean([run.loss for run in of])),
+                adjusted_loss=float(losses[key][0]),
                 dense_tokens=float(equal[0]) if reached else None,
                 delta=math.log(in_tokens[0]) if reached else None,
                 # A curve through three points returns their lengths but for rounding.
