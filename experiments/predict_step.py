@@ -12,7 +12,7 @@ expert of a token where it has one row for all of them today, are left out and c
 
 It runs on a CPU in a few seconds. Expected: of 96 steps of one GPU half are within
 1.4 %, and all but three within 11 %; 12 steps of `gpt-124m` on two GPUs are predicted 6
-to 15 % too short, 8 of `llama-1b` on two and four between 4 % too long and 10 % too
+to 15 % too short, 8 of `llama-1b` on two and four between 4 % too long and 11 % too
 short.
 """
 
