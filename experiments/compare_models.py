@@ -39,7 +39,7 @@ from experiments.comparing.model_tasks import (
     score_file,
 )
 from sparsejax.checkpoints.checkpoint_folder import named_checkpoint
-from sparsejax.data.corpus import File, held_out_files
+from sparsejax.data.corpus import File, held_out_files, load_corpus
 from sparsejax.data.files import text_files
 from sparsejax.data.tokenizers import Tokenizer, load_tokenizer
 from sparsejax.interchange.trained_model import TrainedModel, load_trained_model
@@ -175,6 +175,13 @@ def check_comparable(models: Sequence[TrainedModel], config: Config) -> None:
                     f"files that the first has held out; compare runs of one text, or "
                     f"give --text of one that neither was trained on"
                 )
+        if config.text is None and trained.corpus != models[0].corpus:
+            raise ValueError(
+                f"{trained.folder} and {models[0].folder} were trained on different "
+                f"tokens, though their settings name the same text, so that one may "
+                f"have read what the other has held out; give --text of files that "
+                f"neither was trained on"
+            )
 
 
 def some_files(
@@ -186,8 +193,10 @@ def some_files(
     """Returns up to `config.files` files of two tokens or more, drawn at random and in
     their order. Raises ValueError where there is none."""
     if config.text is None:
-        of_run = trained.config
-        found = held_out_files(of_run.data, vocab_size=of_run.model.vocab_size)
+        data, vocab_size = trained.config.data, trained.config.model.vocab_size
+        corpus = load_corpus(data, vocab_size=vocab_size)
+        corpus.check_is_that_of(str(trained.folder), trained.corpus)
+        found = held_out_files(data, vocab_size=vocab_size)
     else:
         of_text = text_files(config.text)
         found = [

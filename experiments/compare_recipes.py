@@ -96,17 +96,26 @@ def main(comparison: Comparison, folder: Path, results: Path | None) -> list[dic
     Raises:
       ValueError: before anything is trained, where a run's folder holds a run of other
         settings, or the folder cannot be made or written in.
+      RunsFailed: branches could not begin, as where their trunk has diverged. The
+        others have been trained, and their rows are in the files.
     """
     _prepare(comparison, folder)
     rows: list[dict] = []
-    for number, trial in enumerate(comparison.trials, 1):
+    ended: list[Trial] = []
+    failed: dict[Trial, str] = {}
+    for trial in comparison.trials:
         if has_ended(trial, folder / trial.place):
             console.say(f"{trial.name}, seed {trial.seed}: has ended, skipped")
-        elif not _train(trial, folder):
+        elif not _train(trial, folder, failed):
             console.say("the same command again goes on with the comparison")
             return rows
-        rows = _rows(comparison, comparison.trials[:number], folder)
+        if trial in failed:
+            continue
+        ended.append(trial)
+        rows = _rows(comparison, ended, folder)
         _keep(rows, folder, results)
+    if failed:
+        raise RunsFailed(failed, folder)
     _show(rows, folder)
     return rows
 
@@ -115,13 +124,8 @@ def main_side_by_side(
     comparison: Comparison, folder: Path, results: Path | None, slots: Slots
 ) -> list[dict]:
     """Does what `main` does, with several runs at a time, each in a process of its own
-    and a branch after its trunk.
-
-    Raises:
-      ValueError: as `main`.
-      RunsFailed: some runs ended with an error. The others have been trained, and their
-        rows are in the files.
-    """
+    and a branch after its trunk. Raises what `main` does, RunsFailed where any run
+    ended with an error."""
     _prepare(comparison, folder)
     ended = [t for t in comparison.trials if has_ended(t, folder / t.place)]
     for trial in ended:
@@ -217,18 +221,21 @@ def has_ended(trial: Trial, folder: Path) -> bool:
         return checkpoints.latest_step() == trial.config.steps
 
 
-def _train(trial: Trial, folder: Path) -> bool:
+def _train(trial: Trial, folder: Path, failed: dict[Trial, str]) -> bool:
     """Trains a run of the comparison; returns True where it ended or diverged, False
-    where SIGTERM came."""
+    where SIGTERM came. A branch that its trunk has left nothing is noted as failed."""
     console.say(f"{trial.name}, seed {trial.seed}", style="bold")
-    ended = None
+    ended, own, branch = None, folder / trial.place, trial.branch_in(folder)
     while ended is None:
         try:
-            ended = in_own_process(
-                train_here, trial.config, folder / trial.place, trial.branch_in(folder)
-            )
+            ended = in_own_process(train_here, trial.config, own, branch)
         except Terminated:
             return False
+        except ValueError as error:
+            if branch is None:
+                raise
+            console.say(f"ValueError: {error}", style="yellow")
+            failed[trial], ended = str(error), True
     return ended
 
 

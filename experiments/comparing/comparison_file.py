@@ -261,7 +261,7 @@ def _trial(
         )
     trunk = before[name].config
     begin = trunk.steps if branch.step is None else branch.step
-    kept = kept_steps(trunk)
+    kept = kept_steps(trunk, before[name].begin)
     if begin not in kept:
         raise ValueError(
             f"{place}: {name} ends without a checkpoint of step {begin}; it keeps "
@@ -280,12 +280,16 @@ def _trial(
     return Trial(name=run, seed=seed, config=config, trunk=name, begin=begin)
 
 
-def kept_steps(config: TrainConfig) -> list[int]:
+def kept_steps(config: TrainConfig, begin: int = 0) -> list[int]:
     """Returns the steps of the checkpoints that a run leaves when it has ended, by the
-    keep policy of `sparsejax.checkpoints.checkpoint`."""
-    for_good = set(accumulate(phase.steps for phase in phases(config)))
+    keep policy of `sparsejax.checkpoints.checkpoint`; of a branch, which has one of the
+    step that it begins with, from `begin` on."""
+    ends = accumulate(phase.steps for phase in phases(config))
+    for_good = {step for step in ends if step > begin}
     every, keep_every = config.checkpoint_every, config.keep_every
-    written = for_good | set(range(every, config.steps, every) if every else ())
+    between = range(every, config.steps, every) if every else ()
+    written = for_good | {step for step in between if step > begin}
+    written |= {begin} if begin else set()
     newest = sorted(written)[-config.keep_checkpoints :]
     multiples = {step for step in written if keep_every and step % keep_every == 0}
     return sorted(for_good | multiples | set(newest))

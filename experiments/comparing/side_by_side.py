@@ -22,10 +22,12 @@ class RunsFailed(RuntimeError):
 
     def __init__(self, failed: Mapping[Trial, str], folder: Path) -> None:
         reasons = "; ".join(f"{_said(trial)}: {why}" for trial, why in failed.items())
+        printed = [folder / trial.place / "console.txt" for trial in failed]
+        where = "; what they printed is in {folder}/NAME/seed-SEED/console.txt"
         super().__init__(
-            f"{len(failed)} of the runs could not be trained ({reasons}); what they "
-            f"printed is in {folder}/NAME/seed-SEED/console.txt, and the same command "
-            f"again trains these alone"
+            f"{len(failed)} of the runs could not be trained ({reasons}); the same "
+            f"command again trains these alone"
+            + (where.format(folder=folder) if any(p.exists() for p in printed) else "")
         )
 
 

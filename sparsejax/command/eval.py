@@ -158,9 +158,10 @@ def _held_out(options: Options, named: NamedModel) -> tuple[str, Sequence[Tokens
             )
         parts = tokens_of_text(options.text, named.tokenizer)
         return f"{len(parts)} files of {options.text}", parts
-    if named.data is None:
+    if named.data is None or named.corpus is None:
         raise ValueError(
             f"{options.model} is no run, and holds no text out; give --text GLOB"
         )
     corpus = load_corpus(named.data, vocab_size=named.model.config.vocab_size)
+    corpus.check_is_that_of(options.model, named.corpus)
     return corpus.description, corpus.validation

@@ -27,6 +27,7 @@ tensor cores the process starts itself anew, as dense steps are faster then
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -109,6 +110,9 @@ def _run(options: TrainOptions, arguments: Sequence[str]) -> None:
         profile=options.profile,
     )
     if outcome.resume_in_new_process:
+        step, profile = int(outcome.state.step), options.profile
+        if profile is not None and profile.last <= step:
+            options = replace(options, profile=None)  # It is done.
         resume_in_new_process(options, arguments, outcome.folder)
 
 

@@ -2,6 +2,7 @@
 follow."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from sparsejax.config.mesh import MeshConfig
 from sparsejax.config.schedule import Phase, model_of
@@ -35,7 +36,7 @@ def check_optimizer(
         )
     if name != "adafactor":
         return
-    if any(of != model for of in models):
+    if any(replace(of, precision=model.precision) != model for of in models):
         raise ValueError(
             f"optimizer.name='adafactor' keeps second moments as rows and columns of "
             f"each weight, which cannot be grown with a model that a phase makes "

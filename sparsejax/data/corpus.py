@@ -60,11 +60,18 @@ class Corpus:
     def head(self, tokens: int) -> "Corpus":
         """Returns a piece of the corpus: `tokens` tokens of each side, or all where
         there are fewer, taken from its longest arrays and copied into memory."""
-        train, validation = (
-            _longest(self.train, tokens),
-            _longest(self.validation, tokens),
-        )
+        sides = (self.train, self.validation)
+        train, validation = (_longest(side, tokens) for side in sides)
         return replace(self, train=train, validation=validation)
+
+    def check_is_that_of(self, model: str, fingerprint: str) -> None:
+        """Raises ValueError where a model was trained on other tokens."""
+        if fingerprint != self.fingerprint:
+            raise ValueError(
+                f"{model} was trained on other tokens than {self.description}, and may "
+                f"have read what is held out of these; bring its text back, or give "
+                f"--text GLOB of text that it was not trained on"
+            )
 
 
 def _longest(parts: Sequence[Tokens], tokens: int) -> tuple[Tokens, ...]:

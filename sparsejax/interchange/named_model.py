@@ -21,6 +21,8 @@ class NamedModel:
     """None where shards without a tokenizer were trained on, or a folder has none."""
     data: DataConfig | None
     """What a run was trained on; None of a Hugging Face folder."""
+    corpus: str | None
+    """The fingerprint of the tokens of `data`; None where that is."""
     sequence_length: int
     """Tokens that the model saw at once in training."""
     end_tokens: tuple[int, ...]
@@ -50,6 +52,7 @@ def load_named_model(name: str, tokenizer: str | None = None) -> NamedModel:
             end_tokens=_end_of(found),
             begin_token=None,
             data=run.config.data,
+            corpus=run.corpus,
             sequence_length=run.config.data.sequence_length,
         )
     pretrained = Pretrained.read(folder)
@@ -63,6 +66,7 @@ def load_named_model(name: str, tokenizer: str | None = None) -> NamedModel:
         end_tokens=pretrained.end_tokens() or _end_of(found),
         begin_token=pretrained.begin_token(),
         data=None,
+        corpus=None,
         sequence_length=pretrained.sequence_length,
     )
 

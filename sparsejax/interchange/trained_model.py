@@ -40,6 +40,8 @@ class TrainedModel:
     """The run's phases as they were trained, or will be."""
     phase: Phase
     """The one that the model belongs to."""
+    corpus: str
+    """The fingerprint of the tokens that it was trained on."""
 
     @property
     def tokens(self) -> int:
@@ -78,6 +80,8 @@ class TrainedSettings:
     """The one that the model belongs to."""
     checkpoint: Path
     """The folder of the checkpoint."""
+    corpus: str
+    """The fingerprint of the tokens that the run is trained on."""
 
     @property
     def model(self) -> ModelConfig:
@@ -116,6 +120,7 @@ def load_trained_model(folder: Path, step: int | None = None) -> TrainedModel:
         step=restored.step,
         phases=of.phases,
         phase=of.phase,
+        corpus=of.corpus,
     )
 
 
@@ -141,6 +146,7 @@ def _settings_of(checkpoints: Checkpoints, step: int | None) -> TrainedSettings:
         phases=planned,
         phase=planned[metadata["phase"]],
         checkpoint=checkpoints.path(step),
+        corpus=metadata["corpus"],
     )
 
 

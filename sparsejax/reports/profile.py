@@ -42,6 +42,15 @@ class ProfiledSteps:
                 f"of steps={steps}; choose earlier steps"
             )
 
+    def check_ahead(self, step: int) -> None:
+        """Raises ValueError where a run that goes on behind `step` has done all of
+        them."""
+        if self.last <= step:
+            raise ValueError(
+                f"profile {self.first}:{self.last} lies behind step {step}, with which "
+                f"this run goes on; choose later steps"
+            )
+
 
 class Profiler:
     """Writes a trace of the chosen steps into the folder `profile` of a run folder.

@@ -139,6 +139,11 @@ def train(
         ) as checkpoints,
         until_sigterm(run.mesh) as terminated,
     ):
+        begun = checkpoints.latest_step()
+        if begun is None and branch is not None:
+            begun = branch.step
+        if profile is not None and (begun or 0) < config.steps:
+            profile.check_ahead(begun or 0)
         profiler = Profiler(folder, profile)
         loop = _Loop(run, folder, checkpoints, observe, stop_after_sparse, profiler)
         begin_or_resume(loop, step_times, branch, init_from)

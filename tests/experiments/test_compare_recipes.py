@@ -15,6 +15,7 @@ import pytest
 from experiments import compare_recipes
 from experiments.compare_recipes import main
 from experiments.comparing.comparison_file import Comparison, Trial, read_comparison
+from experiments.comparing.side_by_side import RunsFailed
 from sparsejax.distributed.own_process import in_own_process
 from sparsejax.launch import job
 from sparsejax.terminal import console
@@ -317,6 +318,24 @@ def test_a_run_that_diverges_is_a_result(finished, text, tmp_path, capsys, monke
     assert "NonFiniteLoss: loss=nan at step 5" in shown
     monkeypatch.setattr(job, "main", lambda *_: pytest.fail("trains"))
     assert main(comparison, tmp_path, None) == rows
+
+
+def test_a_branch_of_a_run_that_diverged_stops_no_other(text, tmp_path, capsys):
+    base = micro_config(text, steps=4, recipe="dense", eval_every=0)
+    wild = replace(base.optimizer, schedule="wsd", decay_share=0.0)
+    trunk = replace(base, optimizer=replace(wild, peak_learning_rate=1e30))
+    leaf = replace(base, optimizer=replace(wild, decay_share=0.5))
+    trials = (
+        Trial(name="trunk", seed=0, config=trunk),
+        Trial(name="leaf", seed=0, config=leaf, trunk="trunk", begin=2),
+        Trial(name="later", seed=0, config=base),
+    )
+    comparison = Comparison(name="wild", baseline="later", trials=trials)
+    for _ in range(2):  # The same command again ends alike.
+        with pytest.raises(RunsFailed, match=r"^1 of .*leaf, seed 0: .*no checkpoint"):
+            main(comparison, tmp_path, None)
+    assert (tmp_path / "later" / "seed-0" / "model.safetensors").exists()
+    assert "console.txt" not in capsys.readouterr().out
 
 
 def test_one_trunk_gives_the_losses_of_several_lengths(

@@ -223,6 +223,9 @@ def test_the_kept_steps_are_those_of_the_keep_policy():
     assert kept_steps(replace(config, checkpoint_every=0)) == [50, 550, 1000]
     sparser = replace(config, recipe="dense", keep_every=300, keep_checkpoints=1)
     assert kept_steps(sparser) == [300, 600, 900, 1000]
+    # A branch has a checkpoint where it begins, and none of before.
+    assert kept_steps(config, 400) == [550, 750, 900, 1000]
+    assert kept_steps(replace(config, checkpoint_every=0), 400) == [400, 550, 1000]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from sparsejax.command import main
+from sparsejax.training.train import train
+from tests.support.micro_run import micro_config
 
 
 def evaluated(capsys, *arguments: str) -> dict:
@@ -40,6 +42,20 @@ def test_a_run_and_its_export_have_one_loss(uninterrupted, text, tmp_path, capsy
     (out / "tokenizer.json").unlink()
     assert main.run(["eval", str(out), "--text", text]) == 1
     assert "has no tokenizer, and --text is text" in capsys.readouterr().err
+
+
+def test_a_run_whose_text_has_changed_is_not_evaluated_on_it(tmp_path, capsys):
+    """What is held out of the shorter text the run has trained on."""
+    file = tmp_path / "a.txt"
+    file.write_text("".join(f"line {number} of the text\n" for number in range(2000)))
+    folder = tmp_path / "run"
+    config = micro_config(str(file), recipe="dense", steps=2)
+    train(config, folder)
+    assert evaluated(capsys, str(folder), "--windows", "2")["tokens"] > 0
+    file.write_text(file.read_text()[:20_000])
+    assert main.run(["eval", str(folder)]) == 1
+    assert "trained on other tokens than 1 files, 20000" in capsys.readouterr().err
+    assert evaluated(capsys, str(folder), "--text", str(file))["tokens"] > 0
 
 
 def test_tasks_without_their_package_say_how_to_install_it(monkeypatch, capsys):

@@ -178,6 +178,7 @@ def test_the_card_of_a_static_phase_says_which_entries_there_are(text, tmp_path)
         step=3,
         phases=phases(config),
         phase=phases(config)[0],
+        corpus="0" * 64,
     )
     card = model_card(run, name="static", tokenizer=None)
     first, last = (of for of in card.splitlines() if of.startswith("* "))

@@ -65,6 +65,18 @@ def test_steps_that_the_run_does_not_have_are_refused_before_it(tmp_path, capsys
     assert not (tmp_path / "run").exists()
 
 
+def test_steps_behind_which_a_run_goes_on_are_refused(text, tmp_path, capsys):
+    run, branch = tmp_path / "run", tmp_path / "branch"
+    arguments = arguments_of(micro_config(text, recipe="dense", steps=2))
+    assert run_train([*arguments, "--run-folder", str(run)]) == 0
+    begins = ["--branch", f"{run}@2", "--steps", "4", "--run-folder", str(branch)]
+    assert run_train([*begins, "--profile", "1:2"]) == 1
+    assert "profile 1:2 lies behind step 2, with which" in capsys.readouterr().err
+    assert not (branch / "metrics.jsonl").exists()
+    assert run_train([*begins, "--profile", "2:3"]) == 0
+    assert steps_in(branch / "profile") == [{"3"}]
+
+
 def test_without_steps_nothing_is_traced(tmp_path):
     profiler = Profiler(tmp_path, None)
     with profiler.around(1, ()):

@@ -203,6 +203,13 @@ def test_what_a_state_cannot_follow_is_refused_before_the_run(
         Run(config, devices=devices)
 
 
+def test_a_phase_of_another_precision_is_no_smaller_model(text):
+    eight = PhaseConfig(name="eight", share=0.5, precision="fp8")
+    config = named(micro_config(text), "adafactor")
+    config = config.with_schedule((eight, PhaseConfig(name="last")))
+    assert len(Run(config, devices=jax.devices()[:1]).phases) == 2
+
+
 def test_the_plan_refuses_it_too(text, capsys):
     config = named(micro_config(text, recipe="paper"), "adafactor")
     assert run_train([*arguments_of(config), "--dry-run"]) == 1
