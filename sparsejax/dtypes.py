@@ -17,12 +17,15 @@ Precision = Literal["dtype", "fp8", "fp8_all"]
 
 
 def check_compute_dtype(name: str, dtype: str) -> None:
-    """Raises ValueError where operand `name` has a dtype that no FFN computes in."""
+    """Raises ValueError where operand `name` has a dtype that no FFN computes in, or
+    the argument `dtype` is one."""
     if dtype not in COMPUTE_DTYPES:
+        what = f"dtype={dtype}" if name == "dtype" else f"{name} has dtype {dtype}"
         raise ValueError(
-            f"{name} has dtype {dtype}, and an FFN computes in float32 or bfloat16 (in "
+            f"{what}, and an FFN computes in float32 or bfloat16 (in "
             f"float16 relu(Y1)^2 would be infinite from Y1 = 256 on); use bfloat16 by "
-            f"dtype=jnp.bfloat16 or {name}.astype(jnp.bfloat16)"
+            f"dtype=jnp.bfloat16"
+            + ("" if name == "dtype" else f" or {name}.astype(jnp.bfloat16)")
         )
 
 

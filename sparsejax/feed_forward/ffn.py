@@ -44,8 +44,9 @@ def ffn(
     six equations in `spec`. GEMMs accumulate in float32 and round once to the
     dtype of x, weight gradients to the dtype of the weights. Masks, routing and soft
     threshold are constants in the backward (straight through). A token's output
-    depends on no other token; of no tokens at all Y is empty and the gradients of the
-    weights are zero.
+    depends on no other token, but for the scale of 8-bit floats, which the tokens of a
+    call share. Of no tokens at all Y is empty and the gradients of the weights are
+    zero.
 
     Args:
       x: activations, float32 or bfloat16: the compute dtype. float16 is refused: the

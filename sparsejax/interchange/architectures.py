@@ -260,7 +260,8 @@ def _has_window(settings: Mapping[str, Any]) -> bool:
     layers = settings.get("num_hidden_layers", 0)
     if (kinds := settings.get("layer_types")) is not None:
         return "sliding_attention" in kinds
-    return settings.get("max_window_layers", 28) < layers
+    first = settings.get("max_window_layers", 28)
+    return first is None or first < layers
 
 
 def _activation(settings: Mapping[str, Any], whose: str) -> ActivationName:

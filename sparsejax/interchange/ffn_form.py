@@ -16,6 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from sparsejax.dtypes import COMPUTE_DTYPES
 from sparsejax.feed_forward.activation import ActivationName
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.gated_ffn import gated_ffn
@@ -101,6 +102,9 @@ def _form_with(
     return found if isinstance(found, str) else found.stacked(layers_axis)
 
 
+ONLY_DTYPES = "a SparseFFN computes in float32 or bfloat16; use one of these"
+
+
 class _Candidate(NamedTuple):
     """A form that the shapes of a module's kernels allow."""
 
@@ -176,6 +180,9 @@ def _nearest(
     none."""
     probe = _with_random_parameters(module)
     parameters = parameters_of(probe)
+    stored = {str(parameter.dtype) for parameter in parameters.values()}
+    if refused := sorted(stored - set(COMPUTE_DTYPES)):
+        return f"its parameters are {refused[0]}: {ONLY_DTYPES}"
     if dtype is None:
         dtype = jnp.result_type(*parameters.values())
     # A clamp, a norm or a cap is not seen in tokens of one size.
@@ -191,13 +198,15 @@ def _nearest(
                 if follows_x:
                     x = x.astype(dtype)
                     y = call(probe, x)
-        except (TypeError, ValueError, AttributeError) as error:
+        except Exception as error:  # whatever the module of another raises
             errors[str(d_model)] = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
         if not isinstance(y, jax.Array) or y.shape != x.shape:
             shown = y.shape if isinstance(y, jax.Array) else type(y).__name__
             errors[str(d_model)] = f"it returns {shown} for x {x.shape}"
             continue
+        if (own := str(y.dtype)) not in COMPUTE_DTYPES:
+            return f"it computes in {own}: {ONLY_DTYPES}"
         for candidate in candidates:
             if candidate.d_model != d_model:
                 continue

@@ -166,7 +166,9 @@ class Pretrained:
         """Raises ValueError where a run's model is another one than the folder's."""
         for setting in fields(ModelConfig):
             name = setting.name
-            theirs, ours = getattr(self.model, name), getattr(model, name)
+            # Whether a width is given, or follows from others, is all the same.
+            width = "head_width" if name == "head_dim" else name
+            theirs, ours = getattr(self.model, width), getattr(model, width)
             if name not in HOW_COMPUTED and theirs != ours:
                 raise ValueError(
                     f"model.{name}={ours!r} is not that of {self.folder}, whose "

@@ -16,6 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from sparsejax.annotations import check_value
+from sparsejax.dtypes import check_compute_dtype
 from sparsejax.feed_forward.layout import FFNLayout
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.interchange.ffn_form import Call, form_of, parameters_of
@@ -77,6 +78,8 @@ def sparsify(
         shares a parameter with another module; says why. Nothing has been changed then.
     """
     check_value("backend", backend, Backend | None)
+    if dtype is not None:
+        check_compute_dtype("dtype", str(jnp.dtype(dtype)))
     modules = {"/".join(map(str, path)): part for path, part in nnx.iter_modules(model)}
     chosen: dict[str, nnx.Module] = {}
     for rule in (rules,) if isinstance(rules, str) else rules:

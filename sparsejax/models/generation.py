@@ -102,6 +102,11 @@ def generate_in_parts(
     vocab_size = whole if vocab_size is None else vocab_size
     _check(model, prompts, length, temperature, top_p, vocab_size)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    if every < 1 or (longest is not None and longest < lengths.max()):
+        raise ValueError(
+            f"every={every} must be 1 or more, and longest={longest} None or at least "
+            f"{lengths.max()}, the tokens of the longest prompt"
+        )
     longest = int(lengths.max()) if longest is None else longest
     tokens = np.zeros((len(prompts), longest), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
@@ -138,6 +143,12 @@ def _check(
             f"{len(prompts)} prompts, of {[len(prompt) for prompt in prompts]} tokens: "
             f"the model predicts from at least one; pass e.g. the id of a separator"
         )
+    for prompt in map(np.asarray, prompts):
+        if not np.issubdtype(prompt.dtype, np.integer):
+            raise ValueError(
+                f"a prompt has ids of dtype {prompt.dtype}; give integers, as a "
+                f"tokenizer's encode returns them"
+            )
     whole = model.config.vocab_size
     largest = max(int(np.max(prompt)) for prompt in prompts)
     if largest >= whole or min(int(np.min(prompt)) for prompt in prompts) < 0:

@@ -57,14 +57,15 @@ def announce(
     model = config.model
     planned = phases(config)
     begin = 0 if branch is None else branch.first_step()
-    sparsities = names_of(planned)
+    ways = ways_to_compute(planned, model)
     device = current_device() if absent is None else absent.device
     mesh = _mesh_of(config, predicted=predicted)
     if absent is not None:
         mesh = absent.mesh(config.mesh)
     micro_batches = config.micro_batches_on(mesh)
     micro_batch = config.batch_size // micro_batches
-    check_shardable(model, list(sparsities), mesh, micro_batch=micro_batch)
+    whole = [sparsity for _, sparsity in ways]
+    check_shardable(model, whole, mesh, micro_batch=micro_batch)
     for phase in planned:
         of_phase = model_of(phase, model)
         check_shardable(of_phase, phase.sparsities, mesh, micro_batch=micro_batch)
@@ -75,7 +76,7 @@ def announce(
         (name, sparsity): ffn_decisions(
             of_phase, sparsity, tokens, config.backend, mesh=mesh, device=device
         )
-        for (of_phase, sparsity), name in ways_to_compute(planned, model).items()
+        for (of_phase, sparsity), name in ways.items()
     }
 
     if absent is None:
@@ -107,12 +108,10 @@ def announce(
     for (name, sparsity), of_gemms in decisions.items():
         say_gemms(config, name, sparsity, of_gemms, micro_batches)
     if predicted:
-        table = _memory_table(config, mesh, tokens_per_device, sparsities, absent)
+        table = _memory_table(config, mesh, tokens_per_device, ways, absent)
         console.STDOUT.print(table)
         if mesh.devices > 1:
-            _say_communication(
-                config, mesh, tokens_per_device, sparsities, micro_batches
-            )
+            _say_communication(mesh, tokens_per_device, ways, micro_batches)
         _predict(config, planned)
     if step_times is not None:
         left = steps_left(planned, begin)
@@ -331,17 +330,17 @@ def _memory_table(
     config: TrainConfig,
     mesh: MeshConfig,
     tokens_per_device: int,
-    sparsities: Mapping[FFNSparsity, str],
+    ways: Mapping[tuple[ModelConfig, FFNSparsity], str],
     absent: Absent | None,
 ) -> Table:
     table = Table(title="memory, GiB per device")
     table.add_column("use")
     memories = []
-    for sparsity, name in sparsities.items():
+    for (model, sparsity), name in ways.items():
         table.add_column(name, justify="right")
         memories.append(
             cost_model.memory_bytes(
-                config.model,
+                model,
                 tokens_per_device=tokens_per_device,
                 mesh=mesh,
                 sparsity=sparsity,
@@ -363,16 +362,15 @@ def _memory_table(
 
 
 def _say_communication(
-    config: TrainConfig,
     mesh: MeshConfig,
     tokens_per_device: int,
-    sparsities: Mapping[FFNSparsity, str],
+    ways: Mapping[tuple[ModelConfig, FFNSparsity], str],
     micro_batches: int,
 ) -> None:
     say("communication, GiB that a device receives per step:")
-    for sparsity, name in sparsities.items():
+    for (model, sparsity), name in ways.items():
         sent = cost_model.communication_bytes(
-            config.model, mesh, sparsity, micro_batches, tokens_per_device
+            model, mesh, sparsity, micro_batches, tokens_per_device
         )
         parts = (
             f"{field.name.replace('_', ' ')} {getattr(sent, field.name) / 2**30:,.2f}"

@@ -88,3 +88,21 @@ def test_runs_that_cannot_be_compared_are_refused(runs, text, tmp_path, capsys):
     assert "no run to compare" in capsys.readouterr().err
     assert compare_models.run([str(tmp_path)]) == 1
     assert "has no folder checkpoints" in capsys.readouterr().err
+
+
+def test_text_that_has_changed_is_not_held_out_for_sure(text, runs, tmp_path):
+    added = Path(text).parent / "12.py"
+    added.write_text("alpha_beta = epsilon(3)\n" * 9)
+    try:
+        config = Config(runs=tuple(runs), results=tmp_path / "rows.jsonl")
+        with pytest.raises(ValueError, match="was trained on other tokens than 13 fil"):
+            main(config, "the command")
+        other = tmp_path / "other"
+        train(micro_config(text, recipe="dense", steps=2), other)
+        both = replace(config, runs=(runs[0], str(other)))
+        with pytest.raises(
+            ValueError, match="were trained on different tokens, though"
+        ):
+            main(both, "the command")
+    finally:
+        added.unlink()

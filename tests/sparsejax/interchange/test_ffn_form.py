@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from sparsejax import VNM, ActivationEnergy, FFNSparsity
-from sparsejax.interchange.sparsify import sparsify
+from sparsejax.interchange.sparsify import explain, sparsify
 from tests.support.foreign_ffns import D, Gated, Plain
 
 BY_EXPERT = FFNSparsity(activations=VNM(8, 2, 16), router=ActivationEnergy())
@@ -60,3 +60,31 @@ def test_a_module_that_refuses_bfloat16_is_an_ffn_of_float32():
     before = module(x)
     sparsify(module, [""])
     np.testing.assert_allclose(module(x), before, rtol=1e-5, atol=1e-5)
+
+
+class Refusing(Plain):
+    """Takes no other number of tokens than 32."""
+
+    def __call__(self, x):
+        assert x.shape[-2] == 32, "x must have 32 tokens"
+        return super().__call__(x)
+
+
+def test_what_another_module_raises_is_its_reason():
+    model = nnx.Sequential(Plain(nnx.Rngs(0)), Refusing(nnx.Rngs(1)))
+    sparsify(model, ["layers/0"])
+    (reason,) = [of for of in explain(model) if of.path == "layers/1"]
+    assert "AssertionError: x must have 32 tokens" in str(reason)
+    with pytest.raises(ValueError, match="layers/1, .* AssertionError: x must have 32"):
+        sparsify(model, ["layers/1"])
+
+
+def test_float16_is_refused_with_the_module_that_has_it():
+    stored = Plain(nnx.Rngs(0), param_dtype=jnp.float16)
+    with pytest.raises(ValueError, match="its parameters are float16: a SparseFFN"):
+        sparsify(nnx.Sequential(stored), ["layers/0"])
+    computed = Plain(nnx.Rngs(0), dtype=jnp.float16)
+    with pytest.raises(ValueError, match="layers/0, .* it computes in float16: a Spa"):
+        sparsify(nnx.Sequential(computed), ["layers/0"])
+    with pytest.raises(ValueError, match="dtype=float16, and an FFN computes in"):
+        sparsify(Plain(nnx.Rngs(0)), [""], dtype=jnp.float16)

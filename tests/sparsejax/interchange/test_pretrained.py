@@ -120,6 +120,14 @@ REFUSED = {
 }
 
 
+def test_a_window_from_a_layer_that_is_null_is_refused(tmp_path):
+    path = exported(tmp_path, **QWEN) / "config.json"
+    null = {"use_sliding_window": True, "max_window_layers": None}
+    path.write_text(json.dumps(json.loads(path.read_text()) | null))
+    with pytest.raises(ValueError, match="limits attention to a sliding_window"):
+        Pretrained.read(tmp_path)
+
+
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_the_transformer_cannot_hold_is_refused(what, tmp_path):
     changes, reason = REFUSED[what]
@@ -193,6 +201,10 @@ def test_model_and_tokenizer_come_from_the_folder_and_the_rest_does_not(tmp_path
     assert settings.data.tokenizer is None  # bytes are built in
     assert settings.optimizer == start.optimizer
     pretrained.check_fits(replace(settings.model, dtype="bfloat16"))
+    whole = settings.model.head_width
+    pretrained.check_fits(replace(settings.model, head_dim=whole))
+    with pytest.raises(ValueError, match=f"model.head_dim={2 * whole} is not that of"):
+        pretrained.check_fits(replace(settings.model, head_dim=2 * whole))
     with pytest.raises(ValueError, match=r"model.d_hidden=64 is not that of .* 32"):
         pretrained.check_fits(replace(settings.model, d_hidden=64))
     path = write_tokenizer(tmp_path / "out" / "tokenizer.json")

@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
-from sparsejax.models.generation import empty_cache, generate, nucleus
+from sparsejax.models.generation import (
+    empty_cache,
+    generate,
+    generate_in_parts,
+    nucleus,
+)
 from sparsejax.sparsity.patterns import NM, VNM
 from tests.support.files.exported_models import MODELS, SMALL, some_model
 
@@ -106,9 +111,13 @@ def test_what_cannot_be_generated_is_refused():
         ([[1]], {"temperature": -1.0}, "temperature=-1.0"),
         ([[1]], {"top_p": 0.0}, "top_p=0.0"),
         ([[1]], {"vocab_size": 300}, "vocab_size=300"),
+        ([[1.5, 2.0]], {}, "ids of dtype float64"),
     ]:
         with pytest.raises(ValueError, match=reason):
             generate(model, prompts, **({"length": 1} | options))
+    for options in ({"every": 0}, {"every": 1, "longest": 2}):
+        with pytest.raises(ValueError, match="every=. must be 1 .* or at least 3"):
+            next(generate_in_parts(model, [[1, 2, 3]], 4, **options))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -376,5 +376,5 @@ def test_bfloat16_masters_compute_as_the_same_numbers_in_float32():
 
 
 def test_a_dtype_that_no_ffn_computes_in_is_refused_where_it_is_given():
-    with pytest.raises(ValueError, match="dtype has dtype float16.*dtype=jnp.bfloat16"):
+    with pytest.raises(ValueError, match=r"^dtype=float16, .* by dtype=jnp.bfloat16$"):
         SparseFFN(D, F, dtype=jnp.float16, rngs=nnx.Rngs(0))

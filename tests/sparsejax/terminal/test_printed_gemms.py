@@ -94,3 +94,22 @@ def test_the_plan_says_which_gemms_are_of_8_bit_floats(capsys):
     assert ready == pytest.approx((read, read), 0.01)
     a100 = planned(capsys, *of_model, "--device", "NVIDIA A100-SXM4-80GB")
     assert "A100-SXM4-80GB has no tensor cores for 8-bit floats" in a100
+
+
+def test_a_phase_s_precision_is_that_of_its_memory_and_communication(tmp_path, capsys):
+    """8-bit floats in the only phase are 8-bit floats of the whole run."""
+    schedule = tmp_path / "schedule.toml"
+    schedule.write_text('[[phase]]\nname = "eight"\nprecision = "fp8"\n')
+
+    def planned(*arguments: str) -> list[str]:
+        there = ["--device", "NVIDIA H200", "--devices", "4", "--mesh.fsdp", "4"]
+        of_model = ["--preset", "llama-1b", *there, "--dry-run", *arguments]
+        assert run_train(of_model) == 0
+        shown = capsys.readouterr().out
+        return shown[shown.index("memory, GiB") :].splitlines()
+
+    of_phase = planned("--schedule", str(schedule))
+    of_run = planned("--recipe", "dense", "--model.precision", "fp8")
+    of_none = planned("--recipe", "dense")
+    sent = lambda lines: next(line for line in lines if "gathered weights" in line)
+    assert sent(of_phase) == sent(of_run) != sent(of_none)
