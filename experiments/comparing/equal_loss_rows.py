@@ -84,7 +84,7 @@ class Row:
     """The mean loss over the seeds, in nats per token."""
     adjusted_loss: float
     """That mean without what the seeds add to the losses of all arms
-    (`bootstrap.seed_effects`), so that arms with other seeds can be compared."""
+    (`bootstrap.SeedFit`), so that arms with other seeds can be compared."""
     dense_tokens: float | None
     """The tokens D_eq at which the dense curve, whose losses are adjusted likewise, has
     the adjusted loss; None where it never has."""

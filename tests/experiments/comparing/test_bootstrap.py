@@ -5,13 +5,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experiments.comparing.bootstrap import replicates, seed_effects
+from experiments.comparing.bootstrap import SeedFit, replicates
 from experiments.comparing.finished_runs import FinishedRun
 from tests.support.files.synthetic_runs import DENSE
 
 RUN = FinishedRun(
     name="a", arm="a", seed=0, config=DENSE, loss=0.0, stretches=(), seconds=1.0
 )
+
+
+def seed_effects(groups):
+    """The effect of each seed, and the deviations that are left."""
+    fit = SeedFit.of(groups)
+    losses = np.array([run.loss for of in groups for run in of])
+    effects = dict(zip(fit.seeds, fit.effects(losses).tolist(), strict=True))
+    return effects, fit.deviations(losses)
 
 
 def group(losses: dict[int, float]) -> list[FinishedRun]:
@@ -69,3 +77,20 @@ def test_without_two_seeds_nothing_moves():
     groups = {"dense": group({0: 1.0}), "sparse": group({0: 0.9})}
     for name, of in replicates(groups, np.random.default_rng(0)).items():
         assert (of == groups[name][0].loss).all()
+
+
+def test_a_group_that_lacks_a_seed_knows_its_loss_less_well():
+    """The effect of its one seed is taken out, and is known by three pairs alone."""
+    generator = np.random.default_rng(1)
+    noise = lambda: 1 + generator.normal(0, 1e-3)
+    groups = {str(n): group({0: noise(), 1: noise()}) for n in range(3)}
+    groups["one"] = group({0: noise()})
+    losses = replicates(groups, np.random.default_rng(0))
+    widths = {name: np.std(of[1:]) for name, of in losses.items()}
+    deviation = np.std(seed_effects(list(groups.values()))[1])
+    # Of two: the mean of two deviations, without any effect of seeds, which cancel. Of
+    # one: a deviation, and half the difference between means over three of each seed.
+    pair, single = 1 / np.sqrt(2), np.sqrt(1 + (1 / 4) * (2 / 3))
+    for name in "012":
+        assert widths[name] == pytest.approx(deviation * pair, rel=0.05)
+    assert widths["one"] == pytest.approx(deviation * single, rel=0.05)
