@@ -166,7 +166,7 @@ def plot_equal_loss(
             low, high = ([row[end] for row in points] for end in ("R_low", "R_high"))
             right.fill_between(tokens, low, high, color=line.get_color(), alpha=0.15)
     left.set_xlabel(label)
-    left.set_ylabel("final validation loss without seeds' effects, nats per token")
+    left.set_ylabel("final loss less seeds' effects, nats per token")
     right.axhline(1.0, color="black", linestyle="--", linewidth=1)
     lengths = sorted({row["tokens_per_parameter"] for row in rows})
     if lengths:
