@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from sparsejax.config.config_file import check_resumable, from_json
-from sparsejax.config.schedule import are_alike, phase_at, steps_left
+from sparsejax.config.schedule import are_alike, phase_at, phases, steps_left
 from sparsejax.data.corpus import unigram_loss
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.interchange.pretrained import Pretrained
@@ -254,8 +254,12 @@ def _restore(
     assert step is not None
     _check_phase(progress, step, metadata["phase"], metadata["kind"], before.steps)
     progress.phase_index = metadata["phase"]
+    # With other steps a phase may have some that had none, and others other numbers.
     # Checkpoints of before there was any are of runs that left no phase out.
-    progress.train_dense(metadata.get("run_dense", ()))
+    former = phases(before)
+    dense = {former[number].kind for number in metadata.get("run_dense", ())}
+    numbered = enumerate(progress.phases)
+    progress.train_dense([n for n, phase in numbered if phase.kind in dense])
     template = progress.run_of_phase.template(progress.phase.held)
     restored = progress.checkpoints.restore(template=template)
     progress.state, progress.step = restored.state, restored.step
@@ -274,14 +278,14 @@ def _check_phase(
 ) -> None:
     """Raises ValueError where a new number of steps moves `step` into another phase."""
     ends = progress.run.phase_ends()
-    phases = progress.phases
+    planned = progress.phases
     start = ends[index - 1] if 0 < index < len(ends) else 0
-    if index < len(ends) and phases[index].kind == kind:
+    if index < len(ends) and planned[index].kind == kind:
         last = index + 1 == len(ends)
         if start <= step < ends[index] or (last and step == ends[index]):
             return
     plan = ", ".join(
-        f"{phase.kind} to step {end}" for phase, end in zip(phases, ends, strict=True)
+        f"{phase.kind} to step {end}" for phase, end in zip(planned, ends, strict=True)
     )
     raise ValueError(
         f"steps={progress.config.steps} plans {plan}, but {progress.folder} is at step "

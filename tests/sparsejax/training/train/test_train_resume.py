@@ -10,6 +10,11 @@ from pathlib import Path
 import pytest
 
 from sparsejax.checkpoints.checkpoint import Checkpoints
+from sparsejax.config import PhaseConfig
+from sparsejax.config.schedule import phases
+from sparsejax.feed_forward.sparsity import FFNSparsity
+from sparsejax.sparsity.patterns import NM
+from sparsejax.training import resume
 from sparsejax.training import train as loop
 from sparsejax.training.step import Run
 from sparsejax.training.train import train
@@ -258,3 +263,35 @@ def test_steps_that_move_the_run_into_another_phase_are_refused(
     )
     assert read_records(tmp_path) == read_records(folder)
     assert train(config, tmp_path).completed
+
+
+def test_phases_that_are_dense_keep_their_names_when_others_get_steps(
+    text, tmp_path, monkeypatch
+):
+    """Of 12 steps the second of four phases has none, and of 24 it has one."""
+    two_four = FFNSparsity(weights=NM(2, 4))
+    shares = {"first": 0.5, "short": 0.04, "sparse": 0.3}
+    schedule = (
+        *(PhaseConfig(name=n, share=s, sparsity=two_four) for n, s in shares.items()),
+        PhaseConfig(name="last"),
+    )
+    config = micro_config(text, recipe="dense").with_schedule(schedule)
+    config = replace(config, keep_slower=False)
+    assert [phase.kind for phase in phases(config)] == ["first", "sparse", "last"]
+    monkeypatch.setattr(resume, "phases_run_dense", lambda *of, **how: (1,))
+    times = loop.StepTimes(
+        device="abacus",
+        devices=1,
+        dense_ms=1.0,
+        fastest_dense_ms=1.0,
+        slowest_dense_ms=1.0,
+        sparse=(),
+        seconds=1.0,
+    )
+    with pytest.raises(Killed):
+        train(config, tmp_path, step_times=times, observe=kill_at("step", 3))
+    train(replace(config, steps=24), tmp_path)
+    steps = [r for r in read_records(tmp_path) if r["event"] == "step"]
+    is_sparse = {r["kind"]: r["sparse"] for r in steps}
+    expected = {"first": True, "short": True, "sparse": False, "last": False}
+    assert is_sparse == expected
