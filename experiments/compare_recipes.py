@@ -18,13 +18,11 @@ experiments/results/compare_recipes.jsonl` is for rows that are to stay.
 """
 
 import json
-import math
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
-from itertools import accumulate
 from pathlib import Path
 from typing import Annotated
 
@@ -33,34 +31,24 @@ import tyro
 
 from experiments.bench.rows import append_rows
 from experiments.comparing.comparison_file import Comparison, Trial, read_comparison
+from experiments.comparing.comparison_rows import rows_of
 from experiments.comparing.comparison_tables import losses_table, means_table
-from experiments.comparing.finished_runs import (
-    read_records,
-    read_sessions,
-    side_by_side,
-)
+from experiments.comparing.finished_runs import PROVENANCE, read_records, read_sessions
 from experiments.comparing.side_by_side import RunsFailed, Slots, train_all
 from experiments.plot import plot_comparison
 from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.config import TrainConfig
 from sparsejax.config.config_file import changed_settings, read_config
-from sparsejax.config.presets import PRESETS
-from sparsejax.config.schedule import phases
 from sparsejax.distributed.own_process import Terminated, in_own_process
 from sparsejax.launch import job
 from sparsejax.reports.provenance import commit
 from sparsejax.reports.records import (
     check_writable,
-    first_step,
-    training_seconds,
     write_whole,
 )
 from sparsejax.terminal import console, printed_plan
 from sparsejax.training.branch import Branch
 from sparsejax.training.progress import NonFiniteLoss
-
-AROUND_A_SWITCH = ("before", "before_unmasked", "after", "after_unmasked")
-PROVENANCE = ("device", "jax", "commit", "date")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +75,6 @@ class Options:
     """Print the plan of every run and stop: nothing is allocated or written."""
 
 
-# The runs.
-
-
 def main(comparison: Comparison, folder: Path, results: Path | None) -> list[dict]:
     """Trains the runs that have not ended; returns the rows, fewer where SIGTERM came.
 
@@ -112,7 +97,7 @@ def main(comparison: Comparison, folder: Path, results: Path | None) -> list[dic
         if trial in failed:
             continue
         ended.append(trial)
-        rows = _rows(comparison, ended, folder)
+        rows = rows_of(comparison, ended, folder)
         _keep(rows, folder, results)
     if failed:
         raise RunsFailed(failed, folder)
@@ -130,12 +115,12 @@ def main_side_by_side(
     ended = [t for t in comparison.trials if has_ended(t, folder / t.place)]
     for trial in ended:
         console.say(f"{trial.name}, seed {trial.seed}: has ended, skipped")
-    rows = _rows(comparison, ended, folder)
+    rows = rows_of(comparison, ended, folder)
 
     def keep(trial: Trial) -> None:
         ended.append(trial)
         in_order = [of for of in comparison.trials if of in ended]
-        rows[:] = _rows(comparison, in_order, folder)
+        rows[:] = rows_of(comparison, in_order, folder)
         _keep(rows, folder, results)
 
     train = lambda trial, gpu: (
@@ -286,114 +271,6 @@ def _note_provenance(folder: Path, at_once: int) -> None:
     lines = [*read_sessions(folder), session]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     write_whole(folder / "provenance.jsonl", text)
-
-
-# What came of them.
-
-
-def _rows(comparison: Comparison, ended: Sequence[Trial], folder: Path) -> list[dict]:
-    """Returns the rows of the runs that have ended, as far as the baseline of their
-    seed has, which may be a branch of another: the same whenever it is asked."""
-    losses = {trial: _losses(trial.config, folder / trial.place) for trial in ended}
-    references = {
-        trial.seed: own["loss"]
-        for trial, own in losses.items()
-        if trial.name == comparison.baseline
-    }
-    return [
-        _row(comparison, trial, folder / trial.place, own, references[trial.seed])
-        for trial, own in losses.items()
-        if trial.seed in references
-    ]
-
-
-def _row(
-    comparison: Comparison,
-    trial: Trial,
-    folder: Path,
-    own: dict,
-    reference: float | None,
-) -> dict:
-    """Returns the row of one run.
-
-    Args:
-      own: its `_losses`.
-      reference: the last loss of the baseline; None where that has diverged.
-    """
-    config = trial.config
-    settings = changed_settings(PRESETS[config.preset](), config)
-    missing = None in (own["loss"], reference)
-    beside = side_by_side(folder)
-    # What a run says of its speed that had a share of the device means nothing.
-    untimed = {"seconds": None, "side_by_side": beside} if beside > 1 else {}
-    return {
-        "comparison": comparison.name,
-        "name": trial.name,
-        "seed": trial.seed,
-        "preset": config.preset,
-        **({} if trial.trunk is None else {"branch": f"{trial.trunk}@{trial.begin}"}),
-        "settings": {
-            name: value
-            for name, (_, value) in settings.items()
-            if name not in ("seed", "data.seed")
-        },
-        **own,
-        **untimed,
-        "baseline": comparison.baseline,
-        "to_baseline": None if missing else own["loss"] - reference,
-        **_provenance(folder),
-    }
-
-
-def _losses(config: TrainConfig, folder: Path) -> dict:
-    """Returns the validation losses, tokens and seconds of a run that has ended."""
-    records = read_records(folder, config)
-    validation = {r["step"]: r["loss"] for r in records if r["event"] == "validation"}
-    switches = [r for r in records if r["event"] == "switch"]
-    diverged = [r["at"] for r in records if r["event"] == "non_finite_loss"]
-    planned = phases(config)
-    ends = list(accumulate(phase.steps for phase in planned))
-    own_ends = {end for end in ends if end > first_step(records)}
-    if not diverged and not validation.keys() >= own_ends:
-        raise ValueError(
-            f"{folder} holds a run that has ended, but its metrics.jsonl lacks a "
-            f"validation at step {', '.join(map(str, sorted(own_ends)))}; delete the "
-            f"folder to train the run anew"
-        )
-    seconds = training_seconds(records, config.tokens_per_step)
-    steps = max(seconds)
-    return {
-        "steps": steps,
-        "validation": {
-            phase.kind: validation[end]
-            for phase, end in zip(planned, ends, strict=True)
-            if end in validation
-        },
-        "switches": [
-            # Earlier records did not say what was left; no run was a branch then.
-            {"from": switch.get("from", planned[switch["phase"] - 1].kind)}
-            | {"to": switch["to"]}
-            | {name: switch[name] for name in ("step", *AROUND_A_SWITCH)}
-            for switch in switches
-        ],
-        "loss": None if diverged else validation[config.steps],
-        "diverged_at": diverged[0] if diverged else None,
-        "tokens": steps * config.tokens_per_step,
-        "seconds": None if math.isnan(seconds[steps]) else seconds[steps],
-    }
-
-
-def _provenance(folder: Path) -> dict[str, str | None]:
-    """Returns the devices and versions that all sessions of the run had."""
-    sessions = read_sessions(folder)
-    values = {
-        name: dict.fromkeys(session[name] for session in sessions)
-        for name in PROVENANCE
-    }
-    return {
-        name: ", ".join(filter(None, different)) or None
-        for name, different in values.items()
-    }
 
 
 def _append_if_new(row: dict, results: Path) -> None:

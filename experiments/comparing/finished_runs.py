@@ -17,6 +17,10 @@ from sparsejax.reports.records import (
     wall_seconds,
 )
 
+PROVENANCE = ("device", "jax", "commit", "date")
+"""What a session of a run says of where it was trained, beside the numbers of devices
+and of runs at a time, where these are above 1."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
