@@ -92,6 +92,9 @@ class Config:
     """Optimiser steps per timed round."""
     saves: int = 3
     """Checkpoints that are timed on each mesh, beside a first one; 0 writes none."""
+    trace: Path | None = None
+    """Folder in which a trace of a step on each mesh is written, after the timing, for
+    XProf and Perfetto; None writes none."""
     results: Path | None = Path("runs/bench_mesh.jsonl")
     """File to which one JSON line per mesh is appended; None writes nothing. Rows that
     are to stay: experiments/results/bench_mesh.jsonl."""
@@ -185,6 +188,9 @@ def main(config: Config) -> list[dict]:
     rows = []
     for timing in time_interleaved(calls, baseline=ONE, rounds=config.rounds):
         stepper = steppers[timing.name]
+        if config.trace is not None:
+            with jax.profiler.trace(config.trace / timing.name.replace(" ", "-")):
+                stepper.steps(1)
         tokens = config.steps * stepper.run.config.tokens_per_step
         times = stepper.run.config.batch_size / config.batch_size
         memory = stepper.step.memory_analysis()
