@@ -40,13 +40,19 @@ def test_rows(config):
     [("dense", ((2, 1, 1),)), ("two-four", ((2, 1, 1), (2, 2, 1)))],
 )
 def test_a_batch_for_every_device_is_checked_against_one_device(config, recipe, meshes):
+    trace = config.results.parent / "trace"
     config = replace(
         config, recipe=recipe, layers=1, meshes=meshes, batch_size=4, per_device=True
     )
+    config = replace(config, saves=0, trace=trace)
     one, *others = rows = mesh.main(config)
     assert [row["batch_size"] for row in rows] == [4, 8, 16][: len(rows)]
     assert len(rows) == 1 + len(meshes)
     assert all(row["layers"] == 1 and row["per_device"] for row in rows)
+    assert not any("save_held_ms" in row for row in rows)
+    traced = {path.name for path in trace.iterdir()}
+    assert traced == {row["name"].replace(" ", "-") for row in rows}
+    assert len(list(trace.rglob("*.trace.json.gz"))) == len(rows)
     for row in others:
         tokens = row["tokens_per_second"] / one["tokens_per_second"]
         assert row["speedup"] == pytest.approx(tokens, rel=0.4)
