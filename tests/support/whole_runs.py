@@ -15,6 +15,7 @@ from sparsejax.data.corpus import Corpus
 from sparsejax.reports import metrics
 from sparsejax.reports.metrics import DensePeak
 from sparsejax.training.step import Run
+from sparsejax.training.step_times import PhaseTime, StepTimes
 from sparsejax.training.train import Outcome, train
 from tests.support.micro_run import micro_config, with_phases
 
@@ -31,6 +32,19 @@ def kill_at(event: str, step: int) -> Callable[[dict], None]:
             raise Killed
 
     return observe
+
+
+def step_times(*sparse: PhaseTime) -> StepTimes:
+    """Times of steps on an unknown device, where a dense one takes a millisecond."""
+    return StepTimes(
+        device="abacus",
+        devices=1,
+        dense_ms=1.0,
+        fastest_dense_ms=1.0,
+        slowest_dense_ms=1.0,
+        sparse=sparse,
+        seconds=1.0,
+    )
 
 
 def kills_at_switches(steps: Iterable[int]) -> list[tuple[str, int]]:

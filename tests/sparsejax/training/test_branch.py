@@ -25,7 +25,13 @@ from tests.support.micro_run import (
     without_speed,
     write_text,
 )
-from tests.support.whole_runs import VARIANTS, Killed, kill_at, shared_run
+from tests.support.whole_runs import (
+    VARIANTS,
+    Killed,
+    kill_at,
+    shared_run,
+    step_times,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_loop")
 
@@ -203,16 +209,7 @@ def test_a_branch_without_times_trains_dense_what_its_trunk_did(
     config, _, _ = uninterrupted("two-four")
     slow = tmp_path / "slow"
     monkeypatch.setattr(resume, "phases_run_dense", lambda *of, **how: (1,))
-    times = loop.StepTimes(
-        device="abacus",
-        devices=1,
-        dense_ms=1.0,
-        fastest_dense_ms=1.0,
-        slowest_dense_ms=1.0,
-        sparse=(),
-        seconds=1.0,
-    )
-    expected = train(config, slow, step_times=times)
+    expected = train(config, slow, step_times=step_times())
     outcome = train(config, tmp_path / "same", branch=Branch(slow, 3))
     assert_same_bits(outcome.state, expected.state)
     with Checkpoints(tmp_path / "same" / "checkpoints") as checkpoints:

@@ -15,7 +15,7 @@ from sparsejax.config.schedule import Phase, phases, recipe_schedule
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.sparsity.patterns import NM, VNM
 from sparsejax.training.optimizer import learning_rate
-from sparsejax.training.step_times import PhaseTime, StepTimes
+from sparsejax.training.step_times import PhaseTime
 from sparsejax.training.throughput import Pace
 from sparsejax.training.train import train
 from tests.support.micro_run import (
@@ -28,6 +28,7 @@ from tests.support.micro_run import (
 from tests.support.whole_runs import (
     kills_at_switches,
     shared_run,
+    step_times,
     trained_through_kills,
 )
 
@@ -289,15 +290,7 @@ def test_weights_are_folded_where_the_phase_leaves_them_and_not_its_steps_betwee
 def test_a_first_phase_that_is_left_out_begins_dense(whole, text, tmp_path):
     config = with_schedule(micro_config(text, steps=4), *STAGED_EXIT)
     slow = {"fastest_ms": 9.0, "slowest_ms": 9.0, "dense_after_ms": 1.0}
-    times = StepTimes(
-        device="cpu",
-        devices=1,
-        dense_ms=1.0,
-        fastest_dense_ms=1.0,
-        slowest_dense_ms=1.0,
-        sparse=(PhaseTime(phase=0, step_ms=9.0, **slow),),
-        seconds=1.0,
-    )
+    times = step_times(PhaseTime(phase=0, step_ms=9.0, **slow))
     outcome = train(config, tmp_path, step_times=times)
     assert outcome.completed
     sparse = [r["sparse"] for r in read_records(tmp_path) if r["event"] == "step"]

@@ -14,7 +14,7 @@ from sparsejax.config import PhaseConfig
 from sparsejax.config.schedule import phases
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.sparsity.patterns import NM
-from sparsejax.training import resume
+from sparsejax.training import progress, resume
 from sparsejax.training import train as loop
 from sparsejax.training.step import Run
 from sparsejax.training.train import train
@@ -25,7 +25,7 @@ from tests.support.micro_run import (
     without_speed,
     write_text,
 )
-from tests.support.whole_runs import VARIANTS, Killed, kill_at
+from tests.support.whole_runs import VARIANTS, Killed, kill_at, step_times
 
 pytestmark = pytest.mark.usefixtures("quick_loop")
 
@@ -265,10 +265,30 @@ def test_steps_that_move_the_run_into_another_phase_are_refused(
     assert train(config, tmp_path).completed
 
 
+def test_records_are_on_the_disk_before_their_checkpoint(text, tmp_path, monkeypatch):
+    happened = []
+    flush, save = progress.flush_to_disk, Checkpoints.save
+    monkeypatch.setattr(
+        progress,
+        "flush_to_disk",
+        lambda path: happened.append(read_records(tmp_path)[-1]) or flush(path),
+    )
+    monkeypatch.setattr(
+        Checkpoints,
+        "save",
+        lambda self, step, *of, **how: (
+            happened.append(step) or save(self, step, *of, **how)
+        ),
+    )
+    train(micro_config(text, recipe="dense", steps=2), tmp_path)
+    records, steps = happened[0::2], happened[1::2]
+    assert steps == [2] and [r["event"] for r in records] == ["checkpoint"]
+
+
 def test_phases_that_are_dense_keep_their_names_when_others_get_steps(
     text, tmp_path, monkeypatch
 ):
-    """Of 12 steps the second of four phases has none, and of 24 it has one."""
+    """The second of four phases has no step in a run of 12, and one in a run of 24."""
     two_four = FFNSparsity(weights=NM(2, 4))
     shares = {"first": 0.5, "short": 0.04, "sparse": 0.3}
     schedule = (
@@ -279,17 +299,8 @@ def test_phases_that_are_dense_keep_their_names_when_others_get_steps(
     config = replace(config, keep_slower=False)
     assert [phase.kind for phase in phases(config)] == ["first", "sparse", "last"]
     monkeypatch.setattr(resume, "phases_run_dense", lambda *of, **how: (1,))
-    times = loop.StepTimes(
-        device="abacus",
-        devices=1,
-        dense_ms=1.0,
-        fastest_dense_ms=1.0,
-        slowest_dense_ms=1.0,
-        sparse=(),
-        seconds=1.0,
-    )
     with pytest.raises(Killed):
-        train(config, tmp_path, step_times=times, observe=kill_at("step", 3))
+        train(config, tmp_path, step_times=step_times(), observe=kill_at("step", 3))
     train(replace(config, steps=24), tmp_path)
     steps = [r for r in read_records(tmp_path) if r["event"] == "step"]
     is_sparse = {r["kind"]: r["sparse"] for r in steps}
