@@ -12,8 +12,8 @@ The step is that of the recipe's sparse phase, or of the dense recipe, on real t
 with attention, optimiser and everything else. Every mesh takes the same batch; with
 `--per-device` that batch is one device's, and a mesh takes one for each of its devices.
 The losses and gradient norms of two steps are compared with those of one device on the
-same batch before anything is timed. Each mesh also writes checkpoints in the
-background, to see for how long a save holds the loop.
+same batch before anything is timed. Unless `--saves 0` is given, each mesh also writes
+checkpoints in the background, to see for how long a save holds the loop.
 
 Two H200s: about 80 seconds. Expected: data and fsdp 1.75 times one GPU's tokens per
 second, tensor 1.55; a save holds the loop for about 40 ms, a third of a step.

@@ -235,9 +235,9 @@ def rows_of(
                 speed_high=None if speed is None else speed.high,
                 speed_from=source,
                 break_even_speed=break_even(dense_flops, sparse_flops, in_tokens[0]),
-                **_with_interval("R_tokens", in_tokens, has_spread),
-                **_with_interval("R", ratios, has_spread),
-                **_with_interval("R_wall", of_wall, has_spread),
+                **ratio_fields("R_tokens", in_tokens, has_spread),
+                **ratio_fields("R", ratios, has_spread),
+                **ratio_fields("R_wall", of_wall, has_spread),
                 measured=measured,
                 side_by_side=max(run.side_by_side for run in of),
                 seeds=len(of),
@@ -250,7 +250,7 @@ def rows_of(
     return rows
 
 
-def _with_interval(
+def ratio_fields(
     name: str, ratios: Replicates | None, has_spread: bool
 ) -> dict[str, float | None]:
     """Returns a ratio as fields of a row: its value, and the ends of its interval.

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from experiments import equal_loss
-from experiments.comparing.equal_loss_rows import Speed, grouped, parameters
+from experiments.comparing.equal_loss_rows import (
+    Speed,
+    grouped,
+    parameters,
+    ratio_fields,
+)
 from experiments.comparing.equal_loss_rows import rows_of as of_groups
 from experiments.comparing.finished_runs import read_finished
 from sparsejax.config import PhaseConfig
@@ -102,6 +107,68 @@ def test_seconds_of_more_devices_are_not_compared(tmp_path):
     rows = rows_of(tmp_path, [*dense_runs(), replace(again, devices=2)])
     assert rows["dense", 300]["measured"] and not rows["again", 400]["measured"]
     assert rows["again", 400]["device"] == "2 x abacus"
+
+
+def test_shares_of_sparse_steps_are_means_over_the_seeds(tmp_path):
+    """One run of the arm is sparse for 80 % of its steps, the other for 40 %."""
+    runs = [
+        Synthetic(
+            name="sparse",
+            seed=seed,
+            config=sparse_config(300, share),
+            loss=loss(tokens_of(270)),
+            side_by_side=2,
+        )
+        for seed, share in enumerate((0.8, 0.4))
+    ]
+    given = {"speed": ("sparse=1.5",), "speed_from": "a test"}
+    dense = dense_runs(side_by_side=2)
+    row = rows_of(tmp_path, [*dense, *runs], **given)["sparse", 300]
+    assert row["sparse_share"] == row["sparse_flops"] == pytest.approx(0.6)
+    assert row["dense_flops"] == pytest.approx(0.4)
+    expected = (0.4 + 0.6 / 1.5) * 300 / 270
+    assert row["R"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(("unknown", "has_interval"), [(5, True), (50, False)])
+def test_an_interval_needs_curves_that_fall(unknown, has_interval):
+    ratios = np.concatenate([[1.0], np.linspace(0.5, 1.5, 1000)])
+    ratios[1 : 1 + unknown] = np.nan
+    row = ratio_fields("R", ratios, has_spread=True)
+    assert row["R"] == 1.0
+    known = np.percentile(ratios[1 + unknown :], [5, 95])
+    ends = [row["R_low"], row["R_high"]]
+    assert ends == (pytest.approx(known.tolist()) if has_interval else [None, None])
+
+
+def test_seconds_below_zero_are_no_ratio(tmp_path):
+    """A line through these dense runs says that one of few tokens takes less than no
+    time."""
+    dense = [
+        replace(run, wall_seconds=seconds)
+        for run, seconds in zip(dense_runs(), (1.0, 90.0, 500.0), strict=True)
+    ]
+    poor = Synthetic(
+        name="poor",
+        config=replace(DENSE, steps=200),
+        loss=loss(tokens_of(20)),
+        seconds=20.0,
+        wall_seconds=60.0,
+    )
+    row = rows_of(tmp_path, [*dense, poor])["poor", 200]
+    assert row["extrapolated"] and row["R"] == pytest.approx(10, rel=1e-2)
+    assert row["R_wall"] is None
+
+
+def test_a_table_in_a_pipe_has_all_of_its_numbers(tmp_path, capsys):
+    given = {"speed": ("sparse=1.4",), "speed_from": "a test"}
+    runs = with_noise(1e-3, 2, np.random.default_rng(0))
+    rows = rows_of(tmp_path, runs, **given)
+    shown = capsys.readouterr().out
+    for row in rows.values():
+        assert f"{row['loss']:.4f}" in shown and f"{row['R']:.3f}" in shown
+        assert f"{row['R_low']:.3f}-{row['R_high']:.3f}" in shown
+    assert len(rows) == 4 and "seeds" in shown
 
 
 def test_another_model_costs_its_share_of_the_FLOPs(tmp_path):
