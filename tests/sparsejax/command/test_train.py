@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from sparsejax.checkpoints.checkpoint import Checkpoints
@@ -143,6 +144,20 @@ def test_a_process_joins_the_others_before_it_trains(monkeypatch):
     assert happened == [{"heartbeat_seconds": 7}, "main"]
     assert run_train(["--heartbeat-seconds", "7"]) == 0
     assert happened[2:] == ["main"]
+
+
+@pytest.mark.parametrize(("step", "is_left"), [(1, True), (2, False)])
+def test_a_new_process_traces_the_steps_that_are_left(
+    step, is_left, monkeypatch, tmp_path
+):
+    state = SimpleNamespace(step=np.int32(step))
+    ended = SimpleNamespace(resume_in_new_process=True, state=state, folder=tmp_path)
+    monkeypatch.setattr(job, "main", lambda *_, **__: ended)
+    begun = []
+    begin = lambda options, *_: begun.append(options.profile)
+    monkeypatch.setattr(train, "resume_in_new_process", begin)
+    assert run_train(["--steps", "9", "--profile", "2:2"]) == 0
+    assert [profile is not None for profile in begun] == [is_left]
 
 
 def command(*arguments: str) -> subprocess.Popen:
