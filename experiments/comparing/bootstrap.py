@@ -37,8 +37,7 @@ class SeedFit:
 
     A group's runs have one arm and one length. The effects are 0 on average over seeds
     that occur together in groups, and 0 for a seed that occurs in no group of several.
-    Where as many effects as there are differences between seeds would have to be
-    fitted, seeds are taken to have none.
+    Where fitting them would leave no degree of freedom, seeds are taken to have none.
     """
 
     seeds: tuple[int, ...]
@@ -50,7 +49,7 @@ class SeedFit:
     """What is left of the losses without the mean of their group and the effects is
     this matrix times the losses."""
     free: int
-    """The number of values among those which can be chosen freely."""
+    """The degrees of freedom of what is left."""
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[FinishedRun]]) -> Self:
@@ -79,8 +78,9 @@ class SeedFit:
         return losses @ self.by_loss.T
 
     def deviations(self, losses: Float64[np.ndarray, " runs"]) -> np.ndarray:
-        """Returns what is left of the losses of runs in groups of several, as many
-        times larger as the fit has made it smaller; empty without such groups."""
+        """Returns what is left of the losses of the n runs in groups of several, times
+        sqrt(n / free), so that its variance is not biased; empty without such
+        groups."""
         found = (self.left @ losses)[self.is_of_several]
         return found * math.sqrt(len(found) / self.free) if self.free else found
 
