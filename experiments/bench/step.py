@@ -108,6 +108,8 @@ class Config:
     """The backend that runs the sparse GEMMs; None: the fastest for each."""
     layers: int | None = None
     """Number of layers; None: the preset's."""
+    d_hidden: int | None = None
+    """Number of neurons F of an FFN; None: the preset's."""
     vocab_size: int | None = None
     """Number of ids in the vocabulary; None: the preset's."""
     batch_size: int = 8
@@ -292,14 +294,17 @@ def _train_config(config: Config) -> TrainConfig:
     if config.model_of is not None:
         of_run = config_of_run(config.comparison, config.model_of)
         given = replace(given, model=of_run.model, data=of_run.data)
-    layers, vocab_size = config.layers, config.vocab_size
+    sizes: dict[str, Any] = {
+        "layers": config.layers,
+        "d_hidden": config.d_hidden,
+        "vocab_size": config.vocab_size,
+    }
     return replace(
         given.with_recipe("dense"),
         backend=config.backend,
         model=replace(
             given.model,
-            layers=given.model.layers if layers is None else layers,
-            vocab_size=given.model.vocab_size if vocab_size is None else vocab_size,
+            **{name: size for name, size in sizes.items() if size is not None},
             remat=config.remat,
             scan_layers=config.scan_layers,
             logits_of_loss=config.logits_of_loss,

@@ -181,15 +181,17 @@ def test_settings_reach_the_runs(config, backend, scan_layers, remat):
     assert train.model.logits_of_loss == "dtype"
 
 
-def test_layers_and_vocabulary_are_the_presets_unless_given(config):
-    preset = replace(config, preset="llama-1b", layers=None, vocab_size=None)
-    for given, layers, vocabulary in (
-        (preset, 25, 128_256),
-        (replace(preset, layers=4), 4, 128_256),
-        (replace(preset, vocab_size=16_384), 25, 16_384),
+def test_sizes_are_the_presets_unless_given(config):
+    preset = replace(config, preset="llama-1b", layers=None)
+    for given, layers, neurons, vocabulary in (
+        (preset, 25, 8192, 128_256),
+        (replace(preset, layers=4), 4, 8192, 128_256),
+        (replace(preset, d_hidden=16_384), 25, 16_384, 128_256),
+        (replace(preset, vocab_size=16_384), 25, 8192, 16_384),
     ):
         model = step._train_config(given).model
-        assert (model.layers, model.vocab_size) == (layers, vocabulary)
+        sizes = model.layers, model.d_hidden, model.vocab_size
+        assert sizes == (layers, neurons, vocabulary)
 
 
 def test_what_is_no_mode_is_refused(config):
