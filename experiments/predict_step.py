@@ -10,8 +10,8 @@ steps has reached, and the tables of kernel times. Rows whose sparsity has no na
 steps in 8-bit floats from before GEMM 1 was one of them, and those with a row for each
 expert of a token where it has one row for all of them today, are left out and counted.
 
-It runs on a CPU in a few seconds. Expected: of 96 steps of one GPU half are within
-1.4 %, and all but three within 11 %; 12 steps of `gpt-124m` on two GPUs are predicted 6
+It runs on a CPU in a few seconds. Expected: of 117 steps of one GPU half are within
+1.6 %, and all but three within 11 %; 12 steps of `gpt-124m` on two GPUs are predicted 6
 to 15 % too short, 8 of `llama-1b` on two and four between 4 % too long and 11 % too
 short.
 """
@@ -90,7 +90,8 @@ class Measured:
     @property
     def kind(self) -> tuple:
         """What a newer row has to share with this one to take its place."""
-        return (self.name, self.model, self.sparsity, self.device, self.mesh)
+        ran = (self.name, self.model, self.sparsity, self.micro_batches)
+        return (*ran, self.device, self.mesh)
 
     def decisions(self) -> tuple[Decision, ...]:
         """Returns what runs the GEMMs of the FFN today."""
@@ -163,6 +164,7 @@ def measured_steps(config: Config) -> Iterator[Measured | None]:
             model=replace(
                 given.model,
                 layers=row["layers"],
+                d_hidden=row.get("d_hidden") or given.model.d_hidden,
                 vocab_size=row.get("vocab_size") or given.model.vocab_size,
                 remat=row["remat"],
                 scan_layers=True if scan is None else scan,
@@ -276,6 +278,8 @@ def _row(measured: Measured) -> dict:
         "name": measured.name,
         "preset": measured.preset,
         "layers": measured.model.layers,
+        "d_hidden": measured.model.d_hidden,
+        "micro_batches": measured.micro_batches,
         "scan_layers": measured.model.scan_layers,
         "precision": measured.model.precision,
         "device": measured.device,
@@ -291,12 +295,14 @@ def _row(measured: Measured) -> dict:
 def _print(rows: list[dict], left_out: int) -> None:
     for row in rows:
         loop = ", loop over layers" if row["scan_layers"] else ""
+        parts = f", {row['micro_batches']} micro-batch"
+        parts += "es" if row["micro_batches"] > 1 else ""
         fp8 = "" if row["precision"] == "dtype" else f", {row['precision']}"
         gpu = row["device"].removeprefix("NVIDIA ").split()[0]
         print(
             f"{row['error']:>+7.1%}  measured {row['measured_ms']:>7,.1f} ms, "
             f"predicted {row['predicted_ms']:>7,.1f} ms  {row['devices']} {gpu}, "
-            f"{row['preset']}, {row['layers']} layers, {row['name']}{fp8}{loop}"
+            f"{row['preset']}, {row['layers']} layers, {row['name']}{fp8}{parts}{loop}"
         )
     for devices in sorted({row["devices"] for row in rows}):
         errors = [abs(row["error"]) for row in rows if row["devices"] == devices]
