@@ -15,6 +15,8 @@ arm and each of its lengths D:
     R_tokens    D / D_eq
     R           seconds of the arm to its loss / seconds of the dense model to that loss
     R_wall      the same of all wall-clock seconds of the runs
+    R_best      R, but over the dense arm, of whatever size, that needs the fewest
+                seconds to that loss (`comparing/dense_rivals.py`)
 
 Below R = 1 the arm is worth its time. Where every run had its device for itself, one
 kind of device, R takes the seconds that the steps took (`measured` is true), and R_wall
@@ -52,7 +54,7 @@ from experiments.plot import plot_equal_loss
 from sparsejax.reports.provenance import commit
 from sparsejax.terminal import console
 
-WIDTH_OF_TABLE = 120
+WIDTH_OF_TABLE = 140
 """The columns that the table takes where it is printed to no terminal."""
 
 
@@ -157,7 +159,7 @@ def table_of(rows: Sequence[Row], reference: str) -> Table:
     )
     table.add_column("arm", overflow="fold", min_width=12)
     names = ("tokens/\nparam", "loss", "D_eq/\nparam", "R_tokens", "R", "seconds")
-    for name in (*names, "R_wall", "breaks\neven at", "seeds"):
+    for name in (*names, "R_wall", "R_best", "breaks\neven at", "seeds"):
         # A terminal that is too narrow breaks numbers, and cuts none short.
         table.add_column(name, justify="right", overflow="fold")
     for row in rows:
@@ -176,11 +178,18 @@ def table_of(rows: Sequence[Row], reference: str) -> Table:
             with_interval(row.R, row.R_low, row.R_high),
             "measured" if row.measured else f"{row.speed_from or ''}{speed}",
             with_interval(row.R_wall, row.R_wall_low, row.R_wall_high),
+            over_best(row),
             "" if row.break_even_speed is None else f"{row.break_even_speed:.2f}x",
             str(row.seeds),
         )
     table.caption = "* outside the lengths of the dense runs"
     return table
+
+
+def over_best(row: Row) -> str:
+    """Returns R over the best dense arm as the table has it, with the arm's name."""
+    ratio = with_interval(row.R_best, row.R_best_low, row.R_best_high)
+    return f"{ratio}\n{row.best_dense}" if ratio else ""
 
 
 def with_interval(value: float | None, low: float | None, high: float | None) -> str:

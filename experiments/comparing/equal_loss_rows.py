@@ -20,6 +20,7 @@ from experiments.comparing.bootstrap import (
     replicates,
 )
 from experiments.comparing.dense_curve import DenseCurves
+from experiments.comparing.dense_rivals import DenseRivals, Length
 from experiments.comparing.finished_runs import FinishedRun
 from sparsejax.config import ModelConfig
 from sparsejax.cost_model import parameter_count, relative_flops
@@ -69,6 +70,7 @@ class Row:
 
     R is a ratio of costs to one loss, the arm's over the dense model's: `R_tokens` in
     tokens, `R` in seconds of steps, `R_wall` in wall-clock seconds of the whole run.
+    `R_best` is R over the dense arm that needs the fewest seconds for that loss.
     `_low` and `_high` are the ends of the 90 % interval, None where there is none.
     """
 
@@ -121,6 +123,12 @@ class Row:
     R_wall: float | None
     R_wall_low: float | None
     R_wall_high: float | None
+    R_best: float | None
+    R_best_low: float | None
+    R_best_high: float | None
+    best_dense: str | None
+    """The dense arm of `R_best`, another one than the row's own; None where none has
+    reached the loss."""
     measured: bool
     """Whether R comes from measured seconds; `R_wall` always does."""
     side_by_side: int
@@ -194,6 +202,13 @@ def rows_of(
         np.array([len(of) for of in dense.values()], np.float64),
     )
     dense_runs = [run for of in dense.values() for run in of]
+    costs = {
+        key: cost(of, dense_runs, drawn_speeds.get(key[0]))
+        for key, of in groups.items()
+    }
+    rivals = DenseRivals(
+        reference, curves, _lengths_of_others(groups, losses, costs, reference)
+    )
     has_spread = any(len(of) > 1 for of in groups.values())
     lengths = [tokens for _, tokens in dense]
     rows = []
@@ -201,8 +216,10 @@ def rows_of(
         (arm, tokens), of = key, groups[key]
         equal = curves.tokens(losses[key])
         in_tokens = tokens / equal
-        relative, measured = cost(of, dense_runs, drawn_speeds.get(arm))
+        relative, measured = costs[key]
         ratios = None if relative is None else relative * in_tokens
+        best_dense, lowest = rivals.best(losses[key], arm)
+        over_best = None if relative is None else relative * tokens / lowest
         of_wall = wall_ratios(of, dense_runs, equal)
         reached = bool(np.isfinite(equal[0]))
         dense_flops, sparse_flops = mean_flop_shares(of, model)
@@ -238,6 +255,8 @@ def rows_of(
                 **ratio_fields("R_tokens", in_tokens, has_spread),
                 **ratio_fields("R", ratios, has_spread),
                 **ratio_fields("R_wall", of_wall, has_spread),
+                **ratio_fields("R_best", over_best if best_dense else None, has_spread),
+                best_dense=best_dense,
                 measured=measured,
                 side_by_side=max(run.side_by_side for run in of),
                 seeds=len(of),
@@ -248,6 +267,29 @@ def rows_of(
             )
         )
     return rows
+
+
+def _lengths_of_others(
+    groups: Mapping[Key, Sequence[FinishedRun]],
+    losses: Mapping[Key, Replicates],
+    costs: Mapping[Key, tuple[Replicates | float | None, bool]],
+    reference: str,
+) -> dict[str, list[Length]]:
+    """Returns the lengths of every dense arm but the reference: those whose runs train
+    no sparse step, and no layer with static weights."""
+    lengths: dict[str, list[Length]] = {}
+    sparse = {arm for (arm, _), of in groups.items() if not all(map(_is_dense, of))}
+    for arm, tokens in groups:
+        relative, _ = costs[arm, tokens]
+        if arm not in (reference, *sparse) and relative is not None:
+            length = Length(losses[arm, tokens], relative * tokens)
+            lengths.setdefault(arm, []).append(length)
+    return lengths
+
+
+def _is_dense(run: FinishedRun) -> bool:
+    static = any(of.model.static_weights for of in run.stretches)
+    return run.sparse_share == 0 and not static
 
 
 def ratio_fields(

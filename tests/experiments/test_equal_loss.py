@@ -62,6 +62,47 @@ def test_R_is_what_the_seconds_say_where_runs_had_their_device_alone(tmp_path):
     assert (tmp_path / "equal_loss.png").stat().st_size > 10_000
 
 
+def test_R_best_is_over_the_dense_arm_that_needs_the_fewest_seconds(tmp_path):
+    """A wide dense model takes 0.15 seconds a step and needs half of the tokens, so
+    that its seconds for a loss are 0.75 of the dense model's."""
+    wide = [
+        Synthetic(
+            name=f"wide-{steps}",
+            arm="wide",
+            config=replace(DENSE, steps=steps),
+            loss=loss(tokens_of(2 * steps)),
+            seconds=0.15 * steps,
+        )
+        for steps in (135, 300)
+    ]
+    sparse = Synthetic(
+        name="sparse",
+        config=sparse_config(300, 0.8),
+        loss=loss(tokens_of(270)),
+        seconds=0.07 * 300,
+    )
+    static = Synthetic(
+        name="s2d",
+        config=replace(DENSE, steps=100).with_recipe("s2d"),
+        loss=0.5,
+        seconds=1.0,
+    )
+    rows = rows_of(tmp_path, [*dense_runs(), *wide, sparse, static])
+    row = rows["sparse", 300]
+    assert row["best_dense"] == "wide"
+    assert row["R_best"] == pytest.approx(0.07 * 300 / (0.15 * 135), rel=1e-4)
+    assert row["R"] == pytest.approx(0.07 * 300 / (0.1 * 270), rel=1e-4)
+    for steps in (135, 300):
+        of = rows["wide", steps]
+        assert of["best_dense"] == "dense"
+        assert of["R_best"] == pytest.approx(of["R"]) == pytest.approx(0.75, rel=1e-3)
+    assert rows["dense", 300]["best_dense"] == "wide"
+    # The loss of the longest dense run lies below all of the wide ones, and a model
+    # whose weights are static for a time is no dense one.
+    assert rows["dense", 1000]["best_dense"] is None
+    assert rows["dense", 1000]["R_best"] is None
+
+
 def test_runs_that_shared_a_device_measure_nothing(tmp_path):
     sparse = Synthetic(
         name="sparse",
