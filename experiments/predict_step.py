@@ -48,7 +48,7 @@ from sparsejax.feed_forward.packing import rows_of_token
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.ops.backend import Decision
 from sparsejax.reports.metrics import ffn_decisions
-from sparsejax.routing.routers import named_router
+from sparsejax.routing.named_routers import named_router
 from sparsejax.sparsity.patterns import VNM
 
 RESULTS = Path(__file__).parent / "results"

@@ -20,7 +20,7 @@ from sparsejax.config import (
     TrainConfig,
 )
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
-from sparsejax.routing import routers
+from sparsejax.routing import named_routers
 from sparsejax.routing.routers import Router
 from sparsejax.sparsity import patterns
 from sparsejax.sparsity.patterns import NM, VNM, BlockDiagonal, Pattern
@@ -47,7 +47,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Pattern | BlockDiagonal):
         return patterns.name_of(value)
     if isinstance(value, Router):
-        return routers.name_of(value)
+        return named_routers.name_of(value)
     if is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, tuple):
@@ -255,7 +255,7 @@ def _typed_pattern(hint: Any, value: Any, name: str) -> Pattern | BlockDiagonal 
 def _typed_router(value: Any, name: str) -> Router:
     """Returns the router of a setting whose type is a router; see `_typed`."""
     try:
-        return routers.named_router(value)
+        return named_routers.named_router(value)
     except ValueError as error:
         raise ValueError(f"setting {name}: {error}") from error
 
@@ -263,7 +263,7 @@ def _typed_router(value: Any, name: str) -> Router:
 def _typed_fields(kind: Any, values: Any, name: str) -> Any:
     if not isinstance(values, Mapping):
         of = f"setting {name}={values!r}" if name else f"settings {values!r}"
-        raise ValueError(f"{of} must be a JSON object")
+        raise ValueError(f"{of} must be an object (JSON) or a table (TOML)")
     prefix = f"{name}." if name else ""
     hints = get_type_hints(kind)
     for field_name in values:

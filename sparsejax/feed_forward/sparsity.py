@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sparsejax.annotations import check_fields
-from sparsejax.routing.routers import NEAREST_CENTRE, Router, named_router
+from sparsejax.routing.named_routers import named_router, names_where
+from sparsejax.routing.routers import NEAREST_CENTRE, Router
 from sparsejax.sparsity.patterns import NM, TWO_FOUR, VNM
 
 WeightGradients = Literal["dense", "expert_columns"]
@@ -92,6 +93,7 @@ class FFNSparsity:
                     f"{name}={pattern} is not 2:4, the N:M pattern that sparse tensor "
                     f"cores run; use NM(2, 4)"
                 )
+        _check_router(self.router)
         _check_experts(self)
         _check_backward(self)
         if not 0.0 <= self.dense_features < 1.0:
@@ -211,6 +213,21 @@ def check_divisible(d_model: int, d_hidden: int, sparsity: FFNSparsity) -> None:
         )
 
 
+def _check_router(router: Router) -> None:
+    """Raises ValueError where a router keeps arrays that nothing would read, or would
+    move arrays that it does not keep."""
+    if router.has_state and not router.before_up:
+        raise ValueError(
+            f"router={router.name!r} reads Y1, where a router is asked without the "
+            f"arrays that it keeps; let `reads` be 'x' or 'token_ids', or keep none"
+        )
+    if router.learns and not router.has_state:
+        raise ValueError(
+            f"router={router.name!r} learns and keeps no arrays; return them from "
+            f"`initial_state`, or let `learns` be False"
+        )
+
+
 def _check_experts(sparsity: FFNSparsity) -> None:
     """Raises ValueError where settings of the experts do not fit the activation
     pattern, or one another."""
@@ -233,10 +250,11 @@ def _check_experts(sparsity: FFNSparsity) -> None:
             f"set activations=VNM(v, 2, m)"
         )
     if sparsity.skip_blocks and not sparsity.router.before_up:
+        others = names_where(lambda router: router.before_up)
         raise ValueError(
             f"skip_blocks=True with router={sparsity.router.name!r}: its choice is "
-            f"only known after GEMM 1 over all neurons; choose router="
-            f"'nearest_centre', 'token_hash' or 'learned', or skip_blocks=False"
+            f"only known after GEMM 1 over all neurons; choose router={others}, or "
+            f"skip_blocks=False"
         )
     if sparsity.skip_blocks and sparsity.weight_gradients != "expert_columns":
         raise ValueError(
@@ -247,11 +265,12 @@ def _check_experts(sparsity: FFNSparsity) -> None:
     most = sparsity.most_experts_per_token
     if most is not None:
         if not sparsity.experts or not sparsity.router.scores_are_energies:
+            others = names_where(lambda router: router.scores_are_energies)
             raise ValueError(
                 f"most_experts_per_token={most} needs a V:N:M activation pattern and a "
                 f"router that knows the experts' shares of a token's energy, not "
                 f"activations={activations}, router={sparsity.router.name!r}; leave it "
-                f"out or use router='activation_energy' or 'learned'"
+                f"out or use router={others}"
             )
         if not sparsity.experts_per_token < most <= sparsity.experts:
             raise ValueError(

@@ -19,7 +19,7 @@ from tyro.constructors import (
 from sparsejax.config import PhaseConfig, RecipeConfig, RecipeName, TrainConfig
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.reports.profile import ProfiledSteps
-from sparsejax.routing import routers
+from sparsejax.routing import named_routers
 from sparsejax.routing.routers import Router
 from sparsejax.sparsity.patterns import (
     NM,
@@ -70,8 +70,8 @@ def _router(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Router] | None:
         return None
     return PrimitiveConstructorSpec(
         nargs=1,
-        metavar="|".join(router.name for router in routers.ROUTERS),
-        instance_from_str=lambda words: routers.named_router(words[0]),
+        metavar="|".join(router.name for router in named_routers.ROUTERS),
+        instance_from_str=lambda words: named_routers.named_router(words[0]),
         is_instance=lambda value: isinstance(value, Router),
         str_from_instance=lambda router: [router.name],
     )

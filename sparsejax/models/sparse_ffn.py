@@ -235,7 +235,7 @@ class SparseFFN(nnx.Module):
             assert self.router_state is not None
             state = self.router_state.get_value()
             seen = sample.x, sample.energies, self.share_of_step
-            state = self.sparsity.router.learned_state(state, *seen)
+            state = self.sparsity.router.learn(state, *seen)
             self.router_state.set_value(dict(state))
 
     def dense_form(self, weight: nnx.Param) -> Float[Array, "d_in d_out"]:

@@ -2,15 +2,15 @@
 
 A router scores all experts for every token, and the g largest scores win. What it reads
 decides when it can be asked: the token X and the token's id are known before GEMM 1,
-the pre-activations Y1 only after it. No gradient passes through a choice. `ROUTERS` is
-where a router is registered, so that settings can name it.
+the pre-activations Y1 only after it. No gradient passes through a choice. A router is
+registered in `named_routers`, so that settings can name it.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -105,9 +105,34 @@ class Router(ABC):
     ) -> State:
         """Returns the arrays that the router keeps after it has seen some tokens, a
         `share` of an optimiser step, and the true energies of the experts for them:
-        those it had, unless it `learns`."""
+        those it had, under the same names and of the same shapes and dtypes, unless it
+        `learns`."""
         del x, energies, share
         return state
+
+    def learn(
+        self,
+        state: State,
+        x: Float[Array, "tokens d_model"],
+        energies: Float[Array, "tokens experts"],
+        share: float,
+    ) -> State:
+        """Returns `learned_state`, which no one else calls.
+
+        Raises:
+          ValueError: it returns other arrays than it was given.
+        """
+        learned = self.learned_state(state, x, energies, share)
+        given, got = (
+            {name: jax.typeof(array).str_short() for name, array in arrays.items()}
+            for arrays in (state, learned)
+        )
+        if got != given:
+            raise ValueError(
+                f"learned_state of router={self.name!r} must return the arrays that it "
+                f"was given, {given}, and not {got}"
+            )
+        return learned
 
     @property
     def before_up(self) -> bool:
@@ -379,20 +404,6 @@ class LearnedEnergy(Router):
 
 NEAREST_CENTRE = NearestCentre()
 
-ROUTERS: tuple[Router, ...] = (
-    NEAREST_CENTRE,
-    TokenHash(),
-    ActivationEnergy(),
-    SameExperts(),
-    LearnedEnergy(),
-)
-"""Every router that settings can name; a new one is registered here and nowhere
-else."""
-
-FORMER_NAMES = {"true_mass": "activation_energy"}
-"""The names of routers in settings of earlier versions, which are still read, and the
-present name of each."""
-
 
 def check_token_ids(token_ids: Array, shape: tuple[int, ...]) -> None:
     """Raises ValueError where ids are no integers, or not one for each token of a batch
@@ -402,34 +413,6 @@ def check_token_ids(token_ids: Array, shape: tuple[int, ...]) -> None:
             f"token_ids of shape {token_ids.shape} and dtype {token_ids.dtype} must be "
             f"integers of shape {shape}, one for each token of x"
         )
-
-
-def named_router(name: Any) -> Router:
-    """Returns the registered router of a name, which may be a former one.
-
-    Raises:
-      ValueError: there is no router of that name; the message lists all names.
-    """
-    routers = {router.name: router for router in ROUTERS}
-    if isinstance(name, str):
-        name = FORMER_NAMES.get(name, name)
-        if name in routers:
-            return routers[name]
-    raise ValueError(f"router={name!r} must be one of {', '.join(map(repr, routers))}")
-
-
-def name_of(router: Router) -> str:
-    """Returns the name under which settings find this router again.
-
-    Raises:
-      ValueError: the router is not registered, or another one has its name.
-    """
-    if router not in ROUTERS:
-        raise ValueError(
-            f"{router} cannot be written into settings, which know routers by name; "
-            f"register it in sparsejax.routing.routers.ROUTERS"
-        )
-    return router.name
 
 
 def _mix(x):

@@ -21,7 +21,7 @@ from sparsejax.distributed.mesh import check_shardable
 from sparsejax.dtypes import Precision
 from sparsejax.feed_forward.sparsity import TokenSparsity
 from sparsejax.ops.backend import Backend
-from sparsejax.routing.routers import ROUTERS
+from sparsejax.routing.named_routers import ROUTERS
 from sparsejax.terminal import console, printed_plan
 from tests.fuzz.judge import judging, require
 from tests.fuzz.mutations import damaged, mutated_json, one_of

@@ -195,10 +195,10 @@ def test_an_integer_may_stand_for_a_float_and_becomes_one():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ([], r"settings \[\] must be a JSON object"),
-        (None, "settings None must be a JSON object"),
-        ({"model": 3}, "setting model=3 must be a JSON object"),
-        ({"mesh": None}, "setting mesh=None must be a JSON object"),
+        ([], r"settings \[\] must be an object"),
+        (None, "settings None must be an object"),
+        ({"model": 3}, "setting model=3 must be an object"),
+        ({"mesh": None}, "setting mesh=None must be an object"),
         ({"steps": "9"}, "setting steps='9' must be an integer$"),
         ({"steps": 9.0}, r"setting steps=9\.0 must be an integer$"),
         ({"steps": True}, "setting steps=True must be an integer$"),

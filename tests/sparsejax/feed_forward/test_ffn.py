@@ -14,8 +14,8 @@ from jax.test_util import check_grads
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.routing.dispatch import row_count
+from sparsejax.routing.named_routers import ROUTERS
 from sparsejax.routing.routers import (
-    ROUTERS,
     ActivationEnergy,
     LearnedEnergy,
     NearestCentre,

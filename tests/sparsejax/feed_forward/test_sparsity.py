@@ -1,10 +1,13 @@
 """What may be sparse in an FFN: settings and sizes that do not fit are refused."""
 
+from dataclasses import dataclass
+
+import jax.numpy as jnp
 import pytest
 
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.feed_forward.spec import FFNSpec
-from sparsejax.routing.routers import ActivationEnergy
+from sparsejax.routing.routers import ActivationEnergy, TokenHash
 from sparsejax.sparsity.patterns import NM, VNM
 from tests.support.oracles.ffn_cases import TWO_FOUR
 
@@ -138,3 +141,33 @@ def test_sizes_that_do_not_divide(sparsity, d_model, d_hidden, message):
 
     with pytest.raises(ValueError, match=message):
         spec(d_model, d_hidden)
+
+
+def test_arrays_that_nothing_would_read_or_move_are_refused():
+    @dataclass(frozen=True)
+    class ReadsTooLate(ActivationEnergy):
+        def initial_state(self, w_up, experts):
+            return {"load": jnp.ones(experts)}
+
+    @dataclass(frozen=True)
+    class LearnsNothing(TokenHash):
+        learns = True
+
+    with pytest.raises(ValueError, match="reads Y1, where a router is asked without"):
+        FFNSparsity(activations=VNM(8, 2, 8), router=ReadsTooLate())
+    with pytest.raises(ValueError, match="learns and keeps no arrays"):
+        FFNSparsity(activations=VNM(8, 2, 8), router=LearnsNothing())
+
+
+def test_errors_offer_the_routers_that_can():
+    with pytest.raises(ValueError, match="'same_experts' or 'learned', or skip_blocks"):
+        FFNSparsity(
+            activations=VNM(8, 2, 8),
+            router=ActivationEnergy(),
+            skip_blocks=True,
+            weight_gradients="expert_columns",
+        )
+    with pytest.raises(ValueError, match="use router='activation_energy' or 'learned'"):
+        FFNSparsity(
+            activations=VNM(8, 2, 16), router=TokenHash(), most_experts_per_token=2
+        )

@@ -27,7 +27,8 @@ from sparsejax.reports.metrics import (
     weight_masks,
 )
 from sparsejax.routing.dispatch import dispatch
-from sparsejax.routing.routers import ROUTERS, ActivationEnergy, TokenHash
+from sparsejax.routing.named_routers import ROUTERS
+from sparsejax.routing.routers import ActivationEnergy, TokenHash
 from sparsejax.sparsity.patterns import NM, VNM
 
 TWO_FOUR = FFNSparsity(weights=NM(2, 4), activations=NM(2, 4))

@@ -1,6 +1,5 @@
 """The experts that each router chooses, against plain loops."""
 
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -8,14 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparsejax.routing import routers
+from sparsejax.routing.best_experts import best_experts
 from sparsejax.routing.routers import (
     ActivationEnergy,
     LearnedEnergy,
     NearestCentre,
     SameExperts,
     TokenHash,
-    named_router,
 )
 
 
@@ -112,37 +110,28 @@ def test_activation_energy_is_the_largest_squared_activation():
         choose(y, experts=4, experts_per_token=5)
 
 
-def test_settings_find_a_router_by_its_name_and_by_a_former_one():
-    for router in routers.ROUTERS:
-        assert named_router(router.name) is router
-        assert routers.name_of(router) == router.name
-    assert named_router("true_mass") == ActivationEnergy()
-    names = ", ".join(repr(router.name) for router in routers.ROUTERS)
-    for wrong in ("truemass", None, 3, ["token_hash"], TokenHash):
-        with pytest.raises(ValueError, match=f"must be one of {names}$"):
-            named_router(wrong)
-
-
-def test_a_router_that_settings_would_not_find_again_is_not_written():
-    @dataclass(frozen=True)
-    class Biased(TokenHash):
-        bias: float = 0.0
-
-    with pytest.raises(ValueError, match="cannot be written into settings.*ROUTERS"):
-        routers.name_of(Biased(bias=1.0))
-
-
 def test_what_a_router_reads_says_whether_blocks_can_be_skipped():
-    before = {router.name: router.before_up for router in routers.ROUTERS}
-    assert before == {
-        "nearest_centre": True,
-        "token_hash": True,
-        "activation_energy": False,
-        "same_experts": True,
-        "learned": True,
-    }
-    kept = [router.name for router in routers.ROUTERS if router.has_state]
-    assert kept == ["nearest_centre", "learned"]
+    for router, before, keeps in (
+        (NearestCentre(), True, True),
+        (TokenHash(), True, False),
+        (ActivationEnergy(), False, False),
+        (SameExperts(), True, False),
+        (LearnedEnergy(), True, True),
+    ):
+        assert (router.before_up, router.has_state) == (before, keeps)
+
+
+def test_a_router_that_learns_returns_the_arrays_that_it_was_given():
+    class Forgets(LearnedEnergy):
+        def learned_state(self, state, x, energies, share):
+            return {"w": state["w"].astype(jnp.bfloat16)}
+
+    x, energies = gaussian((6, 8)), jnp.ones((6, 4))
+    state = LearnedEnergy().initial_state(gaussian((8, 16)), 4)
+    found = LearnedEnergy().learn(state, x, energies, 1.0)
+    assert set(found) == set(state)
+    with pytest.raises(ValueError, match=r"router='learned' must return.*bfloat16"):
+        Forgets().learn(state, x, energies, 1.0)
 
 
 def test_the_centres_are_those_of_blocks_until_a_clustering_gives_others():
@@ -168,7 +157,7 @@ def test_a_threshold_leaves_the_experts_of_little_energy_out(threshold, counts):
     )
     got = np.asarray(ActivationEnergy().of_scores(energies, 4, jnp.float32(threshold)))
     assert (got >= 0).sum(axis=1).tolist() == counts
-    best = np.asarray(routers.best_experts(energies, 4))
+    best = np.asarray(best_experts(energies, 4))
     np.testing.assert_array_equal(got, np.where(got >= 0, best, -1))
     capped = ActivationEnergy().of_scores(energies, 2, jnp.float32(threshold))
     np.testing.assert_array_equal(capped, got[:, :2])

@@ -12,7 +12,7 @@ from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.command.train import read_options
 from sparsejax.config.config_file import from_json, to_json
 from sparsejax.reports.metrics import ffn_decisions, router_seconds
-from sparsejax.routing import routers
+from sparsejax.routing import named_routers
 from sparsejax.routing.routers import Router, State
 from sparsejax.sparsity.patterns import VNM
 from sparsejax.terminal import console, printed_plan
@@ -54,7 +54,7 @@ OWN = LinearLogMass()
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    monkeypatch.setattr(routers, "ROUTERS", (*routers.ROUTERS, OWN))
+    monkeypatch.setattr(named_routers, "ROUTERS", (*named_routers.ROUTERS, OWN))
     folder = tmp_path / "text"
     folder.mkdir()
     config = micro_config(write_text(folder), recipe="paper", eval_every=3)
