@@ -201,7 +201,10 @@ def read_schedule(path: Path) -> tuple[PhaseConfig, ...]:
         schedule = from_plain(ScheduleFile, content).phase
         if not schedule:
             raise ValueError("it has no phase, [[phase]]")
-        return RecipeConfig(schedule=schedule).schedule
+        schedule = RecipeConfig(schedule=schedule).schedule
+        for phase in schedule:
+            phase.check_all_is_read()
+        return schedule
     except (ValueError, TypeError, OSError, RecursionError) as error:
         raise ValueError(f"{path} does not hold a schedule: {error}") from error
 
@@ -247,7 +250,8 @@ def _typed_pattern(hint: Any, value: Any, name: str) -> Pattern | BlockDiagonal 
         }
         allowed = ", ".join(examples[of] for of in kinds_of(hint) if of in examples)
         raise ValueError(
-            f"setting {name}={value!r} must be a pattern, such as {allowed}, or null"
+            f"setting {name}={value!r} must be a pattern, such as {allowed}, or null, "
+            f"which in TOML is no line at all"
         )
     return pattern
 

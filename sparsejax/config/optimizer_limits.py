@@ -51,7 +51,7 @@ def check_optimizer(
         raise ValueError(
             f"optimizer.name='adafactor' keeps second moments as rows and columns of "
             f"each weight, which do not say for sure where the neurons are that a "
-            f"phase with experts renumbers; {use}, or a recipe without experts"
+            f"phase with experts renumbers; {use}, or muon, or a recipe without experts"
         )
     if mesh.fsdp * mesh.tensor > 1:
         raise ValueError(

@@ -142,6 +142,19 @@ class PhaseConfig:
                 f"has room for one of them; give both the same settings of the experts"
             )
 
+    def check_all_is_read(self) -> None:
+        """Raises ValueError where a sparsity of the phase has a setting that nothing
+        reads beside its others."""
+        for sparsity in self.sparsities:
+            for name in _unread(sparsity):
+                value = getattr(sparsity, name)
+                value = value.name if isinstance(value, Router) else value
+                raise ValueError(
+                    f"{name}={value!r} has no meaning in phase {self.name!r}, with "
+                    f"weights={_name_of(sparsity.weights)} and "
+                    f"activations={_name_of(sparsity.activations)}; leave it out"
+                )
+
     @property
     def sparsities(self) -> tuple[FFNSparsity, ...]:
         """The sparsity of the phase's steps and, if it has any, that of the steps in
@@ -253,10 +266,12 @@ class RecipeConfig:
         for field_ in fields(self):
             value = getattr(self, field_.name)
             if field_.name not in READ_WITH_SCHEDULE and value != field_.default:
+                given = f"{field_.name}={value!r}"
+                if isinstance(value, FFNSparsity):
+                    given = f"sparsity ({', '.join(_given(value)) or 'dense'})"
                 raise ValueError(
-                    f"phases.{field_.name}={value!r} has no meaning beside "
-                    f"phases.schedule, whose phases say that themselves; leave one of "
-                    f"them out"
+                    f"phases.{given} has no meaning beside phases.schedule, whose "
+                    f"phases say that themselves; leave one of them out"
                 )
         names = [phase.name for phase in self.schedule]
         if double := {name for name in names if names.count(name) > 1}:
@@ -306,6 +321,28 @@ READ_WHERE = {
 }
 """For each setting of the phases that only some sparsities read, whether a sparsity
 does."""
+
+
+def _unread(sparsity: FFNSparsity) -> list[str]:
+    """Returns the names of the settings of a sparsity that nothing reads beside its
+    others, and that are not those of a dense one."""
+    settings = [name.partition("sparsity.")[2] for name in READ_WHERE]
+    return [
+        name
+        for name in filter(None, settings)
+        if getattr(sparsity, name) != getattr(DENSE, name)
+        and not READ_WHERE[f"sparsity.{name}"](sparsity)
+    ]
+
+
+def _given(sparsity: FFNSparsity) -> list[str]:
+    """Returns the settings of a sparsity that are not those of a dense one, as text."""
+    values = {field.name: getattr(sparsity, field.name) for field in fields(sparsity)}
+    return [
+        f"{name}={value.name!r}" if isinstance(value, Router) else f"{name}={value}"
+        for name, value in values.items()
+        if value != getattr(DENSE, name)
+    ]
 
 
 def _name_of(pattern: Pattern | BlockDiagonal | None) -> str:

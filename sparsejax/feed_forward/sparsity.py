@@ -91,7 +91,7 @@ class FFNSparsity:
             if isinstance(pattern, NM) and (pattern.n, pattern.m) != (2, 4):
                 raise ValueError(
                     f"{name}={pattern} is not 2:4, the N:M pattern that sparse tensor "
-                    f"cores run; use NM(2, 4)"
+                    f"cores run; use NM(2, 4), which settings call '2:4'"
                 )
         _check_router(self.router)
         _check_experts(self)

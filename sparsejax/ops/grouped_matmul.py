@@ -46,7 +46,9 @@ def grouped_matmul(
     `tile_expert[r // v]` with `v = rows / tiles`.
 
     Args:
-      rows: sorted by expert; padding rows may hold anything and give garbage rows.
+      rows: sorted by expert. Padding rows give rows without a meaning, and enter the
+        gradient of `weights` times their own gradients, 0 where nobody reads what they
+        gave: so they have to be finite.
       weights: one matrix per expert.
       tile_expert: expert of each tile, non-decreasing.
       used_tiles: tiles that hold any row; the others are not computed.

@@ -94,7 +94,18 @@ def test_a_pattern_has_a_name_and_a_name_a_pattern():
             "[[phase]]\nname = 'a'\nsparsity.skip_blocks = true",
             r"phase\[0\]\.sparsity: skip_blocks=True needs a V:N:M",
         ),
-        ("[[phase]]\nname = 'a'\nevery = 8", r"phase\[0\]\.every=8 must be a JSON obj"),
+        ("[[phase]]\nname = 'a'\nevery = 8", r"phase\[0\]\.every=8 must be an object"),
+        (
+            "[[phase]]\nname = 'a'\nsparsity.weights = '2:4'\n"
+            "sparsity.router = 'learned'",
+            "router='learned' has no meaning in phase 'a', with weights='2:4' and "
+            "activations=None; leave it out",
+        ),
+        (
+            "[[phase]]\nname = 'a'\nevery.steps = 4\n"
+            "every.sparsity.exact_gradients = true",
+            "exact_gradients=True has no meaning in phase 'a'",
+        ),
         (
             "[[phase]]\nname = 'a'\nevery.steps = 1",
             r"every\.steps=1 must be at ",
@@ -128,7 +139,7 @@ def two(**settings) -> tuple[PhaseConfig, ...]:
         ),
         (
             lambda: RecipeConfig(schedule=two(), sparsity=VENOM),
-            r"phases.sparsity=FFNSparsity\(.* has no meaning beside phases.schedule",
+            r"phases.sparsity \(weights=.* has no meaning beside phases.schedule",
         ),
         (
             lambda: RecipeConfig(schedule=({"name": "a"},)),
