@@ -25,6 +25,11 @@ from sparsejax.models.transformer import greedy_sample as greedy_sample
 from sparsejax.ops.backend import Decision as Decision
 from sparsejax.ops.grouped_matmul import grouped_matmul as grouped_matmul
 from sparsejax.ops.sparse_matmul import sparse_matmul as sparse_matmul
+from sparsejax.routing.dispatch import Dispatch as Dispatch
+from sparsejax.routing.dispatch import combine_rows as combine_rows
+from sparsejax.routing.dispatch import dispatch as dispatch
+from sparsejax.routing.dispatch import gather_rows as gather_rows
+from sparsejax.routing.dispatch import used_tiles as used_tiles
 from sparsejax.routing.routers import ActivationEnergy as ActivationEnergy
 from sparsejax.routing.routers import LearnedEnergy as LearnedEnergy
 from sparsejax.routing.routers import NearestCentre as NearestCentre

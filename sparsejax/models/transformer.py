@@ -168,8 +168,10 @@ class Transformer(nnx.Module):
 
     @property
     def sparsity(self) -> FFNSparsity:
-        """The sparsity of the FFNs; `switching.switch` changes it."""
-        return self.blocks.ffn.sparsity
+        """The sparsity of the FFNs, which `switching.switch` changes; dense where a
+        module of another kind is in their place."""
+        ffn = self.blocks.ffn
+        return ffn.sparsity if isinstance(ffn, SparseFFN) else DENSE
 
     def __call__(
         self,
@@ -213,7 +215,8 @@ class Transformer(nnx.Module):
         if key is not None:
             keys = jax.random.split(key, self.config.layers)
 
-        observes = self.blocks.ffn.is_observing
+        ffn = self.blocks.ffn
+        observes = isinstance(ffn, SparseFFN) and ffn.is_observing
 
         def apply(x, layer):
             state, key = layer

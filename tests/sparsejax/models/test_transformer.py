@@ -304,3 +304,28 @@ def test_greedy_sample_repeats_the_most_likely_token(prompt_length):
 def test_greedy_sample_needs_a_prompt():
     with pytest.raises(ValueError, match="prompt of 0 tokens"):
         greedy_sample(transformer(), jnp.zeros((0,), jnp.int32), 3)
+
+
+def test_another_module_may_be_in_the_place_of_the_ffns():
+    class Linear(nnx.Module):
+        def __init__(self, rngs):
+            shape = TINY.d_model, TINY.d_model
+            self.w = nnx.Param(jax.random.normal(rngs.params(), shape))
+
+        def __call__(self, x, *, token_ids=None, key=None):
+            return x @ self.w[...]
+
+    @nnx.split_rngs(splits=TINY.layers)
+    @nnx.vmap
+    def stacked(rngs):
+        return Linear(rngs)
+
+    model = transformer()
+    before = model.blocks.ffn
+    model.blocks.ffn = stacked(nnx.Rngs(3))
+    tokens = some_tokens(2, 12)
+    loss, gradient = nnx.value_and_grad(cross_entropy)(model, tokens)
+    assert model.sparsity == DENSE and jnp.isfinite(loss)
+    assert (jnp.abs(gradient.blocks.ffn.w[...]).max(axis=(1, 2)) > 0).all()
+    model.blocks.ffn = before
+    assert cross_entropy(model, tokens) != loss
