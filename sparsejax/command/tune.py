@@ -1,4 +1,4 @@
-"""Times the 2:4 GEMMs of a run on the Hopper GPU here, before any run.
+"""Times the 2:4 GEMMs of a run on the GPU here, before any run.
 
 What nobody has timed on this kind of GPU at the run's sizes is measured, some seconds a
 GEMM, and kept in $SPARSEJAX_CACHE or ~/.cache/sparsejax for every later run and plan.
@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from sparsejax.launch.options import RunOptions, parse
 from sparsejax.ops.backend import current_device
+from sparsejax.ops.kernels import registry
+from sparsejax.ops.kernels.tunable import tunable_kernels_of
 from sparsejax.terminal import console
 
 
@@ -18,12 +20,18 @@ def run(arguments: Sequence[str]) -> None:
     """Times the GEMMs of the run that the arguments describe, and says what was found.
 
     Raises:
-      ValueError: the GPU here is no Hopper, or no config of a kernel computes right.
+      ValueError: no kernels run on this device whose configs could be timed, or no
+        config of a kernel computes right.
     """
     options = parse(RunOptions, arguments, command="tune", description=__doc__)
-    if (reason := current_device().why_not_hopper()) is not None:
+    device = current_device()
+    if tunable_kernels_of(device) is None:
+        reason = "its kernels have no configs"
+        if registry.kernels_of(device) is None:
+            reason = registry.why_none(device)
         raise ValueError(
-            f"there is nothing to tune: {reason}; run this on the GPU that trains"
+            f"there is nothing to tune on {device.kind}: {reason}; run this on the GPU "
+            f"that trains"
         )
     # It loads all kernels, which a process on a CPU has no use for.
     from sparsejax.tuning import tune

@@ -301,12 +301,14 @@ def _check_runs_some(backend: Backend, decisions: Sequence[Decision]) -> None:
 
 def _choose(gemm: GemmSpec, backend: Backend | None) -> Decision:
     implementations = _implementations_of(gemm)
-    if gemm.pattern is None and backend in registry.names():
-        backend = None
+    kernels = registry.names()
+    if gemm.pattern is None and backend in kernels:
+        # No other set: it would not read what this one has packed.
+        backend, kernels = None, (backend,)
     if gemm.experts is None and backend == "tokamax":
         # Not None: where tokamax is named no kernel of ours runs beside it.
         backend = "xla"
-    return choose_backend(gemm, backend, implementations)
+    return choose_backend(gemm, backend, implementations, kernels=kernels)
 
 
 def _on_kernels(gemm: GemmSpec) -> Decision:

@@ -14,7 +14,7 @@ run along d, which is never split.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -278,9 +278,10 @@ def gather_packed(
     if c is None or layout is None or layout.stored_shards == 1:
         return c
     if isinstance(c, Packed):
-        return Packed(
-            gather_weight(layout, c.values, 0), gather_weight(layout, c.metadata, 0)
+        values, metadata = (
+            gather_weight(layout, of, 0) for of in (c.values, c.metadata)
         )
+        return replace(c, values=values, metadata=metadata)
     hidden_axis = _hidden_axis(c)
     values = gather_weight(layout, c.values, hidden_axis)
     packed = pack_positions(c.metadata, axis=c.axis)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.backend import Decision
-from sparsejax.ops.kernels import registry
 from sparsejax.routing.expert_sets import set_count
 
 MOST_PADDING = 0.25
@@ -81,7 +80,7 @@ def joins_experts(sparsity: FFNSparsity, decisions: Sequence[Decision]) -> bool:
         return False
     if any(of.spec.pattern is not None for of in gemms):
         return False
-    kernels = registry.kernels_of(gemms[0].spec.device)
+    kernels = gemms[0].kernels
     assert kernels is not None
     if any(kernels.why_no_joined_rows(of.spec) for of in gemms):
         return False

@@ -1,5 +1,6 @@
 """The plan of an FFN: what runs its GEMMs, decided once and only read by the passes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparsejax.feed_forward.activation import Activation
@@ -13,7 +14,6 @@ from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.feed_forward.spec import FFNCall
 from sparsejax.feed_forward.tiles import group_tile
 from sparsejax.ops.backend import Backend, Decision
-from sparsejax.ops.kernels import registry
 from sparsejax.ops.kernels.base import KernelSet
 from sparsejax.sparsity.patterns import VNM
 
@@ -67,7 +67,8 @@ class FFNPlan:
         where it is None.
 
         Raises:
-          NotImplementedError: the named backend cannot run one of the GEMMs.
+          NotImplementedError: the named backend cannot run one of the GEMMs, or two
+            sets of kernels would run them.
         """
         decisions = call.explain(backend)
         by_role = {str(decision.spec.role): decision for decision in decisions}
@@ -82,7 +83,7 @@ class FFNPlan:
             sparsity=sparsity,
             activation=call.kind,
             **by_role,
-            kernels=registry.kernels_of(call.device) if used else None,
+            kernels=_kernels_of(decisions),
             up_writes_a=writes_packed("up", "down"),
             d_hidden_writes_dy_up=writes_packed("d_hidden", "d_input"),
             joins_experts=joins_experts(sparsity, decisions),
@@ -160,3 +161,17 @@ def row_tile(sparsity: FFNSparsity, *, on_kernels: bool) -> int | None:
     if not isinstance(pattern, VNM):
         return None
     return group_tile(pattern.v) if on_kernels else pattern.v
+
+
+def _kernels_of(decisions: Sequence[Decision]) -> KernelSet | None:
+    """Returns the set of kernels that runs GEMMs of an FFN; None where no set does.
+    Raises NotImplementedError where two sets would: neither reads what the other has
+    packed."""
+    by_name = {each.backend: each.kernels for each in decisions if each.on_kernels}
+    if len(by_name) > 1:
+        names = " and ".join(map(repr, by_name))
+        raise NotImplementedError(
+            f"GEMMs of this FFN would run on {names}, which do not read what the other "
+            f"has packed; name one of them as backend"
+        )
+    return next(iter(by_name.values()), None)

@@ -5,7 +5,7 @@ the first supported one in the order of `preference` is taken; a named backend r
 raises with its reason. The answer is data (`Decision`), printed by `explain`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -100,6 +100,13 @@ class Decision:
         return self.backend in registry.names()
 
     @property
+    def kernels(self) -> KernelSet | None:
+        """The set of kernels that runs the GEMM; None where no set does."""
+        if not self.on_kernels:
+            return None
+        return registry.kernels_of(self.spec.device, self.backend)
+
+    @property
     def on_sparse_cores(self) -> bool:
         """Whether a set of kernels runs the GEMM with a packed operand, by sparse
         instructions."""
@@ -120,9 +127,12 @@ def choose_backend(
     spec: GemmSpec,
     requested: Backend | None,
     implementations: Implementations,
+    *,
+    kernels: Collection[Backend] | None = None,
 ) -> Decision:
     """Returns the decision for `spec`: the named backend, or the first in the order of
-    `preference` that can run the GEMM and is not known to be slower than dense.
+    `preference` that can run the GEMM and is not known to be slower than dense. Of the
+    sets of kernels only those in `kernels` are taken unasked; None stands for all.
 
     Raises:
       ValueError: `requested` is no backend at all.
@@ -134,7 +144,11 @@ def choose_backend(
     refusals: dict[Backend, str] = {}
     # Kernels for a device say why they do not run a GEMM; a library that has nothing to
     # do with its kind does not.
-    offered = (*registry.names(), *implementations)
+    sets = registry.names() if kernels is None else kernels
+    offered = {
+        *sets,
+        *(name for name in implementations if name not in registry.names()),
+    }
     unasked = [backend for backend in preference() if backend in offered]
     for backend in unasked if requested is None else (requested,):
         why = _why_unsupported(spec, backend, implementations)

@@ -28,6 +28,7 @@ from sparsejax.ops.dense_matmul import dense_matmul
 from sparsejax.ops.gemm_spec import GemmSpec
 from sparsejax.ops.kernels import registry
 from sparsejax.ops.kernels.base import KernelSet
+from sparsejax.ops.kernels.registry import KernelSetName
 from sparsejax.sparsity.compressed import Compressed, decompress
 from sparsejax.sparsity.packed import Packed, pack, unpack
 
@@ -165,7 +166,7 @@ def _cotangent(
     (values,) = pull_back(cotangent.astype(like.values.dtype))
     # None is JAX's cotangent of an integer array
     if isinstance(operand, Packed):
-        return Packed(values, None)  # pyrefly: ignore[bad-argument-type]
+        return Packed(values, None, operand.layout)  # pyrefly: ignore[bad-argument-type]
     return Compressed(values, None, None, like.pattern, like.axis)  # pyrefly: ignore[bad-argument-type]
 
 
@@ -186,11 +187,17 @@ def _describe(spec: GemmSpec) -> tuple[str, float]:
 # Sparse tensor cores.
 
 
-def why_not_packed(rows: int, k: int, dtype: str, out_dtype: jnp.dtype) -> str | None:
+def why_not_packed(
+    rows: int,
+    k: int,
+    dtype: str,
+    out_dtype: jnp.dtype,
+    kernels: KernelSetName | None = None,
+) -> str | None:
     """Returns why `pack_weight` cannot pack a (rows, k) weight on the current device,
-    or None where it can."""
+    for the set of kernels that is named or the preferred one, or None where it can."""
     device = current_device()
-    found = registry.kernels_of(device)
+    found = registry.kernels_of(device, kernels)
     if found is None:
         return registry.why_none(device)
     return found.why_not_packed(rows, k, dtype, out_dtype)
@@ -202,6 +209,7 @@ def pack_weight(
     *,
     axis: int,
     dtype: jnp.dtype,
+    kernels: KernelSetName | None = None,
 ) -> Packed:
     """Returns beta S(w), 2:4 along `axis`, packed for sparse tensor cores in one read
     of `w`.
@@ -215,11 +223,13 @@ def pack_weight(
       scale: beta of each matrix, float32.
       axis: the axis of w, -1 or -2, that the groups of four run along.
       dtype: dtype of the packed values.
+      kernels: the set of kernels whose order it is packed in; None stands for the
+        preferred one of the current device.
     """
     *layers, first, second = w.shape
     rows, k = (first, second) if axis == -1 else (second, first)
     flat, scales = lax.stop_gradient((w.reshape(-1, first, second), scale.reshape(-1)))
-    found = registry.kernels_of(current_device())
+    found = registry.kernels_of(current_device(), kernels)
     assert found is not None, "asked of `why_not_packed` before"
     packed = found.pack_weight(flat, scales, axis=axis, dtype=dtype)
     return replace(
@@ -229,11 +239,19 @@ def pack_weight(
     )
 
 
+def as_packed(operand: Compressed | Packed, kernel_set: KernelSet) -> Packed:
+    """Returns a 2:4 operand in the order that a set of kernels reads; what is packed in
+    another one is left to the set to refuse."""
+    if isinstance(operand, Packed):
+        return operand
+    return pack(operand, kernel_set.layout)
+
+
 def _multiply_on(kernel_set: KernelSet, lhs: Any, rhs: Any) -> jax.Array:
     if isinstance(lhs, Compressed | Packed):
-        packed = lhs if isinstance(lhs, Packed) else pack(lhs)
+        packed = as_packed(lhs, kernel_set)
         return kernel_set.matmul(packed, rhs, b_k_major=False, transpose_out=False)
-    packed = rhs if isinstance(rhs, Packed) else pack(rhs)
+    packed = as_packed(rhs, kernel_set)
     return kernel_set.matmul(packed, lhs, b_k_major=True, transpose_out=True)
 
 

@@ -29,7 +29,6 @@ from sparsejax.ops.backend import (
     current_device,
 )
 from sparsejax.ops.expert_rows import combine_rows, gather_rows
-from sparsejax.ops.kernels.registry import kernels_of
 from sparsejax.routing.dispatch import dispatch
 from sparsejax.routing.expert_sets import rows_of_sets
 from sparsejax.routing.routers import ActivationEnergy, State
@@ -156,9 +155,9 @@ def router_seconds(
     """
     if sparsity.experts is None:
         return 0.0
-    on_kernels = any(decision.on_kernels for decision in decisions)
-    found = kernels_of(current_device()) if on_kernels else None
-    experts, v = sparsity.experts, row_tile(sparsity, on_kernels=on_kernels)
+    of_gemms = [of.kernels for of in decisions if of.on_kernels]
+    found = of_gemms[0] if of_gemms else None
+    experts, v = sparsity.experts, row_tile(sparsity, on_kernels=bool(of_gemms))
     assert v is not None
     router, key = sparsity.router, jax.random.key(0)
 

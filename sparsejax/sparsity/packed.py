@@ -1,11 +1,13 @@
-"""2:4 matrices in the order in which sparse tensor cores read them.
+"""2:4 matrices in the order in which kernels read them: that of Hopper's sparse tensor
+cores, or the order that another set of kernels brings.
 
-Values stay in logical order. The positions, two bits each, are put together in words
-that each thread of a warpgroup loads as it needs them. Source: PTX ISA, "Sparse matrix
-storage" of `wgmma.mma_async.sp`.
+In Hopper's order values stay in logical order. The positions, two bits each, are put
+together in words that each thread of a warpgroup loads as it needs them. Source: PTX
+ISA, "Sparse matrix storage" of `wgmma.mma_async.sp`.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
@@ -21,14 +23,42 @@ from sparsejax.sparsity.patterns import NM, TWO_FOUR
 BLOCK = 64
 """The number of rows, and of columns, whose positions are stored together."""
 
-WGMMA_ORDER = "wgmma.mma_async.sp"
-"""The name of the order that `pack` makes and that Hopper's instruction of this name
-reads."""
-
 
 def in_blocks(size: int) -> int:
     """Returns `size` rows or columns, rounded up to whole blocks."""
     return math.ceil(size / BLOCK) * BLOCK
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An order of values and metadata, with the functions that bring a matrix into it
+    and back. The functions are compared by identity: a layout is made once, for a
+    module."""
+
+    name: str
+    pack: Callable[[Compressed], "Packed"] = field(repr=False)
+    """Returns the packed form of a matrix that is 2:4 along its last axis.
+    Raises ValueError for a size that it has no room for."""
+    unpack: Callable[["Packed"], Compressed] = field(repr=False)
+    """Returns the matrix in logical order, 2:4 along its last axis."""
+
+
+def _in_wgmma_order(c: Compressed) -> "Packed":
+    kept = c.values.shape[-1]
+    if kept % (BLOCK // 2):
+        raise ValueError(
+            f"k={2 * kept}, the size of the sparse axis, is not a multiple of {BLOCK}; "
+            f"pad it to {in_blocks(2 * kept)}"
+        )
+    return Packed(c.values, _words(c.metadata))
+
+
+def _from_wgmma_order(p: "Packed") -> Compressed:
+    return Compressed(p.values, _positions(p), None, TWO_FOUR, -1)
+
+
+WGMMA_ORDER = Layout("wgmma.mma_async.sp", _in_wgmma_order, _from_wgmma_order)
+"""The order that Hopper's instruction of this name reads."""
 
 
 @jax.tree_util.register_dataclass
@@ -51,9 +81,8 @@ class Packed:
     16 p + 15, four bits per group of four, the first position in the lower two.
     """
 
-    layout: str = field(default=WGMMA_ORDER, metadata={"static": True})
-    """The name of the order that values and metadata are in. Kernels refuse any but
-    their own."""
+    layout: Layout = field(default=WGMMA_ORDER, metadata={"static": True})
+    """The order that values and metadata are in. Kernels refuse any but their own."""
 
     axis: ClassVar[int] = -1
     """The reduction axis, counted from the end as in `Compressed`."""
@@ -73,13 +102,14 @@ class Packed:
         return self.values.dtype
 
 
-def pack(c: Compressed) -> Packed:
+def pack(c: Compressed, layout: Layout = WGMMA_ORDER) -> Packed:
     """Returns the packed form of `c`, or of its transpose where `c` is 2:4 along the
-    last axis but one.
+    last axis but one, in an order of kernels.
 
     Raises:
       ValueError: `c` is not 2:4, it is sparse along another axis than the last two, or
-        the size of its sparse axis is not a multiple of 64.
+        the order has no room for its size: Hopper's takes multiples of 64 along the
+        sparse axis.
     """
     if c.pattern != TWO_FOUR:
         raise ValueError(f"pattern={c.pattern} is not 2:4, all that tensor cores read")
@@ -91,27 +121,12 @@ def pack(c: Compressed) -> Packed:
     values, positions = c.values, c.metadata
     if c.axis == -2:
         values, positions = values.swapaxes(-1, -2), positions.swapaxes(-1, -2)
-    kept = values.shape[-1]
-    if kept % (BLOCK // 2):
-        raise ValueError(
-            f"k={2 * kept}, the size of the sparse axis, is not a multiple of {BLOCK}; "
-            f"pad it to {in_blocks(2 * kept)}"
-        )
-    return Packed(values, _words(positions))
+    return layout.pack(Compressed(values, positions, None, TWO_FOUR, -1))
 
 
 def unpack(p: Packed) -> Compressed:
-    """Returns the matrix in logical order, sparse along the last axis.
-
-    Raises:
-      ValueError: the matrix is packed in another order than `WGMMA_ORDER`.
-    """
-    if p.layout != WGMMA_ORDER:
-        raise ValueError(
-            f"layout={p.layout!r} is not {WGMMA_ORDER!r}, the order that `pack` makes; "
-            f"unpack it where it was packed"
-        )
-    return Compressed(p.values, _positions(p), None, TWO_FOUR, -1)
+    """Returns the matrix in logical order, sparse along the last axis."""
+    return p.layout.unpack(p)
 
 
 @partial(jax.jit, inline=True)

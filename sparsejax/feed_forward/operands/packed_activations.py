@@ -3,6 +3,7 @@
 Nothing here is differentiated: the FFN's backward is written out.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -58,7 +59,7 @@ class GatedActivations(NamedTuple):
         """A, rounded as it was when the forward made it."""
         hidden, dtype = self.hidden.values, jnp.finfo(self.hidden.dtype)
         square = lax.reduce_precision(hidden * hidden, dtype.nexp, dtype.nmant)
-        return Packed(square * self.up.values, self.hidden.metadata)
+        return replace(self.hidden, values=square * self.up.values)
 
 
 def counted_gated(kept: KeptGatedActivations) -> GatedActivations:

@@ -21,10 +21,11 @@ from sparsejax.ops.fp8_matmul import (
     quantise_weight,
 )
 from sparsejax.ops.kernels import registry
+from sparsejax.ops.kernels.registry import KernelSetName
 from sparsejax.ops.sparse_matmul import pack_weight, sparse_matmul, why_not_packed
 from sparsejax.sparsity.compressed import Compressed, compress, decompress
 from sparsejax.sparsity.masks import magnitude_mask, soft_threshold
-from sparsejax.sparsity.packed import Packed, pack, unpack
+from sparsejax.sparsity.packed import Packed, unpack
 from sparsejax.sparsity.patterns import NM, name_of
 
 
@@ -153,10 +154,13 @@ def pack_ffn(
         if sparsity.experts and by_expert:
             together.append(d_hidden // sparsity.experts)
         pack_one, neurons = partial(_compress, pattern=pattern), -3 - axis
-        if backend in (None, *registry.names()) and not any(
-            why_not_packed(rows, d_model, str(w_up.dtype), dtype) for rows in together
+        kernels = next((name for name in registry.names() if name == backend), None)
+        if (backend is None or kernels) and not any(
+            why_not_packed(rows, d_model, str(w_up.dtype), dtype, kernels)
+            for rows in together
         ):
-            pack_one, neurons = partial(_pack_on_each_device, layout), -2
+            pack_one = partial(_pack_on_each_device, layout, kernels=kernels)
+            neurons = -2
         # On explicit axes its neurons stay where the weight has them.
         out = spec_along(neurons, split_along(w, -3 - axis), ndim=w.ndim)
         return automatically(
@@ -266,11 +270,12 @@ def _pack_on_each_device(
     *,
     axis: int,
     dtype: jnp.dtype,
+    kernels: KernelSetName | None,
 ) -> Packed:
     stacked = w.ndim - 2
     run = on_mesh(
         layout,
-        partial(pack_weight, axis=axis, dtype=dtype),
+        partial(pack_weight, axis=axis, dtype=dtype, kernels=kernels),
         in_specs=(weight_spec(layout, -3 - axis, stacked), PartitionSpec()),
         out_specs=weight_spec(layout, 0, stacked),
     )
@@ -317,11 +322,6 @@ def _multiply_fp8(
     else:
         transposed = quantise(rhs.T, of_rhs)
     return run(quantise(lhs, of_lhs), transposed, out_dtype=out_dtype)
-
-
-def as_packed(weight: Compressed | Packed) -> Packed:
-    """Returns the weight in the order that sparse tensor cores read."""
-    return weight if isinstance(weight, Packed) else pack(weight)
 
 
 def multiply_by_weight(

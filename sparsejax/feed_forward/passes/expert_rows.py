@@ -19,7 +19,6 @@ from sparsejax.feed_forward.operands.weights import (
     FFNWeights,
     ReadWeights,
     as_dense,
-    as_packed,
     multiply,
     multiply_by_weight,
 )
@@ -27,6 +26,7 @@ from sparsejax.feed_forward.plan import FFNPlan
 from sparsejax.ops.backend import Decision
 from sparsejax.ops.expert_rows import combine_rows, looked_up
 from sparsejax.ops.grouped_matmul import grouped_matmul, grouped_outer
+from sparsejax.ops.sparse_matmul import as_packed
 from sparsejax.routing.dispatch import Dispatch, dispatch, expert_of_row, used_tiles
 from sparsejax.sparsity.compressed import Compressed
 from sparsejax.sparsity.packed import Packed
@@ -247,9 +247,10 @@ def packed_for_kernels(
 ) -> Packed | None:
     """Returns the packed weight for a kernel that multiplies each row by its expert's
     matrix, or None where no kernel runs the GEMM of a 2:4 weight."""
-    if not gemm.on_kernels or weight is None:
+    kernels = gemm.kernels
+    if kernels is None or weight is None:
         return None
-    return as_packed(weight)
+    return as_packed(weight, kernels)
 
 
 def by_neurons_of_experts(w: jax.Array, routed: Dispatch, *, axis: int) -> jax.Array:

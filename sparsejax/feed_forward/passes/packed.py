@@ -22,12 +22,12 @@ from sparsejax.feed_forward.operands.packed_activations import (
 from sparsejax.feed_forward.operands.weights import (
     FFNWeights,
     ReadWeights,
-    as_packed,
     multiply_by_weight,
 )
 from sparsejax.feed_forward.passes.masked import into_hidden, weight_gradients
 from sparsejax.feed_forward.plan import FFNPlan
 from sparsejax.ops.kernels.base import OverTokens
+from sparsejax.ops.sparse_matmul import as_packed
 from sparsejax.sparsity.compressed import decompress
 from sparsejax.sparsity.packed import Packed, unpack
 
@@ -44,8 +44,9 @@ def forward(
         kept = counted_gated(kernels.keep_gated_features(*into_hidden(plan, x, w)))
     elif plan.up_writes_a:
         assert w.packed_up is not None
+        packed_up = as_packed(w.packed_up, kernels)
         # (T, F) = (T, d) @ (d, F)
-        kept = counted(kernels.matmul_keep_features(x, as_packed(w.packed_up), None))
+        kept = counted(kernels.matmul_keep_features(x, packed_up, None))
     else:
         (y_up,) = into_hidden(plan, x, w)
         kept = counted(kernels.keep_features(y_up, None, by_token=False))
@@ -117,7 +118,7 @@ def _gradient(
     # (T, F) = (T, d) @ (d, F)
     if plan.d_hidden_writes_dy_up:
         assert w.packed_down is not None
-        weight = as_packed(w.packed_down)
+        weight = as_packed(w.packed_down, kernels)
         dy_up = kernels.matmul_activation_gradient(dy, weight, a, None)
         if groups is None:
             return dy_up, None

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sparsejax.ops.gemm_spec import GemmSpec, Times
-from sparsejax.sparsity.packed import Packed
+from sparsejax.sparsity.packed import Layout, Packed
 
 
 @jax.tree_util.register_dataclass
@@ -96,9 +96,8 @@ class KernelSet(Protocol):
     the same programs: it is a static argument of traced functions."""
 
     @property
-    def layout(self) -> str:
-        """The name of the order in which the set packs operands: their
-        `Packed.layout`."""
+    def layout(self) -> Layout:
+        """The order in which the set packs operands: their `Packed.layout`."""
         ...
 
     # What it can run.

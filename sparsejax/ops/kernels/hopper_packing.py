@@ -176,8 +176,9 @@ class HopperPacking:
         for operand in operands:
             if operand.layout != self.layout:
                 raise ValueError(
-                    f"an operand packed in the order {operand.layout!r} cannot be read "
-                    f"by Hopper's kernels, which read {self.layout!r}; pack it for the "
+                    f"an operand packed in the order {operand.layout.name!r} cannot be "
+                    f"read by Hopper's kernels, which read {self.layout.name!r}; pack "
+                    f"it for the "
                     f"device that multiplies it"
                 )
 

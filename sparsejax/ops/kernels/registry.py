@@ -54,11 +54,11 @@ def name_for(device: Device) -> KernelSetName | None:
     return next(runs, None)
 
 
-def kernels_of(device: Device) -> KernelSet | None:
-    """Returns the preferred set of those that run on `device`, or None where none
-    does."""
+def kernels_of(device: Device, name: str | None = None) -> KernelSet | None:
+    """Returns the set of a name, or the preferred one where it is None, of those that
+    run on `device`; None where none does."""
     for each in REGISTERED:
-        if each.why_unavailable(device) is None:
+        if name in (None, each.name) and each.why_unavailable(device) is None:
             return each.load(device)
     return None
 

@@ -10,8 +10,9 @@ import pytest
 
 from pallas_kernels.device import CPU, Device
 from sparsejax.feed_forward.ffn import ffn
-from sparsejax.feed_forward.gated_ffn import GatedFFNSpec
-from sparsejax.feed_forward.plan import FFNPlan
+from sparsejax.feed_forward.gated_ffn import GatedFFNSpec, gated_ffn
+from sparsejax.feed_forward.operands.weights import pack_ffn
+from sparsejax.feed_forward.plan import FFNPlan, _kernels_of
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.feed_forward.spec import FFNSpec
 from sparsejax.ops.kernels import registry
@@ -19,7 +20,7 @@ from sparsejax.ops.kernels.hopper import HopperKernels
 from sparsejax.ops.kernels.hopper_lookups import one_by_one, rows_in_one_call
 from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.compressed import compress
-from sparsejax.sparsity.packed import WGMMA_ORDER, pack, unpack
+from sparsejax.sparsity.packed import WGMMA_ORDER, Layout, pack
 from sparsejax.sparsity.patterns import NM, VNM
 from tests.support.devices import hopper
 
@@ -37,11 +38,27 @@ SKIPPED = FFNSparsity(
 BY_ENERGY = replace(SKIPPED, skip_blocks=False, router=ActivationEnergy())
 
 
+def _inverted(c):
+    packed = WGMMA_ORDER.pack(c)
+    return replace(packed, metadata=~packed.metadata, layout=INVERTED)
+
+
+def _from_inverted(p):
+    ours = replace(p, metadata=~p.metadata, layout=WGMMA_ORDER)
+    return WGMMA_ORDER.unpack(ours)
+
+
+INVERTED = Layout("inverted words", _inverted, _from_inverted)
+"""An order that is read as other positions where it is taken for Hopper's."""
+
+
 @dataclass(frozen=True)
 class OfAnotherDevice(hopper.PlainKernels):
-    """A second set: plain JAX for a CPU, faster than dense by its own account."""
+    """A second set: plain JAX for a CPU, faster than dense by its own account, with an
+    order of its own."""
 
     name = "of_another_device"
+    layout = INVERTED
 
     def why_slower(self, gemm):
         return None
@@ -65,8 +82,8 @@ def second(monkeypatch) -> list[str]:
 
 
 def test_a_second_set_is_a_line_in_the_registry(second):
-    assert registry.names() == ("mosaic_sm90", "of_another_device")
-    assert isinstance(registry.kernels_of(CPU), OfAnotherDevice)
+    assert registry.names()[-1] == "of_another_device"
+    assert isinstance(registry.kernels_of(CPU, "of_another_device"), OfAnotherDevice)
     assert registry.name_for(hopper.H200) == "mosaic_sm90"
     assert registry.kernels_of(hopper.A100) is None
     keys = jax.random.split(jax.random.key(0), 3)
@@ -85,14 +102,83 @@ def test_a_second_set_is_a_line_in_the_registry(second):
     assert {"compress", "keep_features of a product", "keep_tokens"} <= set(second)
 
 
+OWN_ORDER = {
+    "weights": FFNSparsity(weights=TWO_FOUR),
+    "activations": FFNSparsity(activations=TWO_FOUR),
+    "two_four": FFNSparsity(weights=TWO_FOUR, activations=TWO_FOUR),
+    "all_six": ALL_SIX,
+    "skipped": SKIPPED,
+    "by_energy": BY_ENERGY,
+}
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("name", OWN_ORDER)
+def test_what_a_set_packs_is_read_in_its_order_alone(name, gated, second):
+    """Forward and backward are those of XLA but for rounding, with weights that the
+    call packs, with those that `pack_ffn` has packed, and with those that it has only
+    compressed."""
+    sparsity = OWN_ORDER[name]
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (128, 128), jnp.bfloat16)
+    w_up, w_gate = (jax.random.normal(key, (128, 256)) / 11 for key in keys[1:3])
+    w_down = jax.random.normal(keys[3], (256, 128)) / 16
+    weights = (w_up, w_down)
+    scales = jnp.asarray([1.3, 1.2, 1.1] if gated else [1.3, 1.1])
+    run, how = ffn, {"sparsity": sparsity, "scales": scales}
+    if gated:
+        run, weights = gated_ffn, (w_gate, w_up, w_down)
+        how["activation"] = "reglu2"
+    if sparsity.skip_blocks:
+        how["expert_index"] = jnp.arange(128)[:, None] % sparsity.experts
+
+    def results(backend, packed=None):
+        call = partial(run, backend=backend, packed=packed, **how)
+        y, pull_back = jax.vjp(call, x, *weights)
+        return (y, *pull_back(x))
+
+    expected = results("xla")
+    made = dict(scales=scales, sparsity=sparsity, dtype=jnp.bfloat16)
+    made["w_gate"] = w_gate if gated else None
+    for packed in (
+        None,
+        *(pack_ffn(w_up, w_down, backend=b, **made) for b in (None, "xla")),
+    ):
+        for ours, theirs in zip(results(None, packed), expected, strict=True):
+            ours, theirs = (np.asarray(a, np.float64) for a in (ours, theirs))
+            error = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
+            assert error <= 2**-7, (name, error)
+    assert second
+
+
+FIRST = OfAnotherDevice(hopper.H200)
+
+
+def test_gemms_of_one_ffn_run_on_one_set(monkeypatch, second):
+    """Of two sets, the plan takes the one that was decided for, and refuses both."""
+    (other,) = (of for of in registry.REGISTERED if of.name == "of_another_device")
+    first = replace(other, name="first", load=lambda device: FIRST)
+    monkeypatch.setattr(registry, "REGISTERED", (first, other))
+    shapes = (128, 128), (128, 256), (256, 128)
+    x, *weights = map(jnp.ones, shapes)
+    spec = FFNSpec.of(x.astype(jnp.bfloat16), *weights, SKIPPED)
+    for name in ("first", "of_another_device"):
+        plan = FFNPlan.of(spec, name)
+        assert {of.backend for of in plan.gemms if of.on_kernels} == {name}
+        assert (plan.kernels is FIRST) == (name == "first")
+    first_of_all = replace(plan.up, backend="first")
+    mixed = [first_of_all, *plan.gemms[1:]]
+    with pytest.raises(NotImplementedError, match="'first' and 'of_another_device'"):
+        _kernels_of(mixed)
+
+
 def test_what_was_packed_in_another_order_is_refused():
     x = jax.random.normal(jax.random.key(0), (64, 64), jnp.bfloat16)
     ours = pack(compress(x, TWO_FOUR))
     assert ours.layout == WGMMA_ORDER
-    foreign = replace(ours, layout="tcgen05")
+    tcgen05 = Layout("tcgen05", WGMMA_ORDER.pack, WGMMA_ORDER.unpack)
+    foreign = replace(ours, layout=tcgen05)
     assert jax.tree.structure(ours) != jax.tree.structure(foreign)
-    with pytest.raises(ValueError, match="layout='tcgen05' is not 'wgmma"):
-        unpack(foreign)
     on_hopper = HopperKernels(hopper.H200)
     for call in (
         lambda: on_hopper.matmul(foreign, x, b_k_major=False, transpose_out=False),

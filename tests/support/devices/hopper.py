@@ -78,7 +78,8 @@ class PlainKernels(HopperKernels):
         assert w.shape[1] % 64 == 0 and w.shape[2] % 64 == 0
         pruned = scales[:, None, None] * soft_threshold(w, axis=axis)
         mask = magnitude_mask(w, axis=axis)
-        return pack(compress(pruned.astype(dtype), mask=mask, axis=axis))
+        kept = compress(pruned.astype(dtype), mask=mask, axis=axis)
+        return pack(kept, self.layout)
 
     def keep_features(self, y_up, rows, *, by_token):
         self.calls.append("keep_features")
@@ -86,7 +87,7 @@ class PlainKernels(HopperKernels):
         assert y_up.shape[1] % 64 == 0
         hidden = jax.nn.relu(y_up)
         a = compress(hidden * hidden, mask=nm_mask(hidden, TWO_FOUR))
-        return KeptActivations(pack(a), _counts(decompress(a) != 0))
+        return KeptActivations(pack(a, self.layout), _counts(decompress(a) != 0))
 
     def activation_gradient(self, da, a, rows, *, by_token):
         self.calls.append("backward")
@@ -101,7 +102,8 @@ class PlainKernels(HopperKernels):
         hidden = jax.nn.relu(gate)
         a = hidden * hidden * up
         mask = magnitude_mask(a)
-        packed = [pack(compress(of, mask=mask)) for of in (a, hidden, up)]
+        each = [compress(of, mask=mask) for of in (a, hidden, up)]
+        packed = [pack(of, self.layout) for of in each]
         return KeptGatedActivations(*packed, _counts(jnp.where(mask, a, 0) != 0))
 
     def gated_gradients(self, da, hidden, up):
@@ -128,7 +130,7 @@ class PlainKernels(HopperKernels):
             rows = jnp.argsort(residual.slots)[-residual.rows :]
             dense = jnp.concatenate([dense, dense[rows]])
             mask = jnp.concatenate([mask, ~mask[rows]])
-        return pack(compress(dense, mask=mask))
+        return pack(compress(dense, mask=mask), self.layout)
 
     def activation_gradient_over_tokens(
         self, da, a, rows, residual, *, by_token, by_segments
@@ -156,7 +158,7 @@ class PlainKernels(HopperKernels):
             blocks = found.reshape(*found.shape[:2], expert.size, -1)
             found = blocks[expert, :, index].swapaxes(0, 1)
             words = words[expert, :, index].swapaxes(0, 1)
-            return Packed(found.reshape(found.shape[0], -1), words)
+            return Packed(found.reshape(found.shape[0], -1), words, self.layout)
 
         return OverTokens(of_own_expert(a), (of_own_expert(dy_up),))
 
