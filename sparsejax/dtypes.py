@@ -8,7 +8,8 @@ from jaxtyping import Array
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float64")
 """The dtypes that an FFN's operands may have; float64, which no kernel takes, is for
-tests of gradients. A new one is registered here and nowhere else."""
+tests of gradients. A new one is registered here; where a setting is to offer it, such
+as `ModelConfig.dtype`, it stands in the type of that setting too."""
 
 Precision = Literal["dtype", "fp8", "fp8_all"]
 """The precision of the GEMMs of linear layers: their operands are in the compute dtype

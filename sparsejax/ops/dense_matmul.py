@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from sparsejax.dtypes import widest
+from sparsejax.dtypes import accumulation_dtype, widest
 from sparsejax.ops.backend import Implementation, Implementations
 from sparsejax.ops.gemm_spec import GemmSpec
 
@@ -25,6 +25,9 @@ def dense_matmul(
     # XLA accumulates products of 16-bit floats in float32 whatever it then writes, and
     # asked for float32 it writes that, to be read again and rounded.
     written = widest(lhs.dtype, rhs.dtype, out_dtype)
+    if written.itemsize == 1:
+        # On a CPU it would be rounded twice.
+        written = accumulation_dtype(written)
     out = jnp.matmul(lhs, rhs, precision=precision, preferred_element_type=written)
     return out.astype(out_dtype)
 

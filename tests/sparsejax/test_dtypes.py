@@ -11,6 +11,7 @@ from sparsejax import dtypes
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.feed_forward.spec import FFNSpec
+from sparsejax.ops.dense_matmul import dense_matmul
 from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import NM, VNM
 from tests.support.devices import hopper
@@ -81,3 +82,13 @@ def test_sums_are_wider_than_what_is_summed():
         assert dtypes.widest(dtype, dtype) == dtype
         assert dtypes.widest(dtype, jnp.float32, dtype) == jnp.float32
     assert dtypes.accumulation_dtype(jnp.float64) == np.float64
+
+
+def test_a_product_of_8_bits_is_rounded_once():
+    keys = jax.random.split(jax.random.key(0), 2)
+    lhs, rhs = (jax.random.normal(key, (128, 128)).astype(FLOAT8) for key in keys)
+    exact = jnp.matmul(lhs.astype(jnp.float32), rhs.astype(jnp.float32))
+    found = dense_matmul(lhs, rhs)
+    assert found.dtype == FLOAT8
+    expected = exact.astype(FLOAT8).astype(jnp.float32)
+    np.testing.assert_array_equal(found.astype(jnp.float32), expected)
