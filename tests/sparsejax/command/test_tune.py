@@ -3,6 +3,7 @@
 from sparsejax.command import main
 from sparsejax.config.presets import PRESETS
 from sparsejax.ops.gemm_spec import GemmSpec
+from sparsejax.ops.kernels import registry
 from sparsejax.tuning import tune
 from tests.support.devices import hopper
 
@@ -27,3 +28,13 @@ def test_the_gemms_of_the_run_are_timed(capsys, monkeypatch):
     assert main.run(["tune", *PRESET, "--recipe", "dense"]) == 0
     assert not given
     assert "no GEMM that the 2:4 kernels" in capsys.readouterr().out
+
+
+def test_kernels_without_configs_have_nothing_to_tune(monkeypatch, capsys):
+    plain = registry.Registered(
+        name="mosaic_sm90", why_unavailable=lambda device: None, load=lambda _: object()
+    )
+    monkeypatch.setattr(registry, "REGISTERED", (plain,))
+    assert main.run(["tune", *PRESET]) == 1
+    told = " ".join(capsys.readouterr().err.split())
+    assert "nothing to tune on cpu: its kernels have no configs" in told
