@@ -179,7 +179,8 @@ def recipe_schedule(
 
 def _steps_of(schedule: Sequence[PhaseConfig], steps: int) -> list[int]:
     """Returns the number of steps of each phase: its share, rounded, but for the phase
-    that takes the rest, which is the last one where all have a share."""
+    that takes the rest, which is the last one where all have a share. That one has a
+    step at least, unless its own share is less than half of one."""
     given = [phase.share for phase in schedule]
     takes_the_rest = given.index(None) if None in given else len(given) - 1
     shares = [share or 0.0 for share in given]
