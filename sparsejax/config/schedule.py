@@ -178,23 +178,14 @@ def recipe_schedule(
 
 
 def _steps_of(schedule: Sequence[PhaseConfig], steps: int) -> list[int]:
-    """Returns the number of steps of each phase: its share, rounded, but for the phase
-    that takes the rest, which is the last one where all have a share. That one has a
-    step at least, unless its own share is less than half of one."""
-    given = [phase.share for phase in schedule]
-    takes_the_rest = given.index(None) if None in given else len(given) - 1
-    shares = [share or 0.0 for share in given]
-    rest = 1.0 - (sum(shares) - shares[takes_the_rest])
+    """Returns the number of steps of each phase."""
+    shares = [phase.share for phase in schedule]
+    takes_the_rest = shares.index(None) if None in shares else len(shares) - 1
     counts, left = [0] * len(shares), steps
     for index, share in enumerate(shares):
         if index != takes_the_rest:
+            assert share is not None
             counts[index] = min(round(share * steps), left)
             left -= counts[index]
     counts[takes_the_rest] = left
-    if not left and round(rest * steps):
-        # So few steps that the others were rounded up to all of them.
-        shares[takes_the_rest] = rest
-        most = max(range(len(counts)), key=lambda i: counts[i] - shares[i] * steps)
-        counts[most] -= 1
-        counts[takes_the_rest] = 1
     return counts

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from sparsejax.config import RECIPES, PhaseConfig, RecipeConfig, TrainConfig
+from sparsejax.config import RECIPES, RecipeConfig, TrainConfig
 from sparsejax.config.presets import tiny
 from sparsejax.config.schedule import phases
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
@@ -27,27 +27,6 @@ def test_empty_phases_are_left_out():
     settings = RecipeConfig(warmup_share=0.0, sparse_share=1.0)
     (only,) = phases(TrainConfig(steps=7, phases=settings))
     assert (only.kind, only.steps) == ("sparse", 7)
-
-
-@pytest.mark.parametrize("last_share", [0.2, None])
-def test_rounding_leaves_no_phase_out_that_would_have_a_step(last_share):
-    """Five phases of a fifth each: eight steps are 1.6 for each, and four times two."""
-    named = [PhaseConfig(name=f"phase {i}", share=0.2) for i in range(4)]
-    schedule = (*named, PhaseConfig(name="last", share=last_share))
-    for steps, counts in (
-        (8, [1, 2, 2, 2, 1]),
-        (7, [1, 1, 1, 1, 3]),
-        (20, [4, 4, 4, 4, 4]),
-        (3, [0, 1, 1, 0, 1]),
-    ):
-        config = replace(tiny(), steps=steps).with_schedule(schedule)
-        planned = {phase.kind: phase.steps for phase in phases(config)}
-        expected = dict(zip((of.name for of in schedule), counts, strict=True))
-        assert planned == {name: count for name, count in expected.items() if count}
-    # A rest of less than half a step is none.
-    short = (PhaseConfig(name="sparse", share=0.97), PhaseConfig(name="dense"))
-    planned = phases(replace(tiny(), steps=10).with_schedule(short))
-    assert [phase.kind for phase in planned] == ["sparse"]
 
 
 def test_recipes_are_the_documented_sparsities():
