@@ -250,8 +250,8 @@ def _typed_pattern(hint: Any, value: Any, name: str) -> Pattern | BlockDiagonal 
         }
         allowed = ", ".join(examples[of] for of in kinds_of(hint) if of in examples)
         raise ValueError(
-            f"setting {name}={value!r} must be a pattern, such as {allowed}, or null, "
-            f"which in TOML is no line at all"
+            f"setting {name}={value!r} must be a pattern, such as {allowed}, or null "
+            f"(in TOML, leave the line out)"
         )
     return pattern
 

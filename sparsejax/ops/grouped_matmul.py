@@ -46,9 +46,9 @@ def grouped_matmul(
     `tile_expert[r // v]` with `v = rows / tiles`.
 
     Args:
-      rows: sorted by expert. Padding rows give rows without a meaning, and enter the
-        gradient of `weights` times their own gradients, 0 where nobody reads what they
-        gave: so they have to be finite.
+      rows: sorted by expert. Padding rows must be finite numbers: what they give is to
+        be ignored, but the gradient of `weights` contains them, multiplied by a
+        gradient that is zero.
       weights: one matrix per expert.
       tile_expert: expert of each tile, non-decreasing.
       used_tiles: tiles that hold any row; the others are not computed.

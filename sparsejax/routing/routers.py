@@ -117,10 +117,11 @@ class Router(ABC):
         energies: Float[Array, "tokens experts"],
         share: float,
     ) -> State:
-        """Returns `learned_state`, which no one else calls.
+        """Returns what `learned_state` returns, once it is checked. Training calls this
+        method; a router of its own overrides the other one.
 
         Raises:
-          ValueError: it returns other arrays than it was given.
+          ValueError: `learned_state` returned other arrays than it was given.
         """
         learned = self.learned_state(state, x, energies, share)
         given, got = (

@@ -32,8 +32,8 @@ def in_blocks(size: int) -> int:
 @dataclass(frozen=True)
 class Layout:
     """An order of values and metadata, with the functions that bring a matrix into it
-    and back. The functions are compared by identity: a layout is made once, for a
-    module."""
+    and back. Two layouts are equal only where their functions are the same objects, so
+    that a module makes its layout once, outside of all functions."""
 
     name: str
     pack: Callable[[Compressed], "Packed"] = field(repr=False)

@@ -155,7 +155,7 @@ FIRST = OfAnotherDevice(hopper.H200)
 
 
 def test_gemms_of_one_ffn_run_on_one_set(monkeypatch, second):
-    """Of two sets, the plan takes the one that was decided for, and refuses both."""
+    """A plan holds the set that was decided for, and GEMMs on two sets are refused."""
     (other,) = (of for of in registry.REGISTERED if of.name == "of_another_device")
     first = replace(other, name="first", load=lambda device: FIRST)
     monkeypatch.setattr(registry, "REGISTERED", (first, other))
