@@ -36,15 +36,14 @@ class DenseRivals:
 
     def best(self, losses: Replicates, arm: str) -> tuple[str | None, Replicates]:
         """Returns the dense arm that reaches the first of the losses at the lowest
-        cost, None where no one does, and the lowest cost of each loss, infinite where
-        no one has it.
+        cost, None where no one does, and the lowest cost of each loss: infinite where
+        no one has it, and nan where the reference's curve does not fall.
 
         Args:
           losses: the loss of an arm, and its replicates.
           arm: the name of that arm, which is no rival of its own.
         """
-        tokens = self.curves.tokens(losses)
-        costs = {self.reference: np.where(np.isnan(tokens), np.inf, tokens)}
+        costs = {self.reference: self.curves.tokens(losses)}
         costs |= {name: cost_of(losses, of) for name, of in self.others.items()}
         costs.pop(arm, None)
         lowest = np.min([np.full_like(losses, np.inf), *costs.values()], axis=0)

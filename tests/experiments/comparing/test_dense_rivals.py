@@ -65,3 +65,16 @@ def test_the_best_is_another_arm_than_the_own_one(curves):
     alone = DenseRivals("dense", curves, {})
     name, lowest = alone.best(losses, "dense")
     assert name is None and np.isinf(lowest).all()
+
+
+def test_a_reference_that_does_not_fall_leaves_the_best_unknown():
+    tokens = np.array([50.0, 100.0, 200.0])
+    falls = curve_loss(tokens)
+    curves = DenseCurves.fit(tokens, np.stack([falls, falls[::-1]]), np.ones(3))
+    wide = [length(60.0, 0.9, 0.9)]
+    losses = np.array([curve_loss(100.0)] * 2)
+    name, lowest = DenseRivals("dense", curves, {"wide": wide}).best(losses, "sparse")
+    assert name == "wide" and lowest[0] == 60.0 and np.isnan(lowest[1])
+    # The reference's own rivals do not rest on its curve.
+    _, lowest = DenseRivals("dense", curves, {"wide": wide}).best(losses, "dense")
+    assert lowest.tolist() == [60.0, 60.0]
