@@ -60,13 +60,12 @@ RECIPES: dict[RecipeName, FFNSparsity] = {
     "dense": DENSE,
 }
 """The sparsity of the FFNs in each recipe's sparse phase. experts, two of eight experts
-by activation energy with dense weights and a penalty on the neurons of the others, is
-what lost least at a usual width for the seconds that it saves (docs/results.md).
-two-of-sixteen is the same with an eighth of the neurons, for a model whose FFN is twice
-as wide as one that would be trained dense; so it gained most. two-four has 2:4 weights
-and activations. paper is that of arXiv 2602.06183, one of four experts by nearest
-centre; activations is that of arXiv 2503.16672; `STATIC_WEIGHTS` says what s2d has
-besides."""
+by activation energy with dense weights and a penalty on the neurons of the others,
+loses least of those for an FFN of the usual width. two-of-sixteen is the same with an
+eighth of the neurons, for an FFN twice as wide as one that would be trained dense, and
+gained most (docs/results.md). two-four has 2:4 weights and activations. paper is that
+of arXiv 2602.06183, one of four experts by nearest centre; activations is that of arXiv
+2503.16672; `STATIC_WEIGHTS` says what s2d has besides."""
 
 SPARSE_SHARES: dict[RecipeName, float] = {"two-of-sixteen": 0.85}
 """The share of the steps that are sparse in a recipe; in all others it is
