@@ -33,7 +33,7 @@ fitted and left out; the spread that is left is pooled over all arms and lengths
 two seeds or more. Without any there is no interval.
 
 It runs on a CPU in seconds, and prints a table. FOLDER/equal_loss.png shows the losses
-against seconds, and R against tokens per parameter (of the dense model, without
+against seconds, and R_best against tokens per parameter (of the dense model, without
 embedding and head); `--results` takes a row per arm and length.
 """
 

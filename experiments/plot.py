@@ -112,11 +112,13 @@ def plot_equal_loss(
 
     On the left are the losses, without the effects of seeds, against the seconds of
     steps; where those were not measured, against what FLOPs and speeds say of them, as
-    a share of the longest dense run's. On the right is R, the seconds to a loss over
-    those of the dense model, against tokens per parameter, with its interval. Each arm
-    is a line that is labelled at its end, at most six with the dense model's: those
-    with sparse steps first, then those with the lowest R. A loss that the dense model
-    never has is in neither half.
+    a share of the longest dense run's. On the right is R_best, the seconds to a loss
+    over those of the dense arm that needs the fewest, against tokens per parameter,
+    with its interval, cut off far below all arms; arms stand a little beside each
+    other. Each arm is a line that is labelled at its end, at most six with the dense
+    model's: those with sparse steps first, then those with the lowest R. A loss that
+    the dense model never has is in neither half, and one that no other dense arm has is
+    not on the right.
 
     Args:
       folder: the folder of the comparison.
@@ -143,7 +145,8 @@ def plot_equal_loss(
     all_rows = [row for points in shown.values() for row in points]
     ends: dict[Any, list[tuple[Any, str]]] = {left: [], right: []}
     at, label = _time_axis(all_rows, max((row["tokens"] for row in dense), default=1))
-    for arm, points in shown.items():
+    shown_ratios: list[float] = []
+    for place, (arm, points) in enumerate(shown.items()):
         how = "measured" if all(row["measured"] for row in points) else "not measured"
         is_dense = arm == reference
         color = {"color": "black"} if is_dense else {}
@@ -151,20 +154,27 @@ def plot_equal_loss(
         losses = [row["adjusted_loss"] for row in ordered]
         (line,) = left.plot(list(map(at, ordered)), losses, "o-", markersize=4, **color)
         ends[left].append((line, arm))
-        if is_dense:
+        compared = [row for row in ordered if row["R_best"] is not None]
+        if not compared:
             continue
-        tokens = [row["tokens_per_parameter"] for row in points]
-        (line,) = right.plot(
-            tokens,
-            [row["R"] for row in points],
-            "o-",
+        beside = BESIDE ** (place - len(shown) / 2)
+        ratios = [row["R_best"] for row in compared]
+        intervals = None
+        if all(row["R_best_low"] is not None for row in compared):
+            intervals = [
+                [row["R_best"] - row["R_best_low"] for row in compared],
+                [row["R_best_high"] - row["R_best"] for row in compared],
+            ]
+        shown_ratios += ratios
+        (line, *_) = right.errorbar(
+            [beside * row["tokens_per_parameter"] for row in compared],
+            ratios,
+            intervals,
+            fmt="o-",
             markersize=4,
             color=line.get_color(),
         )
         ends[right].append((line, f"{arm} ({how})"))
-        if all(row["R_low"] is not None for row in points):
-            low, high = ([row[end] for row in points] for end in ("R_low", "R_high"))
-            right.fill_between(tokens, low, high, color=line.get_color(), alpha=0.15)
     left.set_xlabel(label)
     left.set_ylabel("final loss less seeds' effects, nats per token")
     right.axhline(1.0, color="black", linestyle="--", linewidth=1)
@@ -175,7 +185,9 @@ def plot_equal_loss(
         right.set_xticks(lengths, [f"{length:.3g}" for length in lengths], minor=False)
         right.set_xticks([], minor=True)
     right.set_xlabel("tokens per parameter of the dense model")
-    right.set_ylabel(f"R, seconds to the loss / those of {reference}")
+    right.set_ylabel("R_best, seconds to the loss /\nthose of the best dense arm")
+    if shown_ratios:
+        right.set_ylim(bottom=LOWEST_SHOWN * min(shown_ratios))
     for axes in (left, right):
         axes.margins(x=0.3)
         axes.spines[["top", "right"]].set_visible(False)
@@ -203,6 +215,10 @@ def _time_axis(
     )
 
 
+LOWEST_SHOWN = 0.7
+"""The bottom of the half with R_best, as a share of the lowest one."""
+BESIDE = 1.03
+"""The ratio of the places of two arms with as many tokens per parameter."""
 LABEL_HEIGHT = 13
 """The height of a label in points, with what is left free above it."""
 LETTER_WIDTH = 6

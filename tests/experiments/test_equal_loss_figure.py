@@ -47,7 +47,7 @@ def test_the_figure_has_losses_against_seconds_and_R(
     np.testing.assert_allclose(own, [[place, sparse.loss]], rtol=1e-3)
     (ratio, one) = (line.get_xydata() for line in right.lines)
     row = rows["sparse", 300]
-    np.testing.assert_allclose(ratio, [[row["tokens_per_parameter"], row["R"]]])
+    np.testing.assert_allclose(ratio, [[row["tokens_per_parameter"], row["R_best"]]])
     assert set(one[:, 1]) == {1.0}
     texts = [text.get_text().split()[0] for text in (*left.texts, *right.texts)]
     assert texts == ["dense", "sparse", "sparse"]
