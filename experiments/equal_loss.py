@@ -16,7 +16,8 @@ arm and each of its lengths D:
     R           seconds of the arm to its loss / seconds of the dense model to that loss
     R_wall      the same of all wall-clock seconds of the runs
     R_best      R, but over the dense arm, of whatever size, that needs the fewest
-                seconds to that loss (`comparing/dense_rivals.py`)
+                seconds to that loss (`comparing/dense_rivals.py`); only the least that
+                it can be where a dense arm with a single length ended below the loss
 
 Below R = 1 the arm is worth its time. Where every run had its device for itself, one
 kind of device, R takes the seconds that the steps took (`measured` is true), and R_wall
@@ -189,7 +190,8 @@ def table_of(rows: Sequence[Row], reference: str) -> Table:
 def over_best(row: Row) -> str:
     """Returns R over the best dense arm as the table has it, with the arm's name."""
     ratio = with_interval(row.R_best, row.R_best_low, row.R_best_high)
-    return f"{ratio}\n{row.best_dense}" if ratio else ""
+    least = "at least " if row.best_is_least else ""
+    return f"{least}{ratio}\n{row.best_dense}" if ratio else ""
 
 
 def with_interval(value: float | None, low: float | None, high: float | None) -> str:

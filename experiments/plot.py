@@ -114,11 +114,12 @@ def plot_equal_loss(
     steps; where those were not measured, against what FLOPs and speeds say of them, as
     a share of the longest dense run's. On the right is R_best, the seconds to a loss
     over those of the dense arm that needs the fewest, against tokens per parameter,
-    with its interval, cut off far below all arms; arms stand a little beside each
-    other. Each arm is a line that is labelled at its end, at most six with the dense
-    model's: those with sparse steps first, then those with the lowest R. A loss that
-    the dense model never has is in neither half, and one that no other dense arm has is
-    not on the right.
+    with its interval, cut off far below all arms, or a triangle where it is only the
+    least that it can be; arms stand a little beside each other. Each arm is a line that
+    is labelled at its end, at most six with the dense model's: those with sparse steps
+    first, then those with the lowest R. A loss that the dense model never has is on the
+    left where its seconds were measured, and one that no other dense arm has is not on
+    the right.
 
     Args:
       folder: the folder of the comparison.
@@ -130,8 +131,8 @@ def plot_equal_loss(
         return missing_matplotlib("equal_loss.png")
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        reached = row["dense_tokens"] is not None
-        if reached and row["R"] is not None and math.isfinite(row["R"]):
+        has_a_place = row["measured"] or row["dense_tokens"] is not None
+        if has_a_place and row["R"] is not None and math.isfinite(row["R"]):
             lines.setdefault(row["arm"], []).append(row)
     dense = lines.pop(reference, [])
     order = lambda arm: (
@@ -155,6 +156,7 @@ def plot_equal_loss(
         (line,) = left.plot(list(map(at, ordered)), losses, "o-", markersize=4, **color)
         ends[left].append((line, arm))
         compared = [row for row in ordered if row["R_best"] is not None]
+        mark = "^" if any(row["best_is_least"] for row in compared) else "o"
         if not compared:
             continue
         beside = BESIDE ** (place - len(shown) / 2)
@@ -170,7 +172,7 @@ def plot_equal_loss(
             [beside * row["tokens_per_parameter"] for row in compared],
             ratios,
             intervals,
-            fmt="o-",
+            fmt=f"{mark}-",
             markersize=4,
             color=line.get_color(),
         )

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from statistics import median
+from typing import Literal
 
 import jax
 import tyro
@@ -78,6 +79,9 @@ class Config:
     meshes: tuple[tuple[int, int, int], ...] = ((2, 1, 1), (1, 2, 1), (1, 1, 2))
     """Sizes (data, fsdp, tensor) of each mesh; none larger than the devices there
     are."""
+    zero_stages: tuple[Literal[1, 2, 3], ...] = (3,)
+    """The `mesh.zero_stage` that each mesh with fsdp above 1 is timed with, each one in
+    its turn."""
     layers: int | None = None
     """Number of layers; None: the preset's."""
     batch_size: int = 64
@@ -162,21 +166,19 @@ class Stepper:
 
 def main(config: Config) -> list[dict]:
     """Checks, times, prints and records every mesh; returns the rows."""
-    shapes = {ONE: (1, 1, 1)} | {
-        f"data {d} x fsdp {f} x tensor {t}": (d, f, t) for d, f, t in config.meshes
-    }
-    most = max(d * f * t for d, f, t in shapes.values())
+    meshes = {ONE: MeshConfig(data=1)} | _meshes(config)
+    most = max(mesh.devices for mesh in meshes.values())
     if most > jax.device_count():
         raise ValueError(
             f"meshes={config.meshes} need {most} devices, and there are "
             f"{jax.device_count()}; leave the larger ones out"
         )
-    of_one = _first_steps_of_one(config, shapes.values())
+    of_one = _first_steps_of_one(config, meshes.values())
     # What XLA found out about the GEMMs of one device holds for the others.
-    steppers = {ONE: Stepper(_train_config(config, shapes.pop(ONE)))}
-    settings = [_train_config(config, shape) for shape in shapes.values()]
+    steppers = {ONE: Stepper(_train_config(config, meshes.pop(ONE)))}
+    settings = [_train_config(config, mesh) for mesh in meshes.values()]
     with ThreadPoolExecutor() as pool:
-        steppers |= zip(shapes, pool.map(Stepper, settings), strict=True)
+        steppers |= zip(meshes, pool.map(Stepper, settings), strict=True)
     first = {name: stepper.steps(2) for name, stepper in steppers.items()}
     of_one[config.batch_size] = first[ONE]
     for name, reports in first.items():
@@ -197,6 +199,7 @@ def main(config: Config) -> list[dict]:
         assert memory is not None
         row = {
             "name": timing.name,
+            "zero_stage": stepper.run.config.mesh.zero_stage,
             "preset": config.preset,
             "recipe": config.recipe,
             "phases": to_json(stepper.run.config)["phases"],
@@ -239,22 +242,34 @@ def main(config: Config) -> list[dict]:
     return rows
 
 
+def _meshes(config: Config) -> dict[str, MeshConfig]:
+    """Returns the meshes that are timed beside one device, by name."""
+    meshes = {}
+    for data, fsdp, tensor in config.meshes:
+        name = f"data {data} x fsdp {fsdp} x tensor {tensor}"
+        for stage in config.zero_stages if fsdp > 1 else (3,):
+            said = name if stage == 3 else f"{name}, ZeRO {stage}"
+            meshes[said] = MeshConfig(
+                data=data, fsdp=fsdp, tensor=tensor, zero_stage=stage
+            )
+    return meshes
+
+
 def _first_steps_of_one(
-    config: Config, shapes: Iterable[tuple[int, int, int]]
+    config: Config, meshes: Iterable[MeshConfig]
 ) -> dict[int, list[dict[str, float]]]:
     """Returns the reports of one device's first two steps, by the size of the batch,
     for every batch of a mesh that is not one device's own. Nothing of them stays in
     memory."""
-    sizes = {_train_config(config, shape).batch_size for shape in shapes}
+    sizes = {_train_config(config, mesh).batch_size for mesh in meshes}
     sizes = sorted(sizes - {config.batch_size})
     return {size: Stepper(_on_one_device(config, size)).steps(2) for size in sizes}
 
 
-def _train_config(config: Config, shape: tuple[int, int, int]) -> TrainConfig:
+def _train_config(config: Config, mesh: MeshConfig) -> TrainConfig:
     preset = PRESETS[config.preset]()
-    data, fsdp, tensor = shape
     layers = preset.model.layers if config.layers is None else config.layers
-    times = data * fsdp * tensor if config.per_device else 1
+    times = mesh.devices if config.per_device else 1
     return replace(
         preset,
         recipe=config.recipe,
@@ -262,7 +277,7 @@ def _train_config(config: Config, shape: tuple[int, int, int]) -> TrainConfig:
         backend=config.backend,
         model=replace(preset.model, layers=layers),
         data=replace(preset.data, text=config.text),
-        mesh=MeshConfig(data=data, fsdp=fsdp, tensor=tensor),
+        mesh=mesh,
         batch_size=times * config.batch_size,
         micro_batches=config.micro_batches,
         eval_batches=1,
@@ -274,7 +289,7 @@ def _on_one_device(config: Config, batch_size: int) -> TrainConfig:
     micro-batches of the same size."""
     times = batch_size // config.batch_size
     return replace(
-        _train_config(config, (1, 1, 1)),
+        _train_config(config, MeshConfig(data=1)),
         batch_size=batch_size,
         micro_batches=times * config.micro_batches,
     )

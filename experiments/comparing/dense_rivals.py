@@ -34,6 +34,16 @@ class DenseRivals:
     others: Mapping[str, Sequence[Length]]
     """The lengths of every other dense arm, the shortest first."""
 
+    def may_cost_less(self, loss: float, arm: str) -> bool:
+        """Returns whether a dense arm other than `arm` may reach the loss at a lower
+        cost than `best` says: one with a single length, which ended below the loss and
+        has passed it before, nobody knows when."""
+        return any(
+            len(lengths) == 1 and lengths[0].loss[0] < loss
+            for name, lengths in self.others.items()
+            if name != arm
+        )
+
     def best(self, losses: Replicates, arm: str) -> tuple[str | None, Replicates]:
         """Returns the dense arm that reaches the first of the losses at the lowest
         cost, None where no one does, and the lowest cost of each loss: infinite where

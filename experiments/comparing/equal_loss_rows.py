@@ -129,6 +129,10 @@ class Row:
     best_dense: str | None
     """The dense arm of `R_best`, another one than the row's own; None where none has
     reached the loss."""
+    best_is_least: bool
+    """Whether `R_best` is only the least that it can be: a dense arm with a single
+    length ended below the loss, and passed it after unknown seconds. `R_best` then has
+    no interval."""
     measured: bool
     """Whether R comes from measured seconds; `R_wall` always does."""
     side_by_side: int
@@ -220,6 +224,8 @@ def rows_of(
         ratios = None if relative is None else relative * in_tokens
         best_dense, lowest = rivals.best(losses[key], arm)
         over_best = None if relative is None else relative * tokens / lowest
+        is_least = rivals.may_cost_less(losses[key][0], arm)
+        spread_of_best = has_spread and not is_least
         of_wall = wall_ratios(of, dense_runs, equal)
         reached = bool(np.isfinite(equal[0]))
         dense_flops, sparse_flops = mean_flop_shares(of, model)
@@ -255,8 +261,11 @@ def rows_of(
                 **ratio_fields("R_tokens", in_tokens, has_spread),
                 **ratio_fields("R", ratios, has_spread),
                 **ratio_fields("R_wall", of_wall, has_spread),
-                **ratio_fields("R_best", over_best if best_dense else None, has_spread),
+                **ratio_fields(
+                    "R_best", over_best if best_dense else None, spread_of_best
+                ),
                 best_dense=best_dense,
+                best_is_least=is_least and best_dense is not None,
                 measured=measured,
                 side_by_side=max(run.side_by_side for run in of),
                 seeds=len(of),

@@ -1,6 +1,7 @@
 """The settings that say how many devices a run takes along each axis of its mesh."""
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from sparsejax.annotations import check_fields
 from sparsejax.config.ranges import Count, CountOrZero, check_intervals
@@ -22,6 +23,14 @@ class MeshConfig:
     gather a layer's weights where they are read."""
     tensor: Count = 1
     """Number of devices that share every token's work: heads, neurons, vocabulary."""
+    zero_stage: Literal[1, 2, 3] = 3
+    """What the devices along fsdp share while the micro-batches of a step run, as in
+    ZeRO (arXiv 1910.02054). 3: weights and gradients; weights are gathered and
+    gradients summed in each micro-batch. 2: gradients; weights are gathered once per
+    step, in the dtype that they are read in, and lie whole on each device. 1: neither;
+    gradients lie whole too, and are summed once per step. Parameters and moments are
+    shared in any case, and so are the embedding and its gradient. Not read where fsdp
+    is 1."""
 
     def __post_init__(self) -> None:
         check_fields(self, "mesh.")

@@ -12,6 +12,7 @@ the annotations that `constrain` and `state_shardings` set.
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import numpy as np
@@ -19,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array, Int, PyTree
 
 from sparsejax.config import MeshConfig, ModelConfig
-from sparsejax.explicit_axes import with_automatic_axes
+from sparsejax.explicit_axes import automatically, with_automatic_axes
 from sparsejax.feed_forward.layout import FFNLayout
 from sparsejax.feed_forward.sparsity import FFNSparsity
 
@@ -34,6 +35,7 @@ _NEURONS = ("tensor", "fsdp")
 # whole on every device.
 _PARAMETER_AXES = {
     "embedding": ("tensor", "fsdp"),
+    "embedding_as_head": ("tensor", "fsdp"),
     "head": ("fsdp", "tensor"),
     "w_query": ("fsdp", "tensor"),
     "w_key": ("fsdp", "tensor"),
@@ -91,6 +93,20 @@ def constrain(
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
+def gathered(
+    weights: Array,
+    *axes: str | tuple[str, ...] | None,
+    mesh: Mesh | AbstractMesh | None,
+) -> Array:
+    """Returns weights, of one layer or stacked, gathered as `constrain` would: the last
+    axes of the array are split over `axes`, and no others."""
+    if mesh is None or mesh.size == 1:
+        return weights
+    split = (*(None,) * (weights.ndim - len(axes)), *axes)
+    of = lambda weights: constrain(weights, mesh, *split)
+    return automatically(of, weights, out=sharding_of(mesh, *split).spec)
+
+
 def sharding_of(
     mesh: Mesh | AbstractMesh, *axes: str | tuple[str, ...] | None
 ) -> NamedSharding:
@@ -144,26 +160,57 @@ def place_rows(
 def state_shardings(state: PyTree, mesh: Mesh) -> PyTree:
     """Returns the sharding of every leaf of a training state: parameters and their
     moments are split by their name, all other leaves lie whole on every device."""
-
-    def of(path: tuple, leaf: jax.ShapeDtypeStruct | Array) -> NamedSharding:
-        for entry in path:
-            name = str(getattr(entry, "key", ""))
-            axes = _PARAMETER_AXES.get(name)
-            if leaf.ndim == STACKED_BLOCKS:
-                axes = _BLOCK_AXES.get(name, axes)
-            if axes is not None:
-                layers = (None,) * (leaf.ndim - len(axes))
-                return sharding_of(mesh, *layers, *axes)
-        return sharding_of(mesh)
-
+    of = partial(_sharding_in_state, mesh=mesh)
     return jax.tree_util.tree_map_with_path(of, state)
 
 
-def constrain_state(state: PyTree, mesh: Mesh | None) -> PyTree:
-    """Returns `state`, split as `state_shardings` says."""
+def constrain_gradient(
+    path: tuple,
+    gradient: Array,
+    *,
+    mesh: Mesh | AbstractMesh | None,
+    whole_over_fsdp: bool = False,
+) -> Array:
+    """Returns the gradient of a parameter in a training state, split as the parameter
+    is.
+
+    Args:
+      path: the path of the parameter.
+      whole_over_fsdp: whether fsdp splits nothing but the embedding.
+    """
     if mesh is None or mesh.size == 1:
-        return state
-    return jax.lax.with_sharding_constraint(state, state_shardings(state, mesh))
+        return gradient
+    kept = ("data", "tensor") if whole_over_fsdp else AXES
+    sharding = _sharding_in_state(path, gradient, mesh=mesh, kept=kept)
+    return jax.lax.with_sharding_constraint(gradient, sharding)
+
+
+def _sharding_in_state(
+    path: tuple,
+    leaf: jax.ShapeDtypeStruct | Array,
+    *,
+    mesh: Mesh | AbstractMesh,
+    kept: Sequence[str] = AXES,
+) -> NamedSharding:
+    """Returns the sharding of one leaf of a training state. Matrices other than the
+    embedding are split over the mesh axes in `kept` only."""
+    for entry in path:
+        name = str(getattr(entry, "key", ""))
+        axes = _PARAMETER_AXES.get(name)
+        if leaf.ndim == STACKED_BLOCKS:
+            axes = _BLOCK_AXES.get(name, axes)
+        if axes is None:
+            continue
+        if name != "embedding":
+            axes = [_among(kept, of) for of in axes]
+        return sharding_of(mesh, *(None,) * (leaf.ndim - len(axes)), *axes)
+    return sharding_of(mesh)
+
+
+def _among(kept: Sequence[str], entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns those of the mesh axes that split an axis of an array which are kept."""
+    named = (entry,) if isinstance(entry, str) else entry or ()
+    return tuple(axis for axis in named if axis in kept)
 
 
 def check_shardable(

@@ -20,10 +20,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from sparsejax.explicit_axes import with_automatic_axes
+from sparsejax.explicit_axes import automatically, with_automatic_axes
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.fp8_matmul import QuantisedWeight
 from sparsejax.sparsity.compressed import Compressed, pack_positions, unpack_positions
@@ -103,6 +103,11 @@ class FFNLayout:
 
     def _size(self, axis: str | None) -> int:
         return 1 if axis is None else self.mesh.shape[axis]
+
+    @property
+    def whole(self) -> "FFNLayout":
+        """The layout in which each device holds the weights of all of its neurons."""
+        return replace(self, stored=None)
 
     @property
     def own(self) -> tuple[str, ...]:
@@ -257,6 +262,27 @@ def _specs_of(layout: FFNLayout | None, name: str, weight: Any) -> Any:
 def _hidden_axis(c: Compressed | Packed) -> int:
     """Returns the axis of F, which is the axis without groups."""
     return 0 if c.axis == -1 else 1
+
+
+def gathered_ffn(layout: FFNLayout | None, packed: PyTree, *, stacked: int) -> PyTree:
+    """Returns the weights as GEMMs read them, those of a `PackedFFN`, gathered over
+    `stored`: as they lie in `layout.whole`.
+
+    Args:
+      stacked: the number of axes in front of the two of each weight.
+    """
+    if packed is None or layout is None or layout.stored_shards == 1:
+        return packed
+
+    def of(spec: PartitionSpec, weight: PyTree) -> PyTree:
+        spec = PartitionSpec(*(None,) * stacked, *spec) if spec else spec
+        place = NamedSharding(layout.mesh, spec)
+        put = lambda w: lax.with_sharding_constraint(w, place)
+        return automatically(lambda w: jax.tree.map(put, w), weight, out=spec)
+
+    specs = packed_specs(layout.whole, packed)
+    is_spec = lambda of: isinstance(of, PartitionSpec)
+    return jax.tree.map(of, specs, packed, is_leaf=is_spec)
 
 
 def gather_weight(layout: FFNLayout | None, w: Array, hidden_axis: int) -> Array:

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device import Device
-from sparsejax.distributed.mesh import BATCH, constrain
+from sparsejax.distributed.mesh import BATCH, constrain, gathered
 from sparsejax.dtypes import Precision
 from sparsejax.explicit_axes import inside_automatic_axes
 from sparsejax.models.block_diagonal import (
@@ -292,12 +292,29 @@ class Attention(nnx.Module):
         return linear(x, w, constrain(read, self.mesh, *axes))
 
     def weights_as_read(
-        self,
-    ) -> dict[str, QuantisedWeight] | dict[str, jax.Array | None]:
+        self, *, whole: bool = False
+    ) -> dict[str, QuantisedWeight | jax.Array | None]:
         """Returns the weights in the form that the calls read, by name: in 8-bit floats
-        or in the compute dtype, and None where that is the parameter itself."""
-        names = "w_query", "w_key", "w_value", "w_out"
-        weights = {name: getattr(self, name)[...] for name in names}
+        or in the compute dtype, and None where that is the parameter itself. With
+        `whole` there is a copy in any case, which is gathered over fsdp."""
+        axes = dict.fromkeys(("w_query", "w_key", "w_value"), (None, "tensor"))
+        axes |= {"w_out": ("tensor", None)}
+        return {name: self._as_read(name, of, whole) for name, of in axes.items()}
+
+    def _as_read(
+        self, name: str, axes: tuple[str | None, ...], whole: bool
+    ) -> QuantisedWeight | jax.Array | None:
+        w = getattr(self, name)[...]
+        if self.groups > 1:
+            axes = "tensor", None, None
+        held = partial(gathered, mesh=self.mesh) if whole else lambda w, *_: w
         if self.precision != "dtype":
-            return {name: quantise_weight(w) for name, w in weights.items()}
-        return {name: rounded_copy(w, self.dtype) for name, w in weights.items()}
+            quantised = quantise_weight(w)
+            return QuantisedWeight(
+                held(quantised.values, *axes),
+                held(quantised.transposed, *reversed(axes)),
+                quantised.step,
+            )
+        if whole:
+            return held(as_read(w, None, self.dtype), *axes)
+        return rounded_copy(w, self.dtype)

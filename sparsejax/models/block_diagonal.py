@@ -34,6 +34,7 @@ from sparsejax.dtypes import Precision
 from sparsejax.feed_forward.activation import ActivationName
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.gated_ffn import gated_ffn
+from sparsejax.feed_forward.operands.weights import PackedFFN
 from sparsejax.ops.linear import linear
 
 ENDS_OF_BRANCHES = ("w_out", "w_down")
@@ -123,6 +124,7 @@ def stacked_dense_weight(name: str, weight: jax.Array) -> jax.Array:
 def ffn_of_groups(
     x: Float[Array, "tokens d_model"],
     weights: Sequence[Float[Array, "groups d_in d_out"]],
+    packed: PackedFFN | None,
     activation: ActivationName,
     **how: Any,
 ) -> Float[Array, "tokens d_model"]:
@@ -132,16 +134,19 @@ def ffn_of_groups(
     Args:
       x: the tokens.
       weights: the blocks of W1 and W2, or of Wg, Wu and Wd of a gated FFN.
+      packed: the blocks in the compute dtype, from `pack_ffn`; None where they have it.
       activation: the activation of the FFN.
       how: `layout` and `backend` of `ffn`.
     """
 
-    def of_group(x: jax.Array, *weights: jax.Array) -> jax.Array:
+    def of_group(
+        x: jax.Array, packed: PackedFFN | None, *weights: jax.Array
+    ) -> jax.Array:
         if activation == "relu2":
-            return ffn(x, *weights, **how)
-        return gated_ffn(x, *weights, activation=activation, **how)
+            return ffn(x, *weights, packed=packed, **how)
+        return gated_ffn(x, *weights, packed=packed, activation=activation, **how)
 
     groups = residual_groups(x, weights[0].shape[0])
-    in_axes = (1, *(0 for _ in weights))
-    out = jax.vmap(of_group, in_axes=in_axes, out_axes=1)(groups, *weights)
+    in_axes = (1, 0, *(0 for _ in weights))
+    out = jax.vmap(of_group, in_axes=in_axes, out_axes=1)(groups, packed, *weights)
     return out.reshape(x.shape)

@@ -184,21 +184,21 @@ class SparseFFN(nnx.Module):
         if token_ids is not None:
             check_token_ids(token_ids, x.shape[:-1])
         tokens = x.reshape(-1, self.d_model).astype(self.dtype)
+        packed = None if self.as_read is None else self.as_read.get_value()
+        where: dict[str, Any] = {"layout": self.layout, "backend": self.backend}
         if self.groups > 1:
             weights = [weight[...] for weight in (*self.into_hidden, self.w_down)]
-            how = {"layout": self.layout, "backend": self.backend}
-            out = ffn_of_groups(tokens, weights, self.activation, **how)
+            out = ffn_of_groups(tokens, weights, packed, self.activation, **where)
             return out.reshape(x.shape)
         expert_index = self.route(tokens, token_ids)
         shared: dict[str, Any] = {
             "sparsity": self.sparsity,
             "precision": self.precision,
-            "packed": None if self.as_read is None else self.as_read.get_value(),
+            "packed": packed,
             "scales": self.scales[...],
             "expert_index": expert_index,
             "key": key,
-            "layout": self.layout,
-            "backend": self.backend,
+            **where,
         }
         w_up, w_down = self.w_up[...], self.w_down[...]
         if self.activation != "relu2":
@@ -335,11 +335,10 @@ class SparseFFN(nnx.Module):
             layers = self.w_up[...].shape[:-2]
             self.observed = ObservedState(initial(sparsity, layers))
 
-    def weights_as_read(self) -> PackedFFN | None:
+    def weights_as_read(self, *, whole: bool = False) -> PackedFFN | None:
         """Returns the weights as the calls read them, made from the present masters and
-        betas; None where that is the masters. See `operands.weights.pack_ffn`."""
-        if self.groups > 1:
-            return None
+        betas; None where that is the masters. With `whole` they are gathered for calls
+        with `layout.whole`. See `operands.weights.pack_ffn`."""
         return pack_ffn(
             self.w_up[...],
             self.w_down[...],
@@ -349,6 +348,7 @@ class SparseFFN(nnx.Module):
             scales=self.scales[...],
             dtype=self.dtype,
             layout=self.layout,
+            whole=whole,
             backend=self.backend,
         )
 

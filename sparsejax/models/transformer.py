@@ -13,7 +13,13 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
 from sparsejax.config import ModelConfig
-from sparsejax.distributed.mesh import BATCH, batch_parts, constrain, ffn_layout
+from sparsejax.distributed.mesh import (
+    BATCH,
+    batch_parts,
+    constrain,
+    ffn_layout,
+    gathered,
+)
 from sparsejax.explicit_axes import (
     inside_automatic_axes,
     with_automatic_axes,
@@ -280,15 +286,13 @@ class Transformer(nnx.Module):
         """
         in_dtype = of_loss and self.config.logits_of_loss == "dtype"
         copy = None if self.as_read is None else self.as_read.get_value()
-        tied = self.head is None
-        axes = ("tensor", None) if tied else (None, "tensor")
         read = as_read(self._head_weight, copy, self.config.dtype)
-        read = constrain(read, self.mesh, *axes)
+        read = constrain(read, self.mesh, *self._axes_of_head)
         logits = linear(
             features,
             self._head_weight,
             read,
-            transposed=tied,
+            transposed=self.head is None,
             out_dtype=self.config.dtype if in_dtype else jnp.float32,
         )
         if features.ndim < 3:
@@ -303,10 +307,21 @@ class Transformer(nnx.Module):
         of_head = self.embedding_as_head
         return self.embedding[...] if of_head is None else of_head[...]
 
-    def weights_as_read(self) -> Float[Array, "rows columns"] | None:
+    def weights_as_read(
+        self, *, whole: bool = False
+    ) -> Float[Array, "rows columns"] | None:
         """Returns the head, or the embedding in its place, in the compute dtype; None
-        where it has that already."""
-        return rounded_copy(self._head_weight, self.config.dtype)
+        where it has that already. With `whole` there is a copy in any case, which is
+        gathered over fsdp."""
+        if not whole:
+            return rounded_copy(self._head_weight, self.config.dtype)
+        copy = as_read(self._head_weight, None, self.config.dtype)
+        return gathered(copy, *self._axes_of_head, mesh=self.mesh)
+
+    @property
+    def _axes_of_head(self) -> tuple[str | None, ...]:
+        """The mesh axes that split the axes of `_head_weight` while it is read."""
+        return ("tensor", None) if self.head is None else (None, "tensor")
 
 
 def rematerialise(

@@ -16,6 +16,7 @@ embedding that is the head, too, has a sum for each of its two uses.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,12 +29,17 @@ from sparsejax.models.ffn_state import EmbeddingAsHead, WeightsAsRead
 from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.models.transformer import Transformer
 
+type Place = Callable[[tuple, jax.Array], jax.Array]
+"""A function of a parameter's path, as in `jax.tree_util`, and an array."""
+
 
 def loss_and_gradient(
     loss_of: Callable[..., Float[Array, ""]],
     model: nnx.Module,
     *batches: PyTree,
-    place: Callable[[nnx.State], nnx.State] = lambda gradient: gradient,
+    place: Place = lambda path, gradient: gradient,
+    place_sum: Place | None = None,
+    whole: bool = False,
 ) -> tuple[Float[Array, ""], nnx.State]:
     """Returns the mean loss over micro-batches, and its gradient by the model's
     `nnx.Param`s.
@@ -52,8 +58,17 @@ def loss_and_gradient(
       model: any module, with `SparseFFN`s or without.
       batches: pytrees of arrays whose leading axis is n, the number of micro-batches,
         as keys made by `jax.random.split(key, n)`.
-      place: applied to the gradient of each micro-batch before it is added, such as a
-        constraint of how it lies on a mesh.
+      place: says how gradients lie on a mesh while they are added up. It is called with
+        the path of a parameter and with an array of its gradient, and returns that
+        array, under a constraint such as `jax.lax.with_sharding_constraint`. Without a
+        loop over layers it gets each layer by itself, as an array of one layer. The
+        gradient of an embedding as the head comes by itself, too, with a path that ends
+        in `embedding_as_head`.
+      place_sum: says in the same way how the gradient lies that is returned; None for
+        `place`.
+      whole: whether the weights are gathered once, before the first micro-batch, from
+        the devices along fsdp, or `FFNLayout.stored`, and held whole by each of them.
+        Else they are gathered in each micro-batch where they are read.
     Returns:
       the loss, and the gradient as `nnx.Optimizer.update` takes it.
     Raises:
@@ -63,10 +78,12 @@ def loss_and_gradient(
     reading = nnx.clone(model)
     for _, layer in nnx.iter_modules(reading):
         if isinstance(layer, SparseFFN | Attention | Transformer):
-            as_read = layer.weights_as_read()
+            as_read = layer.weights_as_read(whole=whole)
             layer.as_read = None if as_read is None else WeightsAsRead(as_read)
         if isinstance(layer, SparseFFN):
             layer.share_of_step = 1 / count
+            if whole and layer.layout is not None:
+                layer.layout = layer.layout.whole
         if isinstance(layer, Transformer) and layer.head is None and count > 1:
             layer.embedding_as_head = EmbeddingAsHead(layer.embedding[...])
     graph, params, heads, as_read, rest = nnx.split(
@@ -83,33 +100,43 @@ def loss_and_gradient(
         loss = loss_of(model, *batch)
         return loss, nnx.state(model, kept)
 
+    placed = partial(_placed, place)
+
     def accumulate(carry, batch):
         total, rest = carry
         (loss, rest), (gradient, heads) = jax.value_and_grad(
             loss_and_rest, has_aux=True
         )(parts, rest, batch)
-        gradient = layers.together(gradient)
-        # A head's gradient lies as the embedding's does.
-        of_heads = place(_with_heads(gradient, heads, lambda _, head: head))
-        gradient = layers.apart(place(gradient)), _heads_of(of_heads, heads)
-        return (jax.tree.map(jnp.add, total, (loss, gradient)), rest), None
+        total, sums = total
+        sums = jax.tree.map(jnp.add, sums, placed((gradient, heads)))
+        return ((total + loss, placed(sums)), rest), None
 
-    zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, parts))
+    zeros = (jnp.zeros(()), placed(jax.tree.map(jnp.zeros_like, parts)))
     (total, rest), _ = jax.lax.scan(
         accumulate, (zeros, rest), batches, unroll=count == 1
     )
     nnx.update(model, rest)
+    # Here once more, or the loop would have its sums lie as `place_sum` says.
+    total = total[0], _placed(place_sum or place, placed(total[1]))
     loss, (gradient, heads) = jax.tree.map(lambda x: x / count, total)
-    return loss, _with_heads(layers.together(gradient), heads, jnp.add)
+    return loss, _with_heads(layers.together(gradient), heads)
 
 
-def _with_heads(
-    state: nnx.State,
-    heads: nnx.State,
-    change: Callable[[jax.Array, jax.Array], jax.Array],
-) -> nnx.State:
-    """Returns the state with `change(embedding, head)` for each embedding that `heads`
-    has as a head."""
+def _placed(place: Place, states: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+    """Returns the states with `place` applied to their arrays, to each one of `_Layers`
+    as to an array that stacks a single layer."""
+
+    def of(path, part):
+        if not _is_layers(part):
+            return place(path, part)
+        return _Layers(jnp.squeeze(place(path, array[None]), 0) for array in part)
+
+    each = partial(jax.tree_util.tree_map_with_path, of, is_leaf=_is_layers)
+    return tuple(map(each, states))
+
+
+def _with_heads(state: nnx.State, heads: nnx.State) -> nnx.State:
+    """Returns the state with each head in `heads` added to the embedding that it is."""
     of_embedding = {
         (*_names(path)[:-1], "embedding"): head
         for path, head in jax.tree_util.tree_leaves_with_path(heads)
@@ -117,19 +144,9 @@ def _with_heads(
 
     def of(path, leaf):
         head = of_embedding.get(_names(path))
-        return leaf if head is None else change(leaf, head)
+        return leaf if head is None else leaf + head
 
     return jax.tree_util.tree_map_with_path(of, state)
-
-
-def _heads_of(state: nnx.State, heads: nnx.State) -> nnx.State:
-    """Returns `heads` with the embeddings of the state."""
-    by_name = {
-        _names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-    }
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: by_name[*_names(path)[:-1], "embedding"], heads
-    )
 
 
 def _names(path: tuple) -> tuple:

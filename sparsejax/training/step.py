@@ -10,6 +10,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import lcm
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from sparsejax.data.corpus import Corpus, load_corpus
 from sparsejax.distributed.mesh import (
     batch_parts,
     check_shardable,
-    constrain_state,
+    constrain_gradient,
     local_rows,
     make_mesh,
     place_rows,
@@ -70,20 +71,27 @@ def train_step(
     optimizer: optax.GradientTransformation,
     state: TrainState,
     tokens: Int[Array, "micro_batches batch sequence_plus_one"],
+    *,
+    zero_stage: Literal[1, 2, 3] = 3,
 ) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
     """Returns the state after one optimiser step on the mean gradient over all
     micro-batches, and the loss and gradient norm, float32.
 
     The sparse weights are packed once, before the first micro-batch. Gradients are
-    accumulated in float32.
+    accumulated in float32. `zero_stage` is that of `MeshConfig`.
     """
     model = nnx.merge(graph, state.params, state.buffers)
     key = jax.random.fold_in(state.key, state.step)
     keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(tokens.shape[0]))
-    # Scattered at once: a sum over all micro-batches is never whole on a device.
-    scatter = partial(constrain_state, mesh=model.mesh)
+    place_sum = partial(constrain_gradient, mesh=model.mesh)
     loss, gradient = loss_and_gradient(
-        cross_entropy, model, tokens, keys, place=scatter
+        cross_entropy,
+        model,
+        tokens,
+        keys,
+        place=partial(place_sum, whole_over_fsdp=zero_stage == 1),
+        place_sum=place_sum,
+        whole=zero_stage < 3,
     )
     gradient = within_masks(gradient, model.config.static_weights, state.key)
     params = state.params
@@ -301,7 +309,8 @@ class Run:
         return graph_on(partial(self.build, held), sparsity)
 
     def _step(self, sparsity: FFNSparsity, held: FFNSparsity) -> jax.stages.Wrapped:
-        step = partial(train_step, self.graph(sparsity, held), self.optimizer)
+        graph, stage = self.graph(sparsity, held), self.config.mesh.zero_stage
+        step = partial(train_step, graph, self.optimizer, zero_stage=stage)
         on_all = sharding_of(self.mesh)
         shardings = self._shardings(held), on_all
         return jax.jit(step, donate_argnums=0, out_shardings=shardings)

@@ -89,7 +89,7 @@ def test_R_best_is_over_the_dense_arm_that_needs_the_fewest_seconds(tmp_path):
     )
     rows = rows_of(tmp_path, [*dense_runs(), *wide, sparse, static])
     row = rows["sparse", 300]
-    assert row["best_dense"] == "wide"
+    assert row["best_dense"] == "wide" and not row["best_is_least"]
     assert row["R_best"] == pytest.approx(0.07 * 300 / (0.15 * 135), rel=1e-4)
     assert row["R"] == pytest.approx(0.07 * 300 / (0.1 * 270), rel=1e-4)
     for steps in (135, 300):
@@ -101,6 +101,27 @@ def test_R_best_is_over_the_dense_arm_that_needs_the_fewest_seconds(tmp_path):
     # whose weights are static for a time is no dense one.
     assert rows["dense", 1000]["best_dense"] is None
     assert rows["dense", 1000]["R_best"] is None
+
+
+def test_a_dense_arm_of_one_length_below_a_loss_leaves_only_a_bound(tmp_path, capsys):
+    deep = Synthetic(
+        name="deep",
+        config=replace(DENSE, steps=300),
+        loss=loss(tokens_of(900)),
+        seconds=30.0,
+    )
+    sparse = Synthetic(
+        name="sparse",
+        config=sparse_config(300, 0.8),
+        loss=loss(tokens_of(600)),
+        seconds=21.0,
+    )
+    rows = rows_of(tmp_path, [*dense_runs(), deep, sparse])
+    row = rows["sparse", 300]
+    assert row["R_best"] == pytest.approx(21 / 30) and row["best_is_least"]
+    assert row["R_best_low"] is None and row["R"] == pytest.approx(21 / 60, rel=1e-3)
+    assert "at least" in capsys.readouterr().out
+    assert not rows["deep", 300]["best_is_least"]
 
 
 def test_runs_that_shared_a_device_measure_nothing(tmp_path):

@@ -99,6 +99,19 @@ def test_a_loss_that_dense_never_has_is_in_a_row_and_not_in_the_figure(tmp_path)
     assert (tmp_path / "equal_loss.png").is_file()
 
 
+def test_a_loss_that_dense_never_has_is_at_its_measured_seconds(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    below = Synthetic(name="below", config=sparse_config(300, 0.8), loss=0.5)
+    rows = rows_of(tmp_path, [*dense_runs(), replace(below, seconds=21.0)])
+    assert rows["below", 300]["R_best"] is None
+    left, right = figures[0].axes
+    _, own = (line.get_xydata() for line in left.lines)
+    np.testing.assert_allclose(own, [[21.0, 0.5]], rtol=1e-3)
+    assert [text.get_text() for text in right.texts] == []
+
+
 def test_the_longest_dense_run_is_not_outside_of_its_own_curve(tmp_path):
     rows = rows_of(tmp_path, dense_runs())
     assert not any(row["extrapolated"] for row in rows.values())

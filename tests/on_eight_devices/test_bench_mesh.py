@@ -7,7 +7,7 @@ import pytest
 
 from experiments import predict_step
 from experiments.bench import mesh
-from sparsejax.config import RECIPES, RecipeConfig
+from sparsejax.config import RECIPES, MeshConfig, RecipeConfig
 from sparsejax.sparsity.patterns import VNM
 from tests.support.micro_run import write_text
 
@@ -82,7 +82,7 @@ def test_steps_are_of_the_phases_and_the_backend_asked_for(config):
     sparsity = replace(paper, skip_blocks=True, activations=VNM(128, 2, 8))
     phases = RecipeConfig(sparsity=sparsity)
     config = replace(config, recipe="paper", phases=phases, backend="reference")
-    train = mesh._train_config(config, (1, 1, 1))
+    train = mesh._train_config(config, MeshConfig(data=1))
     assert (train.recipe, train.phases, train.backend) == ("paper", phases, "reference")
 
 

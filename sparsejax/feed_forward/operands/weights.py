@@ -10,7 +10,13 @@ from jaxtyping import Array, Float
 
 from sparsejax.dtypes import Precision
 from sparsejax.explicit_axes import automatically, spec_along, split_along
-from sparsejax.feed_forward.layout import FFNLayout, check_placed, on_mesh, weight_spec
+from sparsejax.feed_forward.layout import (
+    FFNLayout,
+    check_placed,
+    gathered_ffn,
+    on_mesh,
+    weight_spec,
+)
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops import dense_matmul, fp8_matmul
 from sparsejax.ops.backend import Backend, Decision
@@ -95,6 +101,7 @@ def pack_ffn(
     scales: Float[Array, "*layers matrices"] | None = None,
     dtype: jnp.dtype,
     layout: FFNLayout | None = None,
+    whole: bool = False,
     backend: Backend | None = None,
 ) -> PackedFFN | None:
     """Returns the weights as GEMMs read them: beta S(W) of every weight, compressed, or
@@ -114,24 +121,28 @@ def pack_ffn(
         the weights are dense.
       dtype: the compute dtype, which packed values and dense copies have.
       layout: how the weights lie on a mesh of several devices; None on one device.
+      whole: whether each device gets the weights of all of its neurons, for calls with
+        `layout.whole`. Else it has those that it stores.
       backend: what will run the GEMMs; None for the fastest that can.
     Raises:
       ValueError: `scales` does not have one beta for each weight, or a weight was put
         on other devices than those of the layout.
     """
     check_placed(layout, w_up=w_up, w_down=w_down, w_gate=w_gate)
+    gathers = whole and layout is not None and layout.stored_shards > 1
+    held = partial(gathered_ffn, layout if gathers else None, stacked=w_up.ndim - 2)
     up = gate = dense = None
     if precision != "dtype" and sparsity.up_is_dense:
         up = quantise_weight(w_up)
         gate = None if w_gate is None else quantise_weight(w_gate)
     if up is not None and sparsity.is_dense:
-        return PackedFFN(up, quantise_weight(w_down), gate)
-    if w_up.dtype != dtype:
+        return held(PackedFFN(up, quantise_weight(w_down), gate))
+    if w_up.dtype != dtype or gathers:
         read = FFNWeights(w_up, w_down, w_gate)
         dense = jax.tree.map(lambda w: jax.lax.stop_gradient(w).astype(dtype), read)
     if sparsity.weights is None:
         made = up is not None or dense is not None
-        return PackedFFN(up=up, gate=gate, dense=dense) if made else None
+        return held(PackedFFN(up=up, gate=gate, dense=dense)) if made else None
     if scales is None:
         raise ValueError(
             f"weights={sparsity.weights} needs scales, the frozen beta of each weight; "
@@ -171,12 +182,9 @@ def pack_ffn(
     down = None
     if sparsity.backward_weights is not None:
         down = packed(w_down, down_scale, axis=-1, by_expert=sparsity.da_by_expert)
-    return PackedFFN(
-        up=into_hidden(w_up, up_scale),
-        down=down,
-        gate=None if w_gate is None else into_hidden(w_gate, gate_scale[0]),
-        dense=dense,
-    )
+    gate = None if w_gate is None else into_hidden(w_gate, gate_scale[0])
+    up = into_hidden(w_up, up_scale)
+    return held(PackedFFN(up=up, down=down, gate=gate, dense=dense))
 
 
 IN_8_BITS = "weights in 8-bit floats"

@@ -45,6 +45,14 @@ def test_of_one_length_no_more_is_known_than_what_it_costs():
     np.testing.assert_array_equal(found, [300.0, np.inf])
 
 
+def test_who_has_one_length_below_a_loss_has_passed_it_for_less(curves):
+    one, two = [length(300.0, 0.8)], [length(200.0, 0.9), length(300.0, 0.8)]
+    rivals = DenseRivals("dense", curves, {"deep": one, "wide": two})
+    assert rivals.may_cost_less(0.85, "sparse")
+    assert not rivals.may_cost_less(0.8, "sparse")
+    assert not rivals.may_cost_less(0.85, "deep")
+
+
 def test_a_longer_run_that_ends_higher_gains_nothing():
     lengths = [length(100.0, 0.8), length(200.0, 0.85), length(400.0, 0.7)]
     np.testing.assert_allclose(cost_of(np.array([0.8]), lengths), [100.0])

@@ -153,17 +153,9 @@ def test_an_embedding_that_is_the_head_has_a_sum_for_each_of_its_uses(count):
     tokens = jax.random.randint(jax.random.key(0), (count, 2, 9), 0, 40)
     each = [nnx.value_and_grad(cross_entropy)(model, batch) for batch in tokens]
     wanted = jax.tree.map(lambda *of: sum(of) / count, *each)
-    placed = []
-
-    def place(gradient):
-        placed.append(jax.tree.structure(gradient))
-        return jax.tree.map(lambda leaf: 3 * leaf, gradient)
-
-    got = loss_and_gradient(cross_entropy, model, tokens, place=place)
+    got = loss_and_gradient(cross_entropy, model, tokens)
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
-    wanted = wanted[0], jax.tree.map(lambda leaf: 3 * leaf, wanted[1])
     chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=1e-6)
-    assert set(placed) == {jax.tree.structure(wanted[1])}
     graph, state = nnx.split(model)
     traced = jax.make_jaxpr(
         lambda state: loss_and_gradient(cross_entropy, nnx.merge(graph, state), tokens)
@@ -177,6 +169,34 @@ def test_an_embedding_that_is_the_head_has_a_sum_for_each_of_its_uses(count):
     if count > 1:
         assert added[40, 16] == 2
     assert model.embedding_as_head is None
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_a_gradient_is_placed_by_its_path_as_an_array_of_stacked_layers(scan_layers):
+    sizes = {"d_model": 16, "layers": 3, "heads": 2, "kv_heads": 1, "d_hidden": 48}
+    config = ModelConfig(tie_embeddings=True, scan_layers=scan_layers, **sizes)
+    model = Transformer(config, rngs=nnx.Rngs(0))
+    tokens = jax.random.randint(jax.random.key(0), (2, 2, 9), 0, 256)
+    seen = {"adding": Counter(), "added": Counter()}
+
+    def place(when, path, gradient):
+        names = [entry.key for entry in path if hasattr(entry, "key")]
+        seen[when]["/".join(map(str, names)), gradient.shape] += 1
+        # Where it lies is nothing that a value tells; a factor is.
+        return gradient if when == "adding" else 3 * gradient
+
+    own = {"place": partial(place, "adding"), "place_sum": partial(place, "added")}
+    _, got = loss_and_gradient(cross_entropy, model, tokens, **own)
+    _, plain = loss_and_gradient(cross_entropy, model, tokens)
+    wanted = jax.tree.map(lambda leaf: 3 * leaf, plain)
+    chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=1e-7)
+    w_up = ("blocks/ffn/w_up", (3 if scan_layers else 1, 16, 48))
+    once = {w_up: 1 if scan_layers else 3, ("embedding", (256, 16)): 1}
+    once |= {("embedding_as_head", (256, 16)): 1}
+    for where, count in once.items():
+        assert seen["added"][where] == count
+        # Zeros before the loop, a gradient and a sum in it, and the sum behind it.
+        assert seen["adding"][where] == 4 * count
 
 
 @pytest.mark.parametrize("tied", [False, True])
