@@ -11,7 +11,6 @@ from sparsejax.config.ranges import (
     Interval,
     Positive,
     Share,
-    ShareOrNone,
     check_intervals,
 )
 from sparsejax.dtypes import Precision
@@ -27,27 +26,17 @@ from sparsejax.sparsity.patterns import (
 )
 
 RecipeName = Literal[
-    "experts",
-    "two-of-sixteen",
-    "two-four",
-    "paper",
-    "activations",
-    "weights",
-    "s2d",
-    "dense",
+    "experts", "two-four", "paper", "activations", "weights", "s2d", "dense"
 ]
 
-_EXPERTS = FFNSparsity(
-    activations=VNM(128, 4, 32),
-    router=ActivationEnergy(),
-    experts_per_token=2,
-    weight_gradients="expert_columns",
-    skipped_energy=0.05,
-)
-
 RECIPES: dict[RecipeName, FFNSparsity] = {
-    "experts": _EXPERTS,
-    "two-of-sixteen": replace(_EXPERTS, activations=VNM(128, 4, 64)),
+    "experts": FFNSparsity(
+        activations=VNM(128, 4, 32),
+        router=ActivationEnergy(),
+        experts_per_token=2,
+        weight_gradients="expert_columns",
+        skipped_energy=0.05,
+    ),
     "two-four": FFNSparsity(weights=NM(2, 4), activations=NM(2, 4)),
     "paper": FFNSparsity(
         weights=NM(2, 4),
@@ -61,19 +50,10 @@ RECIPES: dict[RecipeName, FFNSparsity] = {
 }
 """The sparsity of the FFNs in each recipe's sparse phase. experts, two of eight experts
 by activation energy with dense weights and a penalty on the neurons of the others,
-loses least of those for an FFN of the usual width. two-of-sixteen is the same with an
-eighth of the neurons, for an FFN twice as wide as one that would be trained dense, and
-gained most (docs/results.md). two-four has 2:4 weights and activations. paper is that
-of arXiv 2602.06183, one of four experts by nearest centre; activations is that of arXiv
-2503.16672; `STATIC_WEIGHTS` says what s2d has besides."""
-
-SPARSE_SHARES: dict[RecipeName, float] = {"two-of-sixteen": 0.85}
-"""The share of the steps that are sparse in a recipe; in all others it is
-`SPARSE_SHARE`."""
-
-SPARSE_SHARE = 0.75
-"""The share of the steps that are sparse in most recipes. What it leaves beside the
-warm-up are by default the steps in which the learning rate decays."""
+broke even with dense training of the same model (docs/results.md). two-four has 2:4
+weights and activations. paper is that of arXiv 2602.06183, one of four experts by
+nearest centre; activations is that of arXiv 2503.16672; `STATIC_WEIGHTS` says what s2d
+has besides."""
 
 STATIC_WEIGHTS: dict[RecipeName, StaticPattern] = {"s2d": BlockDiagonal(4)}
 """The entries that the weights of all linear layers have in the first phase of a recipe
@@ -190,9 +170,9 @@ class RecipeConfig:
 
     warmup_share: Share = 0.05
     """Share of the steps that are dense before the sparse phase."""
-    sparse_share: ShareOrNone = None
-    """Share of the steps that are sparse; what it and the warm-up leave is the dense
-    tail. None: the recipe's own, 0.85 of two-of-sixteen and 0.75 of the others."""
+    sparse_share: Share = 0.75
+    """Share of the steps that are sparse; the rest is the dense tail, by default the
+    steps in which the learning rate decays."""
     sparsity: FFNSparsity | None = None
     """Sparsity of the sparse phase: the recipe's, with other settings of its patterns,
     router and backward. None: the recipe's own."""
@@ -214,8 +194,11 @@ class RecipeConfig:
         check_intervals(self, "phases.")
         if self.schedule:
             self._check_schedule()
-        if self.sparse_share is not None:
-            self._check_shares(self.sparse_share)
+        if self.warmup_share + self.sparse_share > 1:
+            raise ValueError(
+                f"phases.warmup_share={self.warmup_share} + sparse_share="
+                f"{self.sparse_share} exceed 1; they are shares of the run's steps"
+            )
 
     def sparsity_of(self, recipe: RecipeName) -> FFNSparsity:
         """Returns the sparsity of the sparse phase under a recipe.
@@ -225,12 +208,6 @@ class RecipeConfig:
         """
         check_value("recipe", recipe, RecipeName)
         return RECIPES[recipe] if self.sparsity is None else self.sparsity
-
-    def sparse_share_of(self, recipe: RecipeName) -> float:
-        """Returns the share of the steps that are sparse under a recipe."""
-        if self.sparse_share is not None:
-            return self.sparse_share
-        return SPARSE_SHARES.get(recipe, SPARSE_SHARE)
 
     def static_weights_of(self, recipe: RecipeName) -> StaticPattern | None:
         """Returns which entries the weights of all linear layers have in the sparse
@@ -245,8 +222,7 @@ class RecipeConfig:
 
     def check_fits(self, recipe: RecipeName) -> None:
         """Raises ValueError where `sparsity` is not a form of the recipe's, or has a
-        setting that nothing would read, or the shares of the steps exceed 1."""
-        self._check_shares(self.sparse_share_of(recipe))
+        setting that nothing would read."""
         own, chosen = RECIPES[recipe], self.sparsity_of(recipe)
         for name in ("weights", "activations"):
             has, wanted = getattr(chosen, name), getattr(own, name)
@@ -285,13 +261,6 @@ class RecipeConfig:
                     f"token_sparsity; leave it out or set that to one of "
                     f"{', '.join(map(repr, get_args(TokenSparsity)))}"
                 )
-
-    def _check_shares(self, sparse: float) -> None:
-        if self.warmup_share + sparse > 1:
-            raise ValueError(
-                f"phases.warmup_share={self.warmup_share} + sparse_share={sparse} "
-                f"exceed 1; they are shares of the run's steps"
-            )
 
     def _check_schedule(self) -> None:
         for field_ in fields(self):

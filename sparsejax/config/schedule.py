@@ -170,7 +170,7 @@ def recipe_schedule(
     if recipe == "dense":
         return (PhaseConfig(name="dense"),)
     sparse = {"sparsity": sparsity, "static_weights": static}
-    first = [("sparse", settings.sparse_share_of(recipe), sparse)]
+    first = [("sparse", settings.sparse_share, sparse)]
     if static is None:
         first.insert(0, ("warm-up", settings.warmup_share, {}))
     phases = [PhaseConfig(name=name, share=of, **own) for name, of, own in first if of]

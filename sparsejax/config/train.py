@@ -39,11 +39,10 @@ class TrainConfig:
     """Sizes and settings to start from; every other flag overrides one of them."""
     recipe: RecipeName = "experts"
     """The named schedule of what is sparse, and when. experts: V:4:M activations in its
-    middle, two of eight experts of a token by their energy. two-of-sixteen: the same
-    with sixteen experts and a longer middle, for an FFN twice as wide. two-four: 2:4
-    weights and activations. paper: 2:4 weights and V:2:M activations (arXiv
-    2602.06183). activations: 2:4 activations only (arXiv 2503.16672). weights: 2:4
-    weights only. s2d: all linear layers with static weights from the first step, a
+    middle, two of eight experts of a token by their energy. two-four: 2:4 weights and
+    activations. paper: 2:4 weights and V:2:M activations (arXiv 2602.06183).
+    activations: 2:4 activations only (arXiv 2503.16672). weights: 2:4 weights only.
+    s2d: all linear layers with static weights from the first step, a
     quarter of them by default (arXiv 2304.05511). dense: nothing. phases.sparsity and
     phases.static_weights change their settings. Not read with a schedule."""
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -153,7 +153,7 @@ class Pretrained:
             recipe = replace(recipe, sparsity=own).relative_to(start.recipe)
         if self.relufied and not recipe.schedule:
             warmup = max(recipe.warmup_share, RELUFIED_WARMUP)
-            sparse = min(recipe.sparse_share_of(start.recipe), 1 - warmup)
+            sparse = min(recipe.sparse_share, 1 - warmup)
             recipe = replace(recipe, warmup_share=warmup, sparse_share=sparse)
         return replace(
             start,

@@ -137,8 +137,7 @@ def check_plan(generator: Generator, config: TrainConfig) -> None:
         )
         factors = cost_model.gemm_speedups(config.model, sparsity)
         step = cost_model.predicted_speedup(flops.ffn_share(), factors)
-        share = config.phases.sparse_share_of(config.recipe)
-        whole = cost_model.whole_run_speedup(step, share)
+        whole = cost_model.whole_run_speedup(step, config.phases.sparse_share)
         figures += [memory, sent, {"step": step, "run": whole}]
     with judging():
         for name, figure in _numbers(figures):

@@ -36,11 +36,7 @@ def micro_config(text: str, **changes) -> TrainConfig:
     """3 steps of warm-up, 6 sparse ones, 3 of the tail; 16 neurons per expert."""
     phases = RecipeConfig(warmup_share=0.25, sparse_share=0.5)
     recipe = changes.pop("recipe", "two-four")
-    blocks = {
-        "paper": VNM(8, 2, 16),
-        "experts": VNM(8, 4, 16),
-        "two-of-sixteen": VNM(8, 4, 64),
-    }
+    blocks = {"paper": VNM(8, 2, 16), "experts": VNM(8, 4, 16)}
     if recipe in blocks:
         sparsity = replace(RECIPES[recipe], activations=blocks[recipe])
         phases = replace(phases, sparsity=sparsity)

@@ -74,13 +74,12 @@ def test_what_a_recipe_leaves_as_it_is_is_written_and_read_as_the_recipes_own():
     assert from_json({"recipe": "paper", "phases": {"sparsity": None}}) == config
 
 
-@pytest.mark.parametrize("share", [0.5, 0.75])
-def test_a_recipe_is_read_by_its_former_name(share):
+def test_a_recipe_is_read_by_its_former_name():
     config = TrainConfig(recipe="two-four", phases=RecipeConfig(sparse_share=0.25))
     assert from_json(to_json(config) | {"recipe": "default"}) == config
     scheduled = TrainConfig(phases=RecipeConfig(schedule=(PhaseConfig(name="all"),)))
     former = to_json(scheduled) | {"recipe": "default"}
-    former["phases"]["sparse_share"] = share
+    former["phases"]["sparse_share"] = 0.5
     assert from_json(former) == scheduled
 
 
@@ -207,7 +206,7 @@ def test_an_integer_may_stand_for_a_float_and_becomes_one():
         ({"plot": 1}, "setting plot=1 must be true or false$"),
         (
             {"recipe": "blue"},
-            "setting recipe='blue' must be one of 'experts', 'two-of-sixteen',",
+            "setting recipe='blue' must be one of 'experts', 'two-four',",
         ),
         ({"recipe": ["paper"]}, r"setting recipe=\['paper'\] must be one of 'experts'"),
         ({"backend": 1}, "backend=1 must be one of 'reference', .* or null$"),

@@ -35,8 +35,6 @@ def test_recipes_are_the_documented_sparsities():
     assert (experts.router, experts.experts_per_token) == (ActivationEnergy(), 2)
     assert experts.weight_gradients == "expert_columns"
     assert experts.skipped_energy == 0.05 and TrainConfig.recipe == "experts"
-    sixteen = RECIPES["two-of-sixteen"]
-    assert sixteen == replace(experts, activations=VNM(128, 4, 64))
     two_four = RECIPES["two-four"]
     assert (two_four.weights, two_four.activations) == (NM(2, 4), NM(2, 4))
     paper = RECIPES["paper"]
@@ -46,17 +44,6 @@ def test_recipes_are_the_documented_sparsities():
     assert RECIPES["weights"] == TWO_FOUR
     assert RECIPES["activations"] == FFNSparsity(activations=NM(2, 4))
     assert RECIPES["dense"] == DENSE
-
-
-@pytest.mark.parametrize(
-    ("recipe", "sparse", "dense"), [("experts", 75, 20), ("two-of-sixteen", 85, 10)]
-)
-def test_a_recipe_has_its_own_share_of_sparse_steps(recipe, sparse, dense):
-    own = phases(TrainConfig(steps=100, recipe=recipe))
-    assert [phase.steps for phase in own] == [5, sparse, dense]
-    given = RecipeConfig(sparse_share=0.5)
-    given = phases(TrainConfig(steps=100, recipe=recipe, phases=given))
-    assert [phase.steps for phase in given] == [5, 50, 45]
 
 
 def test_a_sparsity_takes_the_place_of_the_recipes_own():

@@ -122,7 +122,7 @@ def test_help_explains_the_flags_with_their_units(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     for part in (
         "--preset {tiny,wide-200m,gpt-124m,llama-1b,llama-7b}",
-        "--recipe {experts,two-of-sixteen,two-four,paper,activations,weights,s2d,",
+        "--recipe {experts,two-four,paper,activations,weights,s2d,dense}",
         "--model.d-hidden",
         "--dry-run",
         "--resume",
