@@ -17,7 +17,8 @@ arm and each of its lengths D:
     R_wall      the same of all wall-clock seconds of the runs
     R_best      R, but over the dense arm, of whatever size, that needs the fewest
                 seconds to that loss (`comparing/dense_rivals.py`); only the least that
-                it can be where a dense arm with a single length ended below the loss
+                it can be where a dense arm of a single length seems to have passed the
+                loss in fewer
 
 Below R = 1 the arm is worth its time. Where every run had its device for itself, one
 kind of device, R takes the seconds that the steps took (`measured` is true), and R_wall

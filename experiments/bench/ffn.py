@@ -61,7 +61,7 @@ from sparsejax.reports.metrics import ffn_statistics
 from sparsejax.reports.provenance import commit
 from sparsejax.routing.clusters import balanced_clusters, contiguous_order
 from sparsejax.sparsity.masks import soft_threshold, soft_threshold_scale
-from sparsejax.training.step import Run
+from sparsejax.training.run import Run
 from sparsejax.tuning.timing import Timing, over_alone, time_interleaved, time_queued
 
 BASELINE = "dense"

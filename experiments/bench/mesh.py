@@ -59,7 +59,8 @@ from sparsejax.launch.flags import (
 from sparsejax.ops.backend import Backend
 from sparsejax.reports.provenance import commit
 from sparsejax.sparsity.patterns import name_of
-from sparsejax.training.step import Run, TrainState
+from sparsejax.training.run import Run
+from sparsejax.training.step import TrainState
 from sparsejax.tuning.timing import time_interleaved
 
 ONE = "one device"

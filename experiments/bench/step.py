@@ -71,7 +71,8 @@ from sparsejax.reports import metrics
 from sparsejax.reports.provenance import commit
 from sparsejax.sparsity.patterns import name_of
 from sparsejax.switches.growth import same_size
-from sparsejax.training.step import Run, TrainState
+from sparsejax.training.run import Run
+from sparsejax.training.step import TrainState
 from sparsejax.tuning.timing import Timing, over_alone, time_interleaved
 
 

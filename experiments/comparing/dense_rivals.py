@@ -34,12 +34,19 @@ class DenseRivals:
     others: Mapping[str, Sequence[Length]]
     """The lengths of every other dense arm, the shortest first."""
 
-    def may_cost_less(self, loss: float, arm: str) -> bool:
+    def may_cost_less(self, loss: float, arm: str, lowest: float) -> bool:
         """Returns whether a dense arm other than `arm` may reach the loss at a lower
-        cost than `best` says: one with a single length, which ended below the loss and
-        has passed it before, nobody knows when."""
+        cost than `lowest`, that of `best`: one with a single length, which ended below
+        the loss and has passed it before, nobody knows when. It may where it does if
+        its loss falls as the reference's does in the middle of its lengths, by as much
+        for each factor e of the cost."""
+        slope = float(self.curves.slope[0])
         return any(
-            len(lengths) == 1 and lengths[0].loss[0] < loss
+            len(lengths) == 1
+            and lengths[0].loss[0] < loss
+            and np.ravel(lengths[0].cost)[0]
+            * np.exp((lengths[0].loss[0] - loss) / slope)
+            < lowest
             for name, lengths in self.others.items()
             if name != arm
         )

@@ -130,9 +130,9 @@ class Row:
     """The dense arm of `R_best`, another one than the row's own; None where none has
     reached the loss."""
     best_is_least: bool
-    """Whether `R_best` is only the least that it can be: a dense arm with a single
-    length ended below the loss, and passed it after unknown seconds. `R_best` then has
-    no interval."""
+    """Whether `R_best` is only the least that it can be, and then without an interval:
+    a dense arm with a single length ended below the loss, and where it passed it nobody
+    knows (`DenseRivals.may_cost_less`)."""
     measured: bool
     """Whether R comes from measured seconds; `R_wall` always does."""
     side_by_side: int
@@ -224,7 +224,7 @@ def rows_of(
         ratios = None if relative is None else relative * in_tokens
         best_dense, lowest = rivals.best(losses[key], arm)
         over_best = None if relative is None else relative * tokens / lowest
-        is_least = rivals.may_cost_less(losses[key][0], arm)
+        is_least = rivals.may_cost_less(losses[key][0], arm, lowest[0])
         spread_of_best = has_spread and not is_least
         of_wall = wall_ratios(of, dense_runs, equal)
         reached = bool(np.isfinite(equal[0]))

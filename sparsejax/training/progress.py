@@ -21,7 +21,8 @@ from sparsejax.reports.records import (
     flush_to_disk,
 )
 from sparsejax.training.optimizer import learning_rate
-from sparsejax.training.step import Run, TrainState
+from sparsejax.training.run import Run
+from sparsejax.training.step import TrainState
 
 JUMP = 0.1
 """The nats by which the loss may rise at a switch before tail steps are spent on repair

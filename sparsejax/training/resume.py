@@ -27,7 +27,8 @@ from sparsejax.reports.records import (
 from sparsejax.switches.growth import check_grows, same_size
 from sparsejax.training.branch import Branch, Trunk
 from sparsejax.training.progress import Progress
-from sparsejax.training.step import Run, TrainState, with_model
+from sparsejax.training.run import Run
+from sparsejax.training.step import TrainState, with_model
 from sparsejax.training.step_times import StepTimes, phases_run_dense
 
 

@@ -22,7 +22,8 @@ from sparsejax.config.schedule import Phase, with_dense
 from sparsejax.data.corpus import Corpus
 from sparsejax.distributed.processes import Exchange
 from sparsejax.feed_forward.sparsity import FFNSparsity
-from sparsejax.training.step import Run, TrainState
+from sparsejax.training.run import Run
+from sparsejax.training.step import TrainState
 
 WARM_SECONDS = 1.5
 """The seconds that steps run before they are timed: compilation aside, the first steps

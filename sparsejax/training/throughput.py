@@ -9,7 +9,7 @@ from sparsejax.config.schedule import Phase, model_of
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.backend import Decision
 from sparsejax.reports import metrics
-from sparsejax.training.step import Run
+from sparsejax.training.run import Run
 
 
 class Pace:

@@ -42,7 +42,8 @@ from sparsejax.switches.growth import same_size
 from sparsejax.training.branch import Branch
 from sparsejax.training.progress import Progress
 from sparsejax.training.resume import begin_or_resume
-from sparsejax.training.step import Run, TrainState
+from sparsejax.training.run import Run
+from sparsejax.training.step import TrainState
 from sparsejax.training.step_times import StepTimes
 from sparsejax.training.throughput import Pace
 

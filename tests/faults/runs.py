@@ -22,7 +22,7 @@ from sparsejax.command import main
 from sparsejax.config.config_file import read_config
 from sparsejax.reports import metrics
 from sparsejax.reports.metrics import DensePeak
-from sparsejax.training.step import Run
+from sparsejax.training.run import Run
 from tests.support.devices.xla_flags import QUICK_COMPILATION
 from tests.support.micro_run import arrays_of, read_records, without_speed
 

@@ -19,7 +19,8 @@ from sparsejax.reports.metrics import DensePeak
 from sparsejax.reports.records import read_metrics
 from sparsejax.terminal import console
 from sparsejax.training import train as loop
-from sparsejax.training.step import Run, TrainState
+from sparsejax.training.run import Run
+from sparsejax.training.step import TrainState
 from tests.fuzz import checkpoints, configs
 from tests.fuzz.judge import clear_error, judging, require
 from tests.fuzz.mutations import damaged, mutated_json, one_of

@@ -12,7 +12,7 @@ import jax
 
 from sparsejax.config import MeshConfig
 from sparsejax.cost_model import exchanges
-from sparsejax.training.step import Run
+from sparsejax.training.run import Run
 from tests.support.micro_run import micro_config
 
 ATTENTION, MATRIX, VOCABULARY = 32 * 32, 32 * 128, 32 * 256

@@ -9,7 +9,7 @@ import pytest
 
 from sparsejax.config import MeshConfig, PhaseConfig, TrainConfig
 from sparsejax.sparsity.patterns import NM, BlockDiagonal
-from sparsejax.training.step import Run
+from sparsejax.training.run import Run
 from tests.support.micro_run import arrays_of, micro_config
 
 WHOLE = PhaseConfig(name="whole")

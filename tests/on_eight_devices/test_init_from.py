@@ -12,7 +12,7 @@ from sparsejax.interchange.export import export_huggingface
 from sparsejax.interchange.pretrained import Pretrained
 from sparsejax.models.transformer import Transformer
 from sparsejax.training.resume import state_with
-from sparsejax.training.step import Run
+from sparsejax.training.run import Run
 from tests.support.files.exported_models import some_model
 from tests.support.micro_run import arrays_of, micro_config, with_phases
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sparsejax.config import MeshConfig, OptimizerConfig, TrainConfig
-from sparsejax.training.step import Run
+from sparsejax.training.run import Run
 from tests.support.micro_run import arrays_of, micro_config
 
 

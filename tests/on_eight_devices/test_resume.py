@@ -11,7 +11,7 @@ import pytest
 
 from sparsejax.config import MeshConfig, TrainConfig
 from sparsejax.training import train as loop
-from sparsejax.training.step import Run
+from sparsejax.training.run import Run
 from sparsejax.training.train import Outcome, train
 from tests.support.micro_run import (
     assert_same_bits,

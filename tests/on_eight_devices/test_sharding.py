@@ -14,7 +14,7 @@ from sparsejax.distributed.mesh import make_mesh, place_rows
 from sparsejax.models.sparse_ffn import sparse_ffns
 from sparsejax.routing.routers import ActivationEnergy, LearnedEnergy
 from sparsejax.sparsity.patterns import VNM, BlockDiagonal
-from sparsejax.training.step import Run
+from sparsejax.training.run import Run
 from tests.support.devices.eight_devices import MESHES
 from tests.support.micro_run import micro_config, with_phases
 

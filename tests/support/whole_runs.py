@@ -14,7 +14,7 @@ from sparsejax.config.config_file import MAY_CHANGE
 from sparsejax.data.corpus import Corpus
 from sparsejax.reports import metrics
 from sparsejax.reports.metrics import DensePeak
-from sparsejax.training.step import Run
+from sparsejax.training.run import Run
 from sparsejax.training.step_times import PhaseTime, StepTimes
 from sparsejax.training.train import Outcome, train
 from tests.support.micro_run import micro_config, with_phases

@@ -14,7 +14,8 @@ from sparsejax.models.transformer import cross_entropy
 from sparsejax.switches.growth import grown
 from sparsejax.switches.static_weights import layer_of
 from sparsejax.training.micro_batches import loss_and_gradient
-from sparsejax.training.step import Run, TrainState, train_step
+from sparsejax.training.run import Run
+from sparsejax.training.step import TrainState, train_step
 
 
 def masked_step(run: Run, phase: Phase) -> Any:

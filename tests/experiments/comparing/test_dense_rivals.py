@@ -46,11 +46,14 @@ def test_of_one_length_no_more_is_known_than_what_it_costs():
 
 
 def test_who_has_one_length_below_a_loss_has_passed_it_for_less(curves):
-    one, two = [length(300.0, 0.8)], [length(200.0, 0.9), length(300.0, 0.8)]
+    one, two = [length(300.0, 0.8)], [length(30.0, 0.9), length(40.0, 0.8)]
     rivals = DenseRivals("dense", curves, {"deep": one, "wide": two})
-    assert rivals.may_cost_less(0.85, "sparse")
-    assert not rivals.may_cost_less(0.8, "sparse")
-    assert not rivals.may_cost_less(0.85, "deep")
+    # At a factor of e for 0.1 nats, half of one before its end.
+    passed = 300 * np.exp(-0.5)
+    assert rivals.may_cost_less(0.85, "sparse", passed * 1.01)
+    assert not rivals.may_cost_less(0.85, "sparse", passed * 0.99)
+    assert not rivals.may_cost_less(0.8, "sparse", np.inf)
+    assert not rivals.may_cost_less(0.85, "deep", np.inf)
 
 
 def test_a_longer_run_that_ends_higher_gains_nothing():

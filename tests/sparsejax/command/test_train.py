@@ -20,7 +20,7 @@ from sparsejax.launch import job
 from sparsejax.reports.records import read_metrics
 from sparsejax.routing.routers import ActivationEnergy, TokenHash
 from sparsejax.sparsity.patterns import VNM
-from sparsejax.training.step import Run
+from sparsejax.training.run import Run
 from tests.support.commands import run_train
 from tests.support.micro_run import (
     arguments_of,

@@ -27,7 +27,7 @@ from sparsejax.distributed.mesh import (
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.transformer import Transformer
 from sparsejax.sparsity.patterns import NM, VNM
-from sparsejax.training.step import Run
+from sparsejax.training.run import Run
 from tests.support.micro_run import micro_config, write_text
 
 MODEL = ModelConfig(

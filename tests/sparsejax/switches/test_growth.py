@@ -14,7 +14,8 @@ from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.models.transformer import Transformer
 from sparsejax.sparsity.patterns import NM, VNM, BlockDiagonal
 from sparsejax.training.branch import Branch
-from sparsejax.training.step import Run, TrainState
+from sparsejax.training.run import Run
+from sparsejax.training.step import TrainState
 from sparsejax.training.step_times import time_steps
 from sparsejax.training.throughput import Pace
 from sparsejax.training.train import train

@@ -19,7 +19,8 @@ from sparsejax.switches.static_weights import (
     layer_of,
 )
 from sparsejax.training.branch import Branch
-from sparsejax.training.step import Run, TrainState
+from sparsejax.training.run import Run
+from sparsejax.training.step import TrainState
 from sparsejax.training.train import train
 from tests.support.micro_run import (
     arrays_of,

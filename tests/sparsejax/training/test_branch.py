@@ -15,7 +15,7 @@ from sparsejax.sparsity.patterns import VNM
 from sparsejax.training import resume
 from sparsejax.training import train as loop
 from sparsejax.training.branch import Branch
-from sparsejax.training.step import Run
+from sparsejax.training.run import Run
 from sparsejax.training.train import Outcome, train
 from tests.support.micro_run import (
     assert_same_bits,

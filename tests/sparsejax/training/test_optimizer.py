@@ -13,7 +13,7 @@ from sparsejax.config.config_file import check_branchable
 from sparsejax.cost_model import memory_bytes
 from sparsejax.sparsity.patterns import NM, BlockDiagonal
 from sparsejax.training.optimizer import MUON_RMS, make_optimizer
-from sparsejax.training.step import Run
+from sparsejax.training.run import Run
 from sparsejax.training.train import train
 from tests.support.commands import run_train
 from tests.support.micro_run import (

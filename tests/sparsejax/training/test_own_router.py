@@ -16,7 +16,7 @@ from sparsejax.routing import named_routers
 from sparsejax.routing.routers import Router, State
 from sparsejax.sparsity.patterns import VNM
 from sparsejax.terminal import console, printed_plan
-from sparsejax.training.step import Run
+from sparsejax.training.run import Run
 from sparsejax.training.train import train
 from tests.support.micro_run import (
     arguments_of,

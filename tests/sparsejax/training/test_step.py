@@ -16,7 +16,7 @@ from sparsejax.feed_forward.sparsity import DENSE
 from sparsejax.models import sparse_ffn
 from sparsejax.models.transformer import cross_entropy
 from sparsejax.training.optimizer import learning_rate, make_optimizer
-from sparsejax.training.step import Run
+from sparsejax.training.run import Run
 from tests.support.micro_run import (
     arrays_of,
     assert_same_bits,

@@ -15,7 +15,7 @@ from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import NM, VNM
 from sparsejax.training.micro_batches import loss_and_gradient
-from sparsejax.training.step import Run
+from sparsejax.training.run import Run
 from tests.support.devices import hopper
 from tests.support.micro_run import assert_same_bits, micro_config
 from tests.support.oracles.ffn_cases import make_inputs

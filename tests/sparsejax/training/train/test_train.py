@@ -15,7 +15,7 @@ from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.config.config_file import to_json
 from sparsejax.training import throughput
 from sparsejax.training import train as loop
-from sparsejax.training.step import Run
+from sparsejax.training.run import Run
 from sparsejax.training.train import train
 from tests.support.micro_run import (
     assert_same_bits,

@@ -8,7 +8,7 @@ import pytest
 from sparsejax.config import ModelConfig
 from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import VNM
-from sparsejax.training.step import Run
+from sparsejax.training.run import Run
 from tests.support.devices import accelerators
 from tests.support.micro_run import micro_config, with_phases, write_text
 

@@ -14,7 +14,7 @@ from sparsejax.routing.dispatch import dispatch
 from sparsejax.routing.expert_sets import rows_of_sets
 from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import VNM
-from sparsejax.training.step import Run
+from sparsejax.training.run import Run
 from tests.support.devices import hopper
 from tests.support.micro_run import arrays_of, micro_config, with_phases, write_text
 

@@ -16,7 +16,7 @@ from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.sparsity.patterns import NM
 from sparsejax.training import progress, resume
 from sparsejax.training import train as loop
-from sparsejax.training.step import Run
+from sparsejax.training.run import Run
 from sparsejax.training.train import train
 from tests.support.micro_run import (
     assert_same_bits,

@@ -13,7 +13,7 @@ from sparsejax.reports import metrics
 from sparsejax.training import throughput
 from sparsejax.training import train as loop
 from sparsejax.training.progress import NonFiniteLoss
-from sparsejax.training.step import Run
+from sparsejax.training.run import Run
 from sparsejax.training.train import train
 from tests.support.micro_run import (
     assert_same_bits,
