@@ -104,17 +104,11 @@ def test_R_best_is_over_the_dense_arm_that_needs_the_fewest_seconds(tmp_path):
 
 
 def test_a_dense_arm_of_one_length_below_a_loss_leaves_only_a_bound(tmp_path, capsys):
-    deep = Synthetic(
-        name="deep",
-        config=replace(DENSE, steps=300),
-        loss=loss(tokens_of(900)),
-        seconds=30.0,
-    )
-    sparse = Synthetic(
-        name="sparse",
-        config=sparse_config(300, 0.8),
-        loss=loss(tokens_of(600)),
-        seconds=21.0,
+    of = {"deep": (replace(DENSE, steps=300), 900, 30.0)}
+    of |= {"sparse": (sparse_config(300, 0.8), 600, 21.0)}
+    deep, sparse = (
+        Synthetic(name=name, config=config, loss=loss(tokens_of(worth)), seconds=took)
+        for name, (config, worth, took) in of.items()
     )
     rows = rows_of(tmp_path, [*dense_runs(), deep, sparse])
     row = rows["sparse", 300]

@@ -271,7 +271,8 @@ def test_weights_are_packed_once_per_step(run_of, monkeypatch):
     jax.effects_barrier()
     assert len(packings) == 2
     # The count can see what it is to exclude: without it, each call packs.
-    monkeypatch.setattr(sparse_ffn.SparseFFN, "weights_as_read", lambda ffn: None)
+    nothing = lambda ffn, whole: None
+    monkeypatch.setattr(sparse_ffn.SparseFFN, "weights_as_read", nothing)
     unpacked = Run(run.config)
     unpacked.step(sparsity)(state, tokens)
     jax.effects_barrier()
