@@ -196,9 +196,11 @@ def measured_meshes(config: Config) -> Iterator[Measured | None]:
             continue
         preset = PRESETS[row["preset"]]()
         sparsity = _sparsity_of(row)
-        sizes = [int(word) for word in row["name"].split() if word.isdigit()]
+        axes, *_ = row["name"].partition(",")
+        sizes = [int(word) for word in axes.split() if word.isdigit()]
         data, fsdp, tensor = sizes or (1, 1, 1)
-        mesh = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
+        stage = row.get("zero_stage", 3)
+        mesh = MeshConfig(data=data, fsdp=fsdp, tensor=tensor, zero_stage=stage)
         # Rows without these columns are of all layers in a loop, and two micro-batches.
         layers = row.get("layers", preset.model.layers)
         scan, micro_batches = row.get("scan_layers", True), row.get("micro_batches", 2)

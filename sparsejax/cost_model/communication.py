@@ -4,7 +4,11 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from sparsejax.config import MeshConfig, ModelConfig
-from sparsejax.cost_model.gathered import element_bytes, gathered_bytes
+from sparsejax.cost_model.gathered import (
+    bytes_as_read,
+    element_bytes,
+    gathered_bytes,
+)
 from sparsejax.cost_model.parameters import parameter_count
 from sparsejax.feed_forward.sparsity import FFNSparsity
 
@@ -26,6 +30,9 @@ class Exchanged:
     collectives: int
     """The number of collectives that move them per optimiser step, with one for all
     weights of a layer that are read in the same pass."""
+    once: bool = False
+    """Whether they are moved once per optimiser step, before its first micro-batch or
+    after its last, and not in each of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +85,9 @@ def exchanges(
     and in a reduce-scatter, and twice that in a ring all-reduce.
 
     Assumed, in every micro-batch, but for gradients over data without a loop over the
-    layers: XLA on GPUs sums those after the last one. An embedding that is the head,
+    layers: XLA on GPUs sums those after the last one. At `mesh.zero_stage` 1 and 2 all
+    weights are gathered once per step, `bytes_as_read`, and at 1 gradients over fsdp
+    are reduced once as well, in a loop over layers too. An embedding that is the head,
     too, has two gradients, as two weights would.
       weights: a layer's are gathered in the forward and again in the backward, as
         `gathered_bytes` says, attention's with remat "none" only once unless they are
@@ -120,17 +129,14 @@ def exchanges(
         over_data, over_fsdp = summed + of_vectors, _received(scattered, mesh.fsdp)
     else:
         over_data, over_fsdp = summed, _received(scattered, mesh.fsdp) + of_vectors
-    sums_over_data = layers + 1
-    if config.scan_layers:
-        over_data, sums_over_data = (
-            micro_batches * over_data,
-            micro_batches * (layers + 1),
-        )
-
     token = tokens_per_device * config.d_model
     sums = layers * (5 if config.remat == "full" else 4) + 1
     activations = token * (sums * element + 4)
     weights_read = 2 * layers + 1
+    whole_weights, whole_sums = mesh.zero_stage < 3, mesh.zero_stage == 1
+    if whole_weights:
+        weights = bytes_as_read(config, sparsity, copied=True) // mesh.tensor
+        weights_read = 7  # each weight of all layers in one piece, and the head
     of_step = (
         Exchanged(
             purpose="gathered_weights",
@@ -138,6 +144,7 @@ def exchanges(
             kind="all-gather",
             received=_received(weights, mesh.fsdp),
             collectives=weights_read,
+            once=whole_weights,
         ),
         Exchanged(
             purpose="reduced_gradients",
@@ -145,13 +152,15 @@ def exchanges(
             kind="reduce-scatter",
             received=over_fsdp,
             collectives=layers + 1,
+            once=whole_sums,
         ),
         Exchanged(
             purpose="reduced_gradients",
             axis="data",
             kind="all-reduce",
             received=over_data,
-            collectives=sums_over_data,
+            collectives=layers + 1,
+            once=not config.scan_layers,
         ),
         Exchanged(
             purpose="reduced_activations",
@@ -168,7 +177,7 @@ def exchanges(
             collectives=2,
         ),
     )
-    times = lambda of: 1 if of.axis == "data" else micro_batches
+    times = lambda of: 1 if of.once else micro_batches
     return tuple(
         replace(
             of,

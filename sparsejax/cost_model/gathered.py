@@ -60,6 +60,38 @@ def gathered_bytes(config: ModelConfig, sparsity: FFNSparsity = DENSE) -> Gather
     )
 
 
+def bytes_as_read(
+    config: ModelConfig, sparsity: FFNSparsity = DENSE, *, copied: bool = False
+) -> int:
+    """Returns the bytes of all weights that are made ready once per optimiser step,
+    whole: S(W) of the sparse ones, half the values in the compute dtype and a byte of
+    position for each, those in 8-bit floats in two orders, and all others that GEMMs
+    read, in the compute dtype.
+
+    Args:
+      copied: whether the latter are made where the compute dtype is float32, too; their
+        GEMMs else read the parameters.
+    """
+    element, branches = element_bytes(config), 2 if config.gated else 1
+    parameters = parameter_count(config)
+    packed = bool(sparsity.weights) * branches + bool(sparsity.backward_weights)
+    packed *= parameters.ffn // (branches + 1) // 2 * (element + 1)
+    of_attention, of_ffn = parameters.attention, parameters.ffn
+    if config.precision != "dtype":
+        in_8_bits = of_attention
+        of_attention = 0
+        if sparsity.is_dense:
+            in_8_bits += of_ffn
+            of_ffn = 0
+        elif sparsity.up_is_dense:
+            in_8_bits += of_ffn * branches // (branches + 1)
+        packed += 2 * in_8_bits
+    if element < 4 or copied:
+        head = config.d_model * config.vocab_size
+        packed += element * (of_attention + of_ffn + head)
+    return packed
+
+
 def element_bytes(config: ModelConfig) -> int:
     """Returns the bytes of a number in the compute dtype."""
     return {"float32": 4, "bfloat16": 2}[config.dtype]

@@ -4,7 +4,12 @@ from dataclasses import dataclass
 from math import prod
 
 from sparsejax.config import MeshConfig, ModelConfig, OptimizerName
-from sparsejax.cost_model.gathered import element_bytes, gathered_bytes, logit_bytes
+from sparsejax.cost_model.gathered import (
+    bytes_as_read,
+    element_bytes,
+    gathered_bytes,
+    logit_bytes,
+)
 from sparsejax.cost_model.parameters import parameter_count
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 
@@ -26,17 +31,18 @@ class MemoryBytes:
     """The optimiser's moments, float32: two of each parameter (AdamW), one (Lion; Muon
     in the blocks), or rows and columns (Adafactor)."""
     gradients: int
-    """The gradients of all parameters at once, float32."""
+    """The gradients of all parameters at once, float32. At `mesh.zero_stage` 1 their
+    sums are whole over fsdp, but for the embedding's, beside the part of each
+    device."""
     packed: int
-    """The weights that are made ready once per optimiser step. S(W) of the sparse ones,
-    as `Compressed` holds them: half the values in the compute dtype, and one byte of
-    position for each. `Packed`, on Hopper, takes three quarters of that. Those in 8-bit
-    floats: two bytes for each number, which is there in two orders. All others, and the
-    head, in the compute dtype where that is not float32."""
+    """The weights that are made ready once per optimiser step, `bytes_as_read`; whole
+    over fsdp at `mesh.zero_stage` 1 and 2. S(W) of the sparse ones is counted as
+    `Compressed` holds it: `Packed`, on Hopper, takes three quarters of that."""
     gathered: int
     """The largest set of weights that is held whole over fsdp at one time, in the
     compute dtype: a layer's, or the head. With remat "none" attention's of all layers
-    are added, which the backward reads again. 0 where fsdp is 1."""
+    are added, which the backward reads again. 0 where fsdp is 1, and at
+    `mesh.zero_stage` 1 and 2."""
     activations: int
     """The activations that are saved between forward and backward."""
     logits: int
@@ -103,29 +109,18 @@ def memory_bytes(
         "dots": (element * (2 * d + qkv + hidden), everything),
     }[config.remat]
     saved = config.layers * per_layer + recomputed + 2 * d * element
-    packed = bool(sparsity.weights) * branches + bool(sparsity.backward_weights)
-    packed *= parameters.ffn // (branches + 1) // 2 * (element + 1)
-    of_attention, of_ffn = parameters.attention, parameters.ffn
-    if config.groups > 1:
-        of_ffn = 0
-    if config.precision != "dtype":
-        in_8_bits = of_attention
-        of_attention = 0
-        if sparsity.is_dense:
-            in_8_bits += of_ffn
-            of_ffn = 0
-        elif sparsity.up_is_dense:
-            in_8_bits += of_ffn * branches // (branches + 1)
-        packed += 2 * in_8_bits
-    if element < 4:
-        head = config.d_model * config.vocab_size
-        packed += element * (of_attention + of_ffn + head)
+    is_whole = mesh.fsdp > 1 and mesh.zero_stage < 3
+    packed = bytes_as_read(config, sparsity, copied=is_whole)
+    gradients = held
+    if mesh.fsdp > 1 and mesh.zero_stage == 1:
+        blocks = parameters.attention + parameters.ffn
+        gradients += (blocks + d * config.vocab_size) // tensor
     return MemoryBytes(
         parameters=4 * held,
         moments=_moments_bytes(config, mesh, optimizer),
-        gradients=4 * held,
-        packed=packed // (mesh.fsdp * tensor),
-        gathered=_largest_gathered(config, mesh, sparsity),
+        gradients=4 * gradients,
+        packed=packed // (tensor if is_whole else mesh.fsdp * tensor),
+        gathered=0 if is_whole else _largest_gathered(config, mesh, sparsity),
         activations=tokens_per_device * saved,
         logits=tokens_per_device
         * config.vocab_size

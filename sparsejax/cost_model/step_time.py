@@ -80,9 +80,9 @@ def predicted_step(
     Where layers are compiled one by one, gathers of weights hide behind computation:
     those of the forward, taken as half of them, behind a third of it, the others, and
     the reduction of gradients, behind the rest; but for the first layer and the last
-    one, whose share is exposed. Sums over data that follow the last of several
-    micro-batches are exposed whole, as are sums over tensor and exchanged tokens. In a
-    loop over layers nothing hides.
+    one, whose share is exposed. Sums that follow the last of several micro-batches are
+    exposed whole, as are weights that are gathered before the first, sums over tensor
+    and exchanged tokens. In a loop over layers nothing hides.
 
     Args:
       sequence_length: tokens of a sequence, which attention mixes.
@@ -144,17 +144,16 @@ def _exposed(
     """Returns the seconds of communication that no computation hides."""
     if config.scan_layers:
         return sum(taken for _, taken in seconds)
-    after_last = {"data"} if micro_batches > 1 else set()
-    waited = sum(
-        taken
-        for of, taken in seconds
-        if of.purpose not in HIDEABLE or of.axis in after_last
-    )
-    gathered = sum(taken for of, taken in seconds if of.purpose == HIDEABLE[0])
-    reduced = sum(
-        taken
-        for of, taken in seconds
-        if of.purpose == HIDEABLE[1] and of.axis not in after_last
+
+    def hides(of: Exchanged) -> bool:
+        # One micro-batch's sums hide behind it; gathers before it hide behind nothing.
+        waits = of.once and (micro_batches > 1 or of.purpose == HIDEABLE[0])
+        return of.purpose in HIDEABLE and not waits
+
+    waited = sum(taken for of, taken in seconds if not hides(of))
+    gathered, reduced = (
+        sum(taken for of, taken in seconds if hides(of) and of.purpose == purpose)
+        for purpose in HIDEABLE
     )
     passes = ((gathered / 2, 1 / 3), (gathered / 2 + reduced, 2 / 3))
     for taken, share in passes:

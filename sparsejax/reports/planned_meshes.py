@@ -102,11 +102,15 @@ def rank_meshes(
 
 
 def meshes_of(devices: int) -> Iterator[MeshConfig]:
-    """Yields every mesh of so many devices."""
+    """Yields every mesh of so many devices, one with fsdp at each stage of ZeRO."""
     for tensor in _divisors(devices):
         for fsdp in _divisors(devices // tensor):
             data = devices // (tensor * fsdp)
-            yield MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
+            mesh = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
+            yield mesh
+            if fsdp > 1:
+                yield replace(mesh, zero_stage=2)
+                yield replace(mesh, zero_stage=1)
 
 
 def _divisors(number: int) -> list[int]:
@@ -185,11 +189,12 @@ class _PlannedRun:
                 return count, needed
         assert has is not None
         least = on_each // counts[-1]
+        stage = ", or mesh.zero_stage 3" if mesh.zero_stage < 3 else ""
         least_words = "one sequence" if least == 1 else f"{least} sequences"
         raise ValueError(
             f"too little memory: {needed / 2**30:,.1f} GiB for micro-batches of "
             f"{least_words} on a device, and JAX takes {JAX_SHARE:.0%} of "
-            f"{has / 2**30:,.0f}; use a larger mesh.fsdp or mesh.tensor"
+            f"{has / 2**30:,.0f}; use a larger mesh.fsdp or mesh.tensor{stage}"
         )
 
     def _memory(self, mesh: MeshConfig, sequences: int) -> int:

@@ -47,7 +47,14 @@ def say_meshes(config: TrainConfig, ranking: Ranking, links: Links) -> None:
 
 def in_words(mesh: MeshConfig) -> str:
     """Returns a mesh as the plan names it."""
-    return f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}"
+    axes = f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}"
+    return axes + _stage(mesh)
+
+
+def _stage(mesh: MeshConfig) -> str:
+    """Returns the stage of ZeRO of a mesh with fsdp, where it is not 3."""
+    says = mesh.fsdp > 1 and mesh.zero_stage < 3
+    return f", ZeRO {mesh.zero_stage}" if says else ""
 
 
 def why_fastest(planned: Sequence[PlannedMesh]) -> str:
@@ -84,7 +91,7 @@ def _table(config: TrainConfig, ranking: Ranking) -> Table:
     for of in shown:
         mesh = of.mesh
         table.add_row(
-            f"{mesh.data} x {mesh.fsdp} x {mesh.tensor}",
+            f"{mesh.data} x {mesh.fsdp} x {mesh.tensor}{_stage(mesh)}",
             f"{of.micro_batches:,}",
             *(f"{1e3 * of.steps[way].total:,.0f}" for way in columns),
             f"{ranking.tokens_per_step / of.step_seconds / 1e3:,.0f}k",

@@ -29,6 +29,7 @@ from sparsejax.terminal.printed_gemms import (
     say_gemms,
     ways_to_compute,
 )
+from sparsejax.terminal.printed_meshes import in_words
 from sparsejax.training.branch import Branch
 from sparsejax.training.step_times import StepTimes, phases_run_dense
 
@@ -179,8 +180,8 @@ class Absent:
             f"device: {device.kind}, {mesh.devices} that need not be here; compute "
             f"{model.dtype}, masters float32; attention: {attention} ({why})"
         )
-        axes = f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}"
-        say(f"mesh: {axes} = {_count(mesh.devices, 'device')}, planned from tables")
+        devices = _count(mesh.devices, "device")
+        say(f"mesh: {in_words(mesh)} = {devices}, planned from tables")
 
 
 def _mesh_of(config: TrainConfig, *, predicted: bool) -> MeshConfig:
@@ -197,7 +198,6 @@ def _say_devices(config: TrainConfig, mesh: MeshConfig) -> None:
     model = config.model
     attention, why = attention_implementation(model.head_width, model.dtype)
     here = jax.device_count()
-    axes = f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}"
     how_many = f"{here} of {here}"
     what_for = _count(jax.process_count(), "process")
     if mesh.devices != here:
@@ -206,7 +206,7 @@ def _say_devices(config: TrainConfig, mesh: MeshConfig) -> None:
         f"device: {device.device_kind}, {how_many}; compute {model.dtype}, masters "
         f"float32; attention: {attention} ({why})"
     )
-    say(f"mesh: {axes} = {_count(mesh.devices, 'device')}, {what_for}")
+    say(f"mesh: {in_words(mesh)} = {_count(mesh.devices, 'device')}, {what_for}")
     if device.platform == "gpu":
         repeats = DETERMINISTIC in os.environ.get("XLA_FLAGS", "")
         how = "with the same bits" if repeats else "within rounding (--deterministic)"

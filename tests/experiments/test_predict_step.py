@@ -28,7 +28,7 @@ def test_the_step_that_calibrates_is_predicted(rows):
     # The shares are that step's own times, written with three digits. It has been timed
     # again since, on another H200: the row at hand is the newer one.
     own = dict(preset="llama-1b", layers=25, name="dense", precision="dtype")
-    own |= dict(scan_layers=False, micro_batches=2)
+    own |= dict(scan_layers=False, micro_batches=2, device="NVIDIA H200")
     (row,) = (row for row in rows if all(row[key] == own[key] for key in own))
     with (RESULTS / "bench_step.jsonl").open() as lines:
         timed = [json.loads(line) for line in lines]
@@ -55,11 +55,12 @@ def test_other_steps_of_one_gpu_are_near(rows):
     # What docs/many-gpus.md says. No constant was fitted to these steps, but for the
     # gain of 8-bit floats to the dense one that has them, the H100's memory to one of
     # its dense steps, and what narrow models lose to the dense ones of gpt-124m.
-    h200 = errors(rows, preset="llama-1b", layers=25, devices=1)
+    llama = dict(preset="llama-1b", devices=1)
+    h200 = errors(rows, **llama, layers=25, device="NVIDIA H200")
     assert len(h200) > 15 and max(h200) < 0.045
     assert max(errors(rows, preset="llama-7b")) < 0.05
-    h100 = errors(rows, preset="llama-1b", device="NVIDIA H100 80GB HBM3", devices=1)
-    assert len(h100) > 10 and max(h100) < 0.05
+    h100 = errors(rows, **llama, device="NVIDIA H100 80GB HBM3")
+    assert len(h100) > 20 and max(h100) < 0.05
     one = errors(rows, devices=1)
     assert median(one) < 0.017 and sum(error > 0.11 for error in one) <= 3
 
@@ -73,10 +74,14 @@ def test_several_gpus_are_predicted_too_fast_but_for_dense_steps_on_data(rows):
     assert len(of_small) == 12 and -0.15 < min(of_small) and max(of_small) < -0.05
     assert {row["devices"] for row in large} == {2, 4}
     of_mesh = lambda part: [row["error"] for row in large if part in row["name"]]
-    data, fsdp = of_mesh("fsdp 1"), of_mesh("data 1")
+    data, of_one, once = map(of_mesh, ("fsdp 1", "data 1", "ZeRO 1"))
+    fsdp = [error for error in of_one if error not in once]
     assert len(data) == len(fsdp) == 4
     assert -0.046 < min(data) and 0.03 < max(data) < 0.04
-    assert -0.105 < min(fsdp) and max(fsdp) < -0.05
+    assert -0.105 < min(fsdp) and max(fsdp) < -0.045
+    # What is gathered and summed once per step is predicted as it was measured.
+    (error,) = once
+    assert abs(error) < 0.01
 
 
 def logged_ms(comparison: str, arm: str, kind: str) -> float:

@@ -83,6 +83,25 @@ def test_replicas_and_tensor_receive_what_is_predicted(text):
     assert predicted == {}
 
 
+def test_whole_weights_are_gathered_once_as_predicted(text):
+    for stage in (1, 2):
+        mesh = MeshConfig(data=1, fsdp=8, zero_stage=stage)
+        arrays, predicted = compiled(text, mesh)
+        gathered = [
+            size
+            for kind, _, name, size in arrays
+            if kind == "all-gather" and name != "s32"
+        ]
+        assert sum(gathered) == 4 * ATTENTION + 2 * MATRIX + VOCABULARY
+        weights = predicted["gathered_weights", "fsdp"]
+        assert weights == 7 * 4 * sum(gathered) // 8
+        # XLA on CPUs sums whole what each device needs an eighth of.
+        summed = [size for kind, _, _, size in arrays if kind == "all-reduce"]
+        assert sum(summed) == 4 * ATTENTION + 2 * MATRIX + VOCABULARY + VECTORS
+        gradients = predicted["reduced_gradients", "fsdp"]
+        assert gradients == 7 * 4 * (sum(summed) + VECTORS) // 8
+
+
 def test_fsdp_receives_what_is_predicted(text):
     arrays, predicted = compiled(text, MeshConfig(data=1, fsdp=8))
     assert {devices for _, devices, _, _ in arrays} == {8}

@@ -131,6 +131,25 @@ def test_gradients_over_data_are_summed_once_without_a_loop_over_layers():
     assert (over_data(3, scan_layers=False, tie_embeddings=True) == one).all()
 
 
+def test_stages_of_zero_move_weights_and_gradients_once():
+    def moved(stage, micro_batches):
+        mesh = dataclasses.replace(CUBE, zero_stage=stage)
+        sent = exchanges(SPLIT, mesh, DENSE, micro_batches, 32)
+        return {(of.purpose, of.axis): of for of in sent}
+
+    weights, sums = ("gathered_weights", "fsdp"), ("reduced_gradients", "fsdp")
+    tokens = ("exchanged_tokens", "fsdp")
+    for stage in (1, 2):
+        three = moved(stage, 3)
+        # bfloat16, of all layers and the head, each half of which comes.
+        read = 2 * (3 * (768 + 2048) + 1024) // 2
+        assert three[weights].received == read // 2 and three[weights].once
+        assert three[tokens].received == 3 * moved(stage, 1)[tokens].received
+    each = moved(3, 1)[sums]
+    assert moved(2, 3)[sums].received == moved(3, 3)[sums].received == 3 * each.received
+    assert moved(1, 3)[sums] == dataclasses.replace(each, once=True)
+
+
 def test_tied_weights_are_two_gradients():
     # of the rows that are looked up, and of the head
     tied = dataclasses.replace(SPLIT, tie_embeddings=True)

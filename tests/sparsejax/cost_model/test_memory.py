@@ -196,6 +196,30 @@ def test_projections_kept_by_the_plain_gemms_are_split_but_not_their_sums():
     assert memory.activations == 3 * per_layer + one_layer + 2 * 2 * 16
 
 
+def test_stages_of_zero_hold_weights_and_sums_whole():
+    of = {"tokens_per_device": 32, "sparsity": WEIGHTS}
+    three, two, one = (
+        memory_bytes(SPLIT, mesh=dataclasses.replace(CUBE, zero_stage=stage), **of)
+        for stage in (3, 2, 1)
+    )
+    # fsdp is 2.
+    assert two.packed == one.packed == 2 * three.packed
+    assert two.gathered == one.gathered == 0
+    assert two.gradients == three.gradients
+    # Of all layers and the head, halved by tensor, beside what each device keeps.
+    whole = 4 * (3 * (768 + 2048) + 1024) // 2
+    assert one.gradients == three.gradients + whole
+    assert (one.parameters, one.moments) == (three.parameters, three.moments)
+    # In float32 the weights that are gathered are copies of the parameters.
+    single = dataclasses.replace(SPLIT, dtype="float32")
+    of = {"tokens_per_device": 32, "mesh": dataclasses.replace(CUBE, zero_stage=2)}
+    assert memory_bytes(single, **of).packed == whole
+    alone = MeshConfig(data=1, zero_stage=1)
+    assert memory_bytes(SPLIT, tokens_per_device=32, mesh=alone) == memory_bytes(
+        SPLIT, tokens_per_device=32
+    )
+
+
 def test_replicas_hold_the_same():
     of = {"tokens_per_device": 32, "sparsity": WEIGHTS}
     four = memory_bytes(SPLIT, mesh=MeshConfig(data=4, fsdp=2, tensor=2), **of)
