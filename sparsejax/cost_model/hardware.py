@@ -44,6 +44,11 @@ FP8_GAIN = 1.93
 """The speed of GEMMs of 8-bit floats over those of bfloat16: the same step with
 `precision` "fp8" took 294 ms in GEMMs."""
 
+SLOWED_BESIDE = 1.0
+"""The seconds by which computation takes longer for each second of the collectives that
+run beside it, which take multiprocessors and memory. Steps of `llama-1b` on fsdp of two
+and four H100s say 0.7 to 1.5."""
+
 MEMORY_GB_PER_S = {
     "NVIDIA H100 80GB HBM3": 3350.0,
     "NVIDIA H100 PCIe": 2000.0,

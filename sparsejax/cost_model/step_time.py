@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from sparsejax.config import MeshConfig, ModelConfig, OptimizerName
 from sparsejax.cost_model.communication import Exchanged, exchanges
 from sparsejax.cost_model.gathered import element_bytes, logit_bytes
-from sparsejax.cost_model.hardware import FP8_GAIN, Links, Speeds
+from sparsejax.cost_model.hardware import FP8_GAIN, SLOWED_BESIDE, Links, Speeds
 from sparsejax.cost_model.memory import memory_bytes
 from sparsejax.cost_model.parameters import parameter_count
 from sparsejax.cost_model.speed import LOWER_CLOCK, KernelFactors, flops_per_token
@@ -37,13 +37,15 @@ class PredictedStep:
     communication: Mapping[str, float]
     """The seconds in collectives by axis of the mesh, whether they are hidden or
     not."""
+    slowed: float
+    """The seconds by which all of this takes longer beside communication."""
     exposed: float
     """The seconds of communication in which nothing is computed."""
 
     @property
     def computation(self) -> float:
         """The seconds in which the device computes."""
-        return self.gemms + self.attention + self.elementwise
+        return self.gemms + self.attention + self.elementwise + self.slowed
 
     @property
     def total(self) -> float:
@@ -80,9 +82,10 @@ def predicted_step(
     Where layers are compiled one by one, gathers of weights hide behind computation:
     those of the forward, taken as half of them, behind a third of it, the others, and
     the reduction of gradients, behind the rest; but for the first layer and the last
-    one, whose share is exposed. Sums that follow the last of several micro-batches are
-    exposed whole, as are weights that are gathered before the first, sums over tensor
-    and exchanged tokens. In a loop over layers nothing hides.
+    one, whose share is exposed. What hides takes its time all the same, for it slows
+    what it hides behind: `SLOWED_BESIDE`. Sums that follow the last of several
+    micro-batches are exposed whole, as are weights that are gathered before the first,
+    sums over tensor and exchanged tokens. In a loop over layers nothing hides.
 
     Args:
       sequence_length: tokens of a sequence, which attention mixes.
@@ -124,14 +127,15 @@ def predicted_step(
     by_axis: dict[str, float] = {}
     for of, taken in seconds:
         by_axis[of.axis] = by_axis.get(of.axis, 0.0) + taken
+    alone = gemms + attention + elementwise
+    exposed = _exposed(config, seconds, alone, micro_batches)
     return PredictedStep(
         gemms=gemms,
         attention=attention,
         elementwise=elementwise,
         communication=by_axis,
-        exposed=_exposed(
-            config, seconds, gemms + attention + elementwise, micro_batches
-        ),
+        slowed=SLOWED_BESIDE * (sum(by_axis.values()) - exposed),
+        exposed=exposed,
     )
 
 

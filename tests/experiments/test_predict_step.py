@@ -78,7 +78,8 @@ def test_several_gpus_are_predicted_too_fast_but_for_dense_steps_on_data(rows):
     fsdp = [error for error in of_one if error not in once]
     assert len(data) == len(fsdp) == 4
     assert -0.046 < min(data) and 0.03 < max(data) < 0.04
-    assert -0.105 < min(fsdp) and max(fsdp) < -0.045
+    # Fitted: by how much collectives slow what they hide behind.
+    assert -0.042 < min(fsdp) and max(fsdp) < 0
     # What is gathered and summed once per step is predicted as it was measured.
     (error,) = once
     assert abs(error) < 0.01

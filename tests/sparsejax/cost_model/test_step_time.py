@@ -7,6 +7,7 @@ import pytest
 from pallas_kernels.device import Device
 from sparsejax.config import MeshConfig, ModelConfig
 from sparsejax.cost_model import Links, Speeds, predicted_step
+from sparsejax.cost_model.hardware import SLOWED_BESIDE
 from sparsejax.cost_model.step_time import elementwise_bytes, observed_flops
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.reports.metrics import ffn_decisions
@@ -154,9 +155,14 @@ def test_gradients_hide_behind_the_backward_while_it_lasts(gigabytes, hidden):
     # That of one of four layers comes when nothing is left to compute.
     exposed = taken / 4
     if not hidden:
-        exposed += taken * 3 / 4 - one.computation * 2 / 3
+        alone = one.computation - one.slowed
+        exposed += taken * 3 / 4 - alone * 2 / 3
         assert exposed > taken / 4
     assert one.exposed == pytest.approx(exposed)
+    # What hides slows what it hides behind.
+    assert one.slowed == pytest.approx(SLOWED_BESIDE * (taken - exposed))
+    alone = one.gemms + one.attention + one.elementwise
+    assert one.total == alone + one.slowed + one.exposed
     looped = step(dataclasses.replace(model, scan_layers=True), mesh, links=links)
     assert looped.exposed == pytest.approx(taken)
     assert looped.exposed_share == looped.exposed / looped.total
