@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import jax
 from rich.table import Table
@@ -368,15 +369,26 @@ def _say_communication(
     micro_batches: int,
 ) -> None:
     say("communication, GiB that a device receives per step:")
+    once = replace(mesh, zero_stage=1)
     for (model, sparsity), name in ways.items():
-        sent = cost_model.communication_bytes(
-            model, mesh, sparsity, micro_batches, tokens_per_device
+        received = partial(
+            cost_model.communication_bytes,
+            model,
+            sparsity=sparsity,
+            micro_batches=micro_batches,
+            tokens_per_device=tokens_per_device,
         )
+        sent = received(mesh=mesh)
         parts = (
             f"{field.name.replace('_', ' ')} {getattr(sent, field.name) / 2**30:,.2f}"
             for field in fields(sent)
         )
-        say(f"  {name}: {', '.join(parts)}, total {sent.total / 2**30:,.2f}")
+        total = f"total {sent.total / 2**30:,.2f}"
+        if mesh.fsdp > 1 and once != mesh:
+            total += (
+                f"; at --mesh.zero-stage 1 {received(mesh=once).total / 2**30:,.2f}"
+            )
+        say(f"  {name}: {', '.join(parts)}, {total}")
 
 
 def _count(number: int, noun: str) -> str:

@@ -108,13 +108,17 @@ def test_a_dry_run_plans_for_devices_that_are_not_here(capsys):
         )
         for use, size in (asdict(memory) | {"total": memory.total}).items():
             assert rows[use][column] == f"{size / 2**30:,.2f}"
-        sent = cost_model.communication_bytes(config.model, mesh, sparsity, 8, tokens)
+        sent, once = (
+            cost_model.communication_bytes(config.model, of, sparsity, 8, tokens)
+            for of in (mesh, replace(mesh, zero_stage=1))
+        )
         assert (
             f"  {kind}: gathered weights {sent.gathered_weights / 2**30:,.2f}, "
             f"reduced gradients {sent.reduced_gradients / 2**30:,.2f}, "
             f"reduced activations {sent.reduced_activations / 2**30:,.2f}, "
             f"exchanged tokens {sent.exchanged_tokens / 2**30:,.2f}, "
-            f"total {sent.total / 2**30:,.2f}\n"
+            f"total {sent.total / 2**30:,.2f}; "
+            f"at --mesh.zero-stage 1 {once.total / 2**30:,.2f}\n"
         ) in shown
 
 
