@@ -215,16 +215,17 @@ def elementwise_bytes(
     """Returns the bytes that one device reads and writes in a step outside of GEMMs and
     attention.
 
-    Per token and layer, in elements of the compute dtype: 10 d_model in the forward
-    (a residual sum, and a norm that reads twice, for each branch) and 12 in the
-    backward; the rotation of queries and keys, 2 each way; the activation, read and
-    written, 2 of its hidden values, and 5 in the backward, which computes it again.
-    For an FFN by expert, where a token has k rows, (6 k + 2) d_model: the k rows of Y
-    and of dX are read and summed, and those of X and of dY are read, and written in the
-    order of the experts; and all hidden values once more where the router reads them.
-    With remat the forward's come twice. In 8-bit floats 5 bytes for each operand that
-    is rounded: it is read twice and written once. Where training observes a sample of
-    the tokens, 24 bytes for each of their hidden values.
+    Per token and layer, in elements of the compute dtype: 10 d_model in the forward (a
+    residual sum, and a norm that reads twice, for each branch) and 12 in the backward;
+    the rotation of queries and keys, 2 each way; the activation, read and written, 2 of
+    its hidden values, and 5 in the backward, which computes it again. For an FFN by
+    expert, where a token has k rows, (6 k + 2) d_model: the k rows of Y and of dX are
+    read and summed, and those of X and of dY are read, and written in the order of the
+    experts; and all hidden values once more where the router reads them. With remat the
+    forward's come twice, but for what the router reads: today it comes once, and is
+    still counted as in the steps that were measured. In 8-bit floats 5 bytes for each
+    operand that is rounded: it is read twice and written once. Where training observes
+    a sample of the tokens, 24 bytes for each of their hidden values.
     Per token: the logits, written once and read twice, and their gradient.
     Per parameter: 6 bytes to round it once, 12 for each of several micro-batches whose
     gradients are summed, and what the optimiser reads and writes: gradient twice (for

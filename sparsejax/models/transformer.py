@@ -38,6 +38,7 @@ from sparsejax.models.norm import RMSNorm
 from sparsejax.models.sparse_ffn import SparseFFN, sparse_ffns
 from sparsejax.ops.backend import Backend
 from sparsejax.ops.linear import as_read, linear, rounded_copy
+from sparsejax.routing.dispatch import ROUTES
 
 MOVED = nnx.Any(ObservedState, RouterState)
 """The state that calls of training steps move."""
@@ -340,10 +341,12 @@ def rematerialise(
     # A GEMM with more batch axes than a linear layer's is attention's, whose outputs
     # are the large ones.
     plain = policies.dots_with_no_batch_dims_saveable
-    policy = {
-        "full": policies.nothing_saveable,
-        "dots": plain if groups == 1 else _has_one_batch_axis,
-    }[remat]
+    # And which rows of experts the tokens got: to choose anew would read all Y1 again.
+    routes = policies.save_only_these_names(ROUTES)
+    dots = plain if groups == 1 else _has_one_batch_axis
+    policy = routes
+    if remat == "dots":
+        policy = policies.save_from_both_policies(dots, routes)
     # The body of a loop cannot be merged with its recomputation, so that barriers
     # against that would only cost.
     return jax.checkpoint(block, policy=policy, prevent_cse=not in_loop)

@@ -11,10 +11,20 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from sparsejax.dtypes import accumulation_dtype
 from sparsejax.routing.prefix_sums import sums_before
+
+ROUTES = "routes"
+"""The name by which a policy of `jax.checkpoint` keeps which rows the tokens got: a few
+whole numbers for each token, without which a backward has to choose experts anew."""
+
+
+def under_name[T](routes: T) -> T:
+    """Returns a pytree of arrays that have the name `ROUTES`."""
+    return jax.tree.map(partial(checkpoint_name, name=ROUTES), routes)
 
 
 @jax.tree_util.register_dataclass
@@ -73,7 +83,7 @@ def dispatch(
       v: the rows of a tile.
       token_order: a permutation of the tokens; None stands for 0, 1, ...
     Returns:
-      the dispatch, with R = `row_count`.
+      the dispatch, with R = `row_count`, its arrays under the name `ROUTES`.
     """
     tokens, choices = expert_index.shape
     entries = tokens * choices
@@ -106,7 +116,7 @@ def dispatch(
         token_rows = token_rows.at[token_order].set(token_rows, unique_indices=True)
     tile = jnp.arange(rows // v, dtype=jnp.int32)
     tile_expert = jnp.sum(tile[:, None] >= tile_ends[None, :], axis=1, dtype=jnp.int32)
-    return Dispatch(
+    rows_of_tokens = Dispatch(
         row_token=jnp.maximum(token, 0),
         row_valid=token >= 0,
         token_rows=token_rows,
@@ -115,6 +125,7 @@ def dispatch(
         v=v,
         experts=experts,
     )
+    return under_name(rows_of_tokens)
 
 
 def _first_choices(expert_index: Int[Array, "tokens g"]) -> Int[Array, "tokens g"]:

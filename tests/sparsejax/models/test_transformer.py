@@ -15,7 +15,7 @@ from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.ffn_state import WeightsAsRead
 from sparsejax.models.sparse_ffn import SparseFFN, sparse_ffns
 from sparsejax.models.transformer import Transformer, cross_entropy, greedy_sample
-from sparsejax.routing.routers import ActivationEnergy, TokenHash
+from sparsejax.routing.routers import ActivationEnergy, NearestCentre, Router, TokenHash
 from sparsejax.sparsity.patterns import NM, VNM
 from sparsejax.switches.switching import set_sparsity
 
@@ -109,6 +109,36 @@ def test_blocks_start_different_and_with_scaled_residual_branches():
     assert float(jnp.abs(w_down[0] - w_down[1]).max()) > 0
     np.testing.assert_allclose(w_down.std(), (128 * 16) ** -0.5, rtol=0.03)
     np.testing.assert_allclose(w_out.std(), (32 * 16) ** -0.5, rtol=0.05)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("skip_blocks", [False, True])
+def test_experts_are_chosen_once_whatever_is_recomputed(
+    skip_blocks, remat, monkeypatch
+):
+    chosen = []
+    choose = Router.of_scores
+
+    def counting(router, scores, *how):
+        best = choose(router, scores, *how)
+        seen = lambda of: chosen.append(1) or of
+        return jax.pure_callback(seen, jax.typeof(best), best)
+
+    monkeypatch.setattr(Router, "of_scores", counting)
+    router = NearestCentre() if skip_blocks else ActivationEnergy()
+    sparsity = FFNSparsity(
+        activations=VNM(8, 4, 16),
+        skip_blocks=skip_blocks,
+        router=router,
+        weight_gradients="expert_columns",
+    )
+    config = dataclasses.replace(TINY, layers=2, remat=remat, scan_layers=False)
+    model = Transformer(config, sparsity=sparsity, rngs=nnx.Rngs(0))
+    tokens = jax.random.randint(jax.random.key(0), (2, 9), 0, config.vocab_size)
+    step = nnx.jit(nnx.value_and_grad(cross_entropy))
+    jax.block_until_ready(step(model, tokens))
+    jax.effects_barrier()
+    assert len(chosen) == config.layers
 
 
 @pytest.mark.parametrize("name", ["dense", "activation_energy"])
