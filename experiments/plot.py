@@ -104,6 +104,12 @@ def _seconds_label(runs: Iterable[Path]) -> str:
     return "seconds of training steps" + (", on a shared device" if shared else "")
 
 
+LOWEST_SHOWN = 0.7
+"""The bottom of the half with R_best, as a share of the lowest one."""
+BESIDE = 1.03
+"""The ratio of the places of two arms with as many tokens per parameter."""
+
+
 def plot_equal_loss(
     folder: Path, rows: Sequence[Mapping[str, Any]], reference: str
 ) -> str:
@@ -118,7 +124,7 @@ def plot_equal_loss(
     least that it can be; arms stand a little beside each other. Each arm is a line that
     is labelled at its end, at most six with the dense model's: those with sparse steps
     first, then those with the lowest R. A loss that the dense model never has is on the
-    left where its seconds were measured, and one that no other dense arm has is not on
+    left where all seconds were measured, and one that no other dense arm has is not on
     the right.
 
     Args:
@@ -130,8 +136,9 @@ def plot_equal_loss(
     if plt is None:
         return missing_matplotlib("equal_loss.png")
     lines: dict[str, list[Mapping[str, Any]]] = {}
+    all_measured = all(row["measured"] for row in rows)
     for row in rows:
-        has_a_place = row["measured"] or row["dense_tokens"] is not None
+        has_a_place = all_measured or row["dense_tokens"] is not None
         if has_a_place and row["R"] is not None and math.isfinite(row["R"]):
             lines.setdefault(row["arm"], []).append(row)
     dense = lines.pop(reference, [])
@@ -164,8 +171,8 @@ def plot_equal_loss(
         intervals = None
         if all(row["R_best_low"] is not None for row in compared):
             intervals = [
-                [row["R_best"] - row["R_best_low"] for row in compared],
-                [row["R_best_high"] - row["R_best"] for row in compared],
+                [max(0.0, row["R_best"] - row["R_best_low"]) for row in compared],
+                [max(0.0, row["R_best_high"] - row["R_best"]) for row in compared],
             ]
         shown_ratios += ratios
         (line, *_) = right.errorbar(
@@ -217,10 +224,6 @@ def _time_axis(
     )
 
 
-LOWEST_SHOWN = 0.7
-"""The bottom of the half with R_best, as a share of the lowest one."""
-BESIDE = 1.03
-"""The ratio of the places of two arms with as many tokens per parameter."""
 LABEL_HEIGHT = 13
 """The height of a label in points, with what is left free above it."""
 LETTER_WIDTH = 6

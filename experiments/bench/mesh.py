@@ -174,6 +174,8 @@ def main(config: Config) -> list[dict]:
             f"meshes={config.meshes} need {most} devices, and there are "
             f"{jax.device_count()}; leave the larger ones out"
         )
+    if not config.zero_stages:
+        raise ValueError("zero_stages is empty; give one of 1, 2, 3 or more of them")
     of_one = _first_steps_of_one(config, meshes.values())
     # What XLA found out about the GEMMs of one device holds for the others.
     steppers = {ONE: Stepper(_train_config(config, meshes.pop(ONE)))}

@@ -307,6 +307,7 @@ MAY_CHANGE = frozenset(
         "mesh.data",
         "mesh.fsdp",
         "mesh.tensor",
+        "mesh.zero_stage",
         "steps",
         "data.text",
         "data.shards",

@@ -19,18 +19,18 @@ class MeshConfig:
     """Number of replicas of the parameters. 0: all devices that fsdp and tensor
     leave."""
     fsdp: Count = 1
-    """Number of devices that share one copy of parameters, moments and gradients, and
-    gather a layer's weights where they are read."""
+    """Number of devices that share one copy of parameters and moments, and by
+    zero_stage of gradients and of the weights as they are read."""
     tensor: Count = 1
     """Number of devices that share every token's work: heads, neurons, vocabulary."""
     zero_stage: Literal[1, 2, 3] = 3
-    """What the devices along fsdp share while the micro-batches of a step run, as in
-    ZeRO (arXiv 1910.02054). 3: weights and gradients; weights are gathered and
-    gradients summed in each micro-batch. 2: gradients; weights are gathered once per
-    step, in the dtype that they are read in, and lie whole on each device. 1: neither;
-    gradients lie whole too, and are summed once per step. Parameters and moments are
-    shared in any case, and so are the embedding and its gradient. Not read where fsdp
-    is 1."""
+    """What is split over fsdp while the micro-batches of a step run, as in ZeRO (arXiv
+    1910.02054). 3: weights and gradients; weights are gathered and gradients summed in
+    each micro-batch. 2: gradients; weights are gathered once per step, in the dtype
+    that they are read in, and each device holds all of them. 1: neither; each device
+    adds up whole gradients too, which are summed once per step. Parameters and moments
+    are split in any case, and so are the embedding that is looked up and its gradient.
+    Not read where fsdp is 1."""
 
     def __post_init__(self) -> None:
         check_fields(self, "mesh.")

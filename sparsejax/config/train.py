@@ -105,6 +105,14 @@ class TrainConfig:
         else:
             self._check_recipe()
         self._check_static_weights()
+        sums_in_loop = self.mesh.zero_stage == 1 and self.model.scan_layers
+        if self.mesh.fsdp > 1 and sums_in_loop:
+            raise ValueError(
+                "mesh.zero_stage=1 sums gradients once per step, but with "
+                "model.scan_layers they are summed in each micro-batch, in the loop "
+                "over layers, and whole; use --model.no-scan-layers, or "
+                "--mesh.zero-stage 2"
+            )
         if self.keep_every % (self.checkpoint_every or 1) or (
             self.keep_every and not self.checkpoint_every
         ):

@@ -19,11 +19,12 @@ Purpose = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Exchanged:
-    """What the devices along one axis of the mesh exchange for one purpose in an
-    optimiser step."""
+    """What the devices along one axis of the mesh, or two, exchange for one purpose in
+    an optimiser step."""
 
     purpose: Purpose
-    axis: Literal["data", "fsdp", "tensor"]
+    axis: Literal["data", "fsdp", "tensor", "batch"]
+    """The axis of the mesh, or "batch" for data and fsdp together."""
     kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
     received: int
     """The bytes that one device receives per optimiser step."""
@@ -86,9 +87,10 @@ def exchanges(
 
     Assumed, in every micro-batch, but for gradients over data without a loop over the
     layers: XLA on GPUs sums those after the last one. At `mesh.zero_stage` 1 and 2 all
-    weights are gathered once per step, `bytes_as_read`, and at 1 gradients over fsdp
-    are reduced once as well, in a loop over layers too. An embedding that is the head,
-    too, has two gradients, as two weights would.
+    weights are gathered once per step, `bytes_as_read`, and at 1 gradients are reduced
+    over fsdp once as well; where there are replicas too, XLA makes one all-reduce over
+    data and fsdp of it. An embedding that is the head, too, has two gradients, as two
+    weights would.
       weights: a layer's are gathered in the forward and again in the backward, as
         `gathered_bytes` says, attention's with remat "none" only once unless they are
         in 8-bit floats, and then once more; the head once, since its backward follows
@@ -106,7 +108,7 @@ def exchanges(
     one by one. Where it finds two gathers of one weight, or one in each micro-batch,
     alike, it may keep the first: without a loop over layers XLA on CPUs gathers once
     for the forwards of all micro-batches, and with remat "none" for the backwards too,
-    which is fewer bytes and more memory than is counted. None of this was measured on
+    which is fewer bytes and more memory than is counted. No bytes were measured on
     GPUs. Not counted are scalars, and a few numbers per token for the softmax over a
     split vocabulary and for experts chosen by activation energy.
 
@@ -124,8 +126,13 @@ def exchanges(
     scattered = 4 * (parameters.attention + parameters.ffn) // mesh.tensor + embedding
     summed = 2 * _received((scattered + embedding) // mesh.fsdp, mesh.data)
     of_vectors = 2 * _received(vectors, mesh.token_shards)
+    whole_weights, whole_sums = mesh.zero_stage < 3, mesh.zero_stage == 1
+    over_batch = 0
     # One sum over both axes: counted with data, where there are replicas.
-    if mesh.data > 1:
+    if mesh.data > 1 and mesh.fsdp > 1 and whole_sums:
+        over_batch = 2 * _received(scattered, mesh.token_shards) + of_vectors
+        over_data, over_fsdp = 2 * _received(embedding // mesh.fsdp, mesh.data), 0
+    elif mesh.data > 1:
         over_data, over_fsdp = summed + of_vectors, _received(scattered, mesh.fsdp)
     else:
         over_data, over_fsdp = summed, _received(scattered, mesh.fsdp) + of_vectors
@@ -133,10 +140,9 @@ def exchanges(
     sums = layers * (5 if config.remat == "full" else 4) + 1
     activations = token * (sums * element + 4)
     weights_read = 2 * layers + 1
-    whole_weights, whole_sums = mesh.zero_stage < 3, mesh.zero_stage == 1
     if whole_weights:
         weights = bytes_as_read(config, sparsity, copied=True) // mesh.tensor
-        weights_read = 7  # each weight of all layers in one piece, and the head
+        weights_read = 7  # about: each weight of all layers in one piece, and the head
     of_step = (
         Exchanged(
             purpose="gathered_weights",
@@ -163,6 +169,14 @@ def exchanges(
             once=not config.scan_layers,
         ),
         Exchanged(
+            purpose="reduced_gradients",
+            axis="batch",
+            kind="all-reduce",
+            received=over_batch,
+            collectives=layers + 1,
+            once=True,
+        ),
+        Exchanged(
             purpose="reduced_activations",
             axis="tensor",
             kind="all-reduce",
@@ -185,7 +199,7 @@ def exchanges(
             collectives=times(of) * of.collectives,
         )
         for of in of_step
-        if getattr(mesh, of.axis) > 1
+        if of.received
     )
 
 

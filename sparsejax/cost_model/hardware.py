@@ -110,6 +110,12 @@ def _slower(lost: int, width: int, calibrated: int) -> float:
     return (1 + lost / min(width, calibrated)) / (1 + lost / calibrated)
 
 
+def devices_along(mesh: MeshConfig, axis: str) -> int:
+    """Returns the number of devices along an axis of a mesh with `data` set, "batch"
+    being data and fsdp together."""
+    return mesh.token_shards if axis == "batch" else getattr(mesh, axis)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Links:
     """The links between GPUs, as assumed where nobody says otherwise.
@@ -153,12 +159,12 @@ class Links:
                 )
 
     def on_one_host(self, mesh: MeshConfig, axis: str) -> int:
-        """Returns how many devices of an axis share a host. Devices are numbered along
-        tensor first, then fsdp, then data, as `distributed.mesh.make_mesh` takes
-        them."""
-        inner = {"tensor": 1, "fsdp": mesh.tensor, "data": mesh.fsdp * mesh.tensor}
-        fit = max(1, self.devices_per_host // inner[axis])
-        return min(getattr(mesh, axis), fit)
+        """Returns how many devices of an axis share a host, "batch" being data and fsdp
+        together. Devices are numbered along tensor first, then fsdp, then data, as
+        `distributed.mesh.make_mesh` takes them."""
+        inner = {"tensor": 1, "data": mesh.fsdp * mesh.tensor}
+        fit = max(1, self.devices_per_host // inner.get(axis, mesh.tensor))
+        return min(devices_along(mesh, axis), fit)
 
     def seconds(self, exchanged: Exchanged, mesh: MeshConfig) -> float:
         """Returns the seconds that collectives along one axis take, alone on the links.
@@ -170,7 +176,7 @@ class Links:
         hosts.
         """
         together = self.on_one_host(mesh, exchanged.axis)
-        devices = getattr(mesh, exchanged.axis)
+        devices = devices_along(mesh, exchanged.axis)
         hosts = -(-devices // together)
         rate = self.nvlink_gb_per_s
         if hosts > 1:

@@ -34,11 +34,11 @@ class PredictedStep:
     """The seconds in attention's scores and mixing."""
     elementwise: float
     """The seconds for the bytes of everything else, the optimiser's among them."""
-    communication: Mapping[str, float]
-    """The seconds in collectives by axis of the mesh, whether they are hidden or
-    not."""
     slowed: float
-    """The seconds by which all of this takes longer beside communication."""
+    """The seconds by which these three take longer beside communication."""
+    communication: Mapping[str, float]
+    """The seconds in collectives by axis of the mesh, "batch" for data and fsdp
+    together, whether they are hidden or not."""
     exposed: float
     """The seconds of communication in which nothing is computed."""
 

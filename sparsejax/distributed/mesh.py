@@ -98,8 +98,8 @@ def gathered(
     *axes: str | tuple[str, ...] | None,
     mesh: Mesh | AbstractMesh | None,
 ) -> Array:
-    """Returns weights, of one layer or stacked, gathered as `constrain` would: the last
-    axes of the array are split over `axes`, and no others."""
+    """Returns weights, of one layer or stacked, whose last axes are split over `axes`
+    and which lie whole otherwise."""
     if mesh is None or mesh.size == 1:
         return weights
     split = (*(None,) * (weights.ndim - len(axes)), *axes)

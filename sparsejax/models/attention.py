@@ -280,12 +280,12 @@ class Attention(nnx.Module):
             quantised = all_read.get(name)
             if quantised is None:
                 quantised = quantise_weight(w)
-            gathered = QuantisedWeight(
+            quantised = QuantisedWeight(
                 constrain(quantised.values, self.mesh, *axes),
                 constrain(quantised.transposed, self.mesh, *reversed(axes)),
                 quantised.step,
             )
-            return fp8_linear(x, w, gathered, precision=precision)
+            return fp8_linear(x, w, quantised, precision=precision)
         read = as_read(w, all_read.get(name), self.dtype)
         if self.groups > 1:
             return multiply(x, w, constrain(read, self.mesh, "tensor", None, None))
@@ -296,7 +296,7 @@ class Attention(nnx.Module):
     ) -> dict[str, QuantisedWeight | jax.Array | None]:
         """Returns the weights in the form that the calls read, by name: in 8-bit floats
         or in the compute dtype, and None where that is the parameter itself. With
-        `whole` there is a copy in any case, which is gathered over fsdp."""
+        `whole` all are returned, gathered over fsdp."""
         axes = dict.fromkeys(("w_query", "w_key", "w_value"), (None, "tensor"))
         axes |= {"w_out": ("tensor", None)}
         return {name: self._as_read(name, of, whole) for name, of in axes.items()}

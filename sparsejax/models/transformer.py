@@ -312,8 +312,8 @@ class Transformer(nnx.Module):
         self, *, whole: bool = False
     ) -> Float[Array, "rows columns"] | None:
         """Returns the head, or the embedding in its place, in the compute dtype; None
-        where it has that already. With `whole` there is a copy in any case, which is
-        gathered over fsdp."""
+        where it has that already. With `whole` it is returned in any case, gathered
+        over fsdp."""
         if not whole:
             return rounded_copy(self._head_weight, self.config.dtype)
         copy = as_read(self._head_weight, None, self.config.dtype)

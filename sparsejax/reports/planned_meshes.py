@@ -86,11 +86,20 @@ def rank_meshes(
     planned: list[PlannedMesh] = []
     refused: dict[str, list[tuple[MeshConfig, str]]] = {}
     for mesh in meshes_of(devices):
+        if mesh.zero_stage == 1 and config.model.scan_layers:
+            continue
         try:
-            planned.append(run.on(mesh))
+            of = run.on(mesh)
         except ValueError as error:
             what = re.split("[=:]", str(error))[0]
-            refused.setdefault(what, []).append((mesh, str(error)))
+            others = refused.setdefault(what, [])
+            # What is too much at stage 3 is so at the others, too.
+            if replace(mesh, zero_stage=3) not in [of for of, _ in others]:
+                others.append((mesh, str(error)))
+        else:
+            # Of one micro-batch stage 1 holds and sums what stage 2 does, or more.
+            if mesh.zero_stage > 1 or of.micro_batches > 1:
+                planned.append(of)
     planned.sort(key=lambda of: of.step_seconds)
     return Ranking(
         device=device,

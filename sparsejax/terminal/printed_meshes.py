@@ -54,7 +54,7 @@ def in_words(mesh: MeshConfig) -> str:
 def _stage(mesh: MeshConfig) -> str:
     """Returns the stage of ZeRO of a mesh with fsdp, where it is not 3."""
     says = mesh.fsdp > 1 and mesh.zero_stage < 3
-    return f", ZeRO {mesh.zero_stage}" if says else ""
+    return f" (ZeRO {mesh.zero_stage})" if says else ""
 
 
 def why_fastest(planned: Sequence[PlannedMesh]) -> str:

@@ -66,9 +66,10 @@ def loss_and_gradient(
         in `embedding_as_head`.
       place_sum: says in the same way how the gradient lies that is returned; None for
         `place`.
-      whole: whether the weights are gathered once, before the first micro-batch, from
-        the devices along fsdp, or `FFNLayout.stored`, and held whole by each of them.
-        Else they are gathered in each micro-batch where they are read.
+      whole: whether the weights of `SparseFFN`s with a layout, of `Attention`s and of
+        heads with a mesh are gathered once, before the first micro-batch, over fsdp or
+        `FFNLayout.stored`, and held by each device. Else they are gathered in each
+        micro-batch where they are read, as all others are.
     Returns:
       the loss, and the gradient as `nnx.Optimizer.update` takes it.
     Raises:

@@ -112,6 +112,17 @@ def test_a_loss_that_dense_never_has_is_at_its_measured_seconds(tmp_path, monkey
     assert [text.get_text() for text in right.texts] == []
 
 
+def test_a_loss_that_dense_never_has_needs_seconds_that_all_have(tmp_path):
+    runs = [
+        Synthetic(name=name, config=sparse_config(300, 0.8), loss=of, seconds=21.0)
+        for name, of in (("below", 0.5), ("other", loss(tokens_of(240))))
+    ]
+    given = {"speed": ("other=1.5",), "speed_from": "a row"}
+    rows = rows_of(tmp_path, [*dense_runs(), *runs], **given)
+    assert rows["below", 300]["measured"] and not rows["other", 300]["measured"]
+    assert (tmp_path / "equal_loss.png").is_file()
+
+
 def test_the_longest_dense_run_is_not_outside_of_its_own_curve(tmp_path):
     rows = rows_of(tmp_path, dense_runs())
     assert not any(row["extrapolated"] for row in rows.values())

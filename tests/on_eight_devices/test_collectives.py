@@ -17,6 +17,7 @@ from tests.support.micro_run import micro_config
 
 ATTENTION, MATRIX, VOCABULARY = 32 * 32, 32 * 128, 32 * 256
 VECTORS = 3 * 32
+ALL = "all-reduce"
 
 
 def compiled(text, mesh):
@@ -100,6 +101,23 @@ def test_whole_weights_are_gathered_once_as_predicted(text):
         assert sum(summed) == 4 * ATTENTION + 2 * MATRIX + VOCABULARY + VECTORS
         gradients = predicted["reduced_gradients", "fsdp"]
         assert gradients == 7 * 4 * (sum(summed) + VECTORS) // 8
+
+
+def test_whole_gradients_are_summed_over_replicas_and_shards_at_once(text):
+    mesh = MeshConfig(data=2, fsdp=4, zero_stage=1)
+    arrays, predicted = compiled(text, mesh)
+    summed = {
+        devices: sum(
+            size for kind, of, _, size in arrays if (kind, of) == (ALL, devices)
+        )
+        for devices in (2, 8)
+    }
+    assert summed[8] == 4 * ATTENTION + 2 * MATRIX + VOCABULARY + VECTORS
+    assert predicted["reduced_gradients", "batch"] == 2 * 7 * 4 * summed[8] // 8
+    # The embedding's, of which each device of fsdp has its columns.
+    assert summed[2] == VOCABULARY // 4
+    assert predicted["reduced_gradients", "data"] == 2 * 4 * summed[2] // 2
+    assert ("reduced_gradients", "fsdp") not in predicted
 
 
 def test_fsdp_receives_what_is_predicted(text):

@@ -181,6 +181,28 @@ def test_the_pure_functions_differentiate_on_explicit_axes(is_gated):
         ]
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_weights_are_held_whole_over_an_axis_of_any_name(kind):
+    mesh = jax.make_mesh((8,), ("batch",), axis_types=(kind,))
+    of = {"tokens": ("batch",), "hidden": None, "stored": "batch"}
+
+    def loss_and_norm(layout: FFNLayout | None, whole: bool) -> tuple[float, float]:
+        module = SparseFFN(32, 64, sparsity=TWO_FOUR, layout=layout, rngs=nnx.Rngs(0))
+        x = X
+        if layout is not None:
+            place_by_neurons(module, mesh)
+            x = jax.device_put(X, NamedSharding(mesh, PartitionSpec(None, "batch")))
+        loss_of = lambda module, x: ((module(x) - jnp.sin(x)) ** 2).mean()
+        run = nnx.jit(partial(loss_and_gradient, loss_of, whole=whole))
+        loss, gradient = run(module, x)
+        return float(loss), float(optax.tree.norm(gradient))
+
+    expected = loss_and_norm(None, False)
+    for whole in (False, True):
+        got = loss_and_norm(FFNLayout(mesh=mesh, **of), whole)
+        np.testing.assert_allclose(got, expected, **CLOSE)
+
+
 MODEL = ModelConfig(
     vocab_size=32, d_model=32, layers=1, heads=8, kv_heads=8, d_hidden=64
 )
@@ -188,30 +210,33 @@ TOKENS = jax.random.randint(jax.random.key(2), (1, 8, 9), 0, 32)
 
 
 @cache
-def transformer_loss(mesh: jax.sharding.Mesh | None, place: str) -> tuple:
+def transformer_loss(
+    mesh: jax.sharding.Mesh | None, place: str, whole: bool = False
+) -> tuple:
     """The loss of a 2:4 transformer and the norm of its gradient."""
     model = Transformer(MODEL, sparsity=TWO_FOUR, mesh=mesh, rngs=nnx.Rngs(0))
     tokens = TOKENS
     if place != "nowhere":
         state = nnx.state(model)
-        whole = NamedSharding(mesh, WHOLE)
-        where = state_shardings(state, mesh) if place == "split" else whole
+        on_all = NamedSharding(mesh, WHOLE)
+        where = state_shardings(state, mesh) if place == "split" else on_all
         nnx.update(model, jax.device_put(state, where))
-        tokens = jax.device_put(tokens, whole)
-    run = nnx.jit(partial(loss_and_gradient, cross_entropy))
+        tokens = jax.device_put(tokens, on_all)
+    run = nnx.jit(partial(loss_and_gradient, cross_entropy, whole=whole))
     loss, gradient = run(model, tokens)
     return float(loss), float(optax.tree.norm(gradient))
 
 
 @pytest.mark.parametrize(
-    ("names", "kind", "place"),
+    ("names", "kind", "place", "whole"),
     [
-        (("tensor",), AxisType.Auto, "whole"),
-        (("fsdp", "tensor"), AxisType.Explicit, "split"),
+        (("tensor",), AxisType.Auto, "whole", False),
+        (("fsdp", "tensor"), AxisType.Explicit, "split", False),
+        (("fsdp", "tensor"), AxisType.Explicit, "split", True),
     ],
 )
-def test_a_transformer_on_such_meshes(names, kind, place):
-    got = transformer_loss(mesh_of(names, kind), place)
+def test_a_transformer_on_such_meshes(names, kind, place, whole):
+    got = transformer_loss(mesh_of(names, kind), place, whole)
     # float32 sums in another order
     np.testing.assert_allclose(got, transformer_loss(None, "nowhere"), rtol=1e-4)
 

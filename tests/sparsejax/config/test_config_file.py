@@ -319,7 +319,7 @@ def test_a_resume_may_change_what_touches_no_training_its_mesh_length_and_paths(
         sample_length=3,
         plot=False,
         steps=2600,
-        mesh=MeshConfig(data=2, fsdp=4, tensor=8),
+        mesh=MeshConfig(data=2, fsdp=4, tensor=8, zero_stage=2),
         data=DataConfig(shards="b", tokenizer="tokenizer.json"),
     )
     assert set(changed_settings(before, after)) == MAY_CHANGE

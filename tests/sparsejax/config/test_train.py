@@ -51,6 +51,10 @@ def paper(**changes):
             r"phases.warmup_share=0.6 \+ sparse_share=0.5 exceed 1; they are shares",
         ),
         (
+            lambda: TrainConfig(mesh=MeshConfig(fsdp=2, zero_stage=1)),
+            "mesh.zero_stage=1 .* model.scan_layers .* or --mesh.zero-stage 2",
+        ),
+        (
             lambda: OptimizerConfig(schedule="cosine", decay_share=0.5),
             "optimizer.decay_share=0.5 has no meaning in schedule 'cosine', .* use "
             "--optimizer.schedule wsd",
