@@ -196,20 +196,22 @@ def test_whole_weights_are_gathered_before_the_micro_batches(dtype, groups, text
 
 def test_gradients_are_added_up_whole_at_stage_1_alone(text):
     config = replace(config_for(text, "dense"), recipe="dense", batch_size=32)
-    model = replace(config.model, scan_layers=False)
+    model = replace(config.model, scan_layers=False, dtype="bfloat16")
     mesh = MeshConfig(data=4, fsdp=2)
     config = replace(config, model=model, micro_batches=4, mesh=mesh)
     d, f = model.d_model, model.d_hidden
-    for stage in (1, 2, 3):
+    carried = {}
+    for stage in (1, 2):
         program = compiled_step(at_stage(config, stage))
-        (carried,) = re.findall(r"= \((.*?)\) while\(", program)
-        sums = Counter(re.findall(r"f32\[([\d,]+)\]", carried))
-        whole, split = f"{d},{f}", f"{d},{f // 2}"
-        # W1 of both layers.
-        assert sums[whole if stage == 1 else split] >= 2
-        assert (sums[whole] > 0) == (stage == 1)
-        # What is looked up stays split.
-        assert sums[f"{model.vocab_size},{d // 2}"] >= 1
+        (of_loop,) = re.findall(r"= \((.*?)\) while\(", program)
+        carried[stage] = Counter(re.findall(r"f32\[([\d,]+)\]", of_loop))
+    # The sums of W1 and W2 of both layers. XLA on CPUs carries float32 weights, too.
+    for whole, split in ((f"{d},{f}", f"{d},{f // 2}"), (f"{f},{d}", f"{f // 2},{d}")):
+        assert carried[1][whole] == carried[2][whole] + 2
+        assert carried[1][split] == carried[2][split] - 2
+    # What is looked up stays split.
+    looked_up = f"{model.vocab_size},{d // 2}"
+    assert carried[1][looked_up] == carried[2][looked_up] >= 1
 
 
 def collectives_in_loops(program: str) -> Counter:
