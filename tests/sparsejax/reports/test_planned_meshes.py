@@ -15,9 +15,15 @@ H100 = Device.named("NVIDIA H100 80GB HBM3")
 LLAMA = replace(PRESETS["llama-1b"](), recipe="dense")
 
 
-def test_every_mesh_is_considered_once():
+def test_every_mesh_is_considered_once_at_each_stage():
     meshes = list(meshes_of(12))
-    assert len(meshes) == len(set(meshes)) == 18
+    assert len(meshes) == len(set(meshes))
+    by_stage = [
+        {replace(of, zero_stage=3) for of in meshes if of.zero_stage == stage}
+        for stage in (1, 2, 3)
+    ]
+    assert by_stage[0] == by_stage[1] == {of for of in by_stage[2] if of.fsdp > 1}
+    assert len(by_stage[2]) == 18
     assert all(mesh.devices == 12 for mesh in meshes)
 
 
@@ -33,14 +39,19 @@ def test_meshes_are_ranked_and_refused_with_a_reason():
     assert ranking.has(MeshConfig(data=32)) and not ranking.has(mesh)
     # Sums over tensor are waited for, and of two micro-batches those over replicas.
     first, second = (of.mesh for of in ranking.planned[:2])
-    assert first == MeshConfig(data=1, fsdp=32)
-    assert second == MeshConfig(data=2, fsdp=16)
+    assert first == MeshConfig(data=1, fsdp=32, zero_stage=1)
+    assert second == MeshConfig(data=2, fsdp=16, zero_stage=1)
     assert ranking.planned[0].micro_batches == 2
     assert "which waits for other devices" in why_fastest(ranking.planned)
-    # Of one micro-batch they hide, and replicas have more parameters to step.
+    # Of one micro-batch they hide, and replicas have more parameters to step. There is
+    # nothing to add up: stage 1 would gain nothing.
     whole = rank_meshes(replace(LLAMA, batch_size=64), H100, 32, Links()).planned
     assert whole[0].micro_batches == 1
-    assert [of.mesh for of in whole[:2]] == [first, second]
+    assert [of.mesh for of in whole[:2]] == [
+        replace(first, zero_stage=2),
+        replace(second, zero_stage=2),
+    ]
+    assert all(of.mesh.zero_stage > 1 for of in whole if of.micro_batches == 1)
     assert "which computes" in why_fastest(whole)
 
 
