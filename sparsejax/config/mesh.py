@@ -19,8 +19,8 @@ class MeshConfig:
     """Number of replicas of the parameters. 0: all devices that fsdp and tensor
     leave."""
     fsdp: Count = 1
-    """Number of devices that share one copy of parameters and moments, and by
-    zero_stage of gradients and of the weights as they are read."""
+    """Number of devices that parameters and moments are split over. zero_stage says
+    whether gradients, and the weights that GEMMs read, are split as well."""
     tensor: Count = 1
     """Number of devices that share every token's work: heads, neurons, vocabulary."""
     zero_stage: Literal[1, 2, 3] = 3

@@ -74,7 +74,8 @@ def rank_meshes(
 
     A mesh is refused where the batch, the model, the optimiser or an FFN's sparsity
     cannot be split as it says, and where a device has too little memory for the
-    smallest micro-batch.
+    smallest micro-batch. Stage 1 of ZeRO is left out where it gains nothing: with a
+    loop over layers, and with a single micro-batch.
 
     Raises:
       NotImplementedError: the named backend cannot run a GEMM; says why.

@@ -369,7 +369,6 @@ def _say_communication(
     micro_batches: int,
 ) -> None:
     say("communication, GiB that a device receives per step:")
-    once = replace(mesh, zero_stage=1)
     for (model, sparsity), name in ways.items():
         received = partial(
             cost_model.communication_bytes,
@@ -384,10 +383,11 @@ def _say_communication(
             for field in fields(sent)
         )
         total = f"total {sent.total / 2**30:,.2f}"
-        if mesh.fsdp > 1 and once != mesh:
-            total += (
-                f"; at --mesh.zero-stage 1 {received(mesh=once).total / 2**30:,.2f}"
-            )
+        # The lowest stage that the model may have: see `TrainConfig`.
+        stage = 2 if model.scan_layers else 1
+        if mesh.fsdp > 1 and stage < mesh.zero_stage:
+            fewer = received(mesh=replace(mesh, zero_stage=stage)).total / 2**30
+            total += f"; at --mesh.zero-stage {stage} {fewer:,.2f}"
         say(f"  {name}: {', '.join(parts)}, {total}")
 
 

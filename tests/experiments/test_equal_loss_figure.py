@@ -123,6 +123,22 @@ def test_a_loss_that_dense_never_has_needs_seconds_that_all_have(tmp_path):
     assert (tmp_path / "equal_loss.png").is_file()
 
 
+def test_an_interval_that_does_not_hold_its_value_ends_there(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figures = []
+    sparse = Synthetic(
+        name="sparse", config=sparse_config(300, 0.8), loss=loss(tokens_of(270))
+    )
+    rows = list(rows_of(tmp_path, [*dense_runs(), sparse]).values())
+    value = rows[-1]["R_best"]
+    rows[-1] |= {"R_best_low": value + 0.1, "R_best_high": value + 0.2}
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    equal_loss.plot_equal_loss(tmp_path, rows, "dense")
+    (bars,) = figures[0].axes[1].collections
+    ((low, high),) = (segment[:, 1] for segment in bars.get_segments())
+    assert (low, high) == pytest.approx((value, value + 0.2))
+
+
 def test_the_longest_dense_run_is_not_outside_of_its_own_curve(tmp_path):
     rows = rows_of(tmp_path, dense_runs())
     assert not any(row["extrapolated"] for row in rows.values())
