@@ -48,12 +48,14 @@ def rotary_embedding(
     half = x.shape[-1] // 2
     frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = positions.astype(jnp.float32)[:, None] * frequency[None, :]
-    cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    )
-    return rotated.astype(x.dtype)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    # Whole heads at once: of two halves XLA writes the gradients one by one, and joins
+    # them in one more pass over Q and K.
+    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, half)
+    cosines = jnp.stack([cos, cos], axis=-2)[None, :, None]
+    sines = jnp.stack([-sin, sin], axis=-2)[None, :, None]
+    rotated = pairs * cosines + jnp.flip(pairs, axis=-2) * sines
+    return rotated.reshape(x.shape).astype(x.dtype)
 
 
 def attention_implementation(

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -43,6 +44,24 @@ def test_rotary_scores_depend_on_the_distance_only():
         rotated = rotary_embedding(x, offset + jnp.arange(2), base=10_000.0)
         scores.append(jnp.vdot(rotated[0, 0, 0], rotated[0, 1, 0]))
     np.testing.assert_allclose(*scores, rtol=1e-4)
+
+
+def test_no_pass_joins_the_halves_of_heads_or_of_their_gradient():
+    def rotated(x):
+        return rotary_embedding(x, jnp.arange(5), base=10_000.0)
+
+    def both(x, gradient):
+        y, pullback = jax.vjp(rotated, x)
+        return y, pullback(gradient)
+
+    x = normal(2, 5, 3, 8)
+    program = jax.jit(both).lower(x, x).as_text()
+    whole = "tensor<2x5x3x8xf32>"
+    assert whole in program
+    lines = program.splitlines()
+    joins = [line for line in lines if "concatenate" in line or "pad" in line]
+    assert joins  # the angles' cosines and sines
+    assert not [line for line in joins if whole in line]
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
