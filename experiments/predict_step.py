@@ -3,15 +3,17 @@
     uv run experiments/predict_step.py
 
 It reads the rows of `experiments/bench/step.py` and `experiments/bench/mesh.py` that
-are kept in `experiments/results/`, the newest of each kind, and predicts every step as
-`sparsejax plan` does, from the data sheets' peaks, the shares of them that one of these
-steps has reached, and the tables of kernel times. Rows whose sparsity has no name here
-(static weights, and runs whose comparison the row does not name), those of sparse
-steps in 8-bit floats from before GEMM 1 was one of them, and those with a row for each
-expert of a token where it has one row for all of them today, are left out and counted.
+are kept in `experiments/results/`, and the speeds at which runs of comparisons that are
+kept there were trained, the newest of each kind. It predicts every step as `sparsejax
+plan` does, from the data sheets' peaks, the shares of them that one of these steps has
+reached, and the tables of kernel times. Rows whose sparsity has no name here (static
+weights, and runs whose comparison the row does not name), those of sparse steps in
+8-bit floats from before GEMM 1 was one of them, and those with a row for each expert of
+a token where it has one row for all of them today, are left out and counted; so are
+runs that shared a GPU, and phases whose steps differ among themselves.
 
-It runs on a CPU in a few seconds. Expected: of 117 steps of one GPU half are within
-1.6 %, and all but three within 11 %; 12 steps of `gpt-124m` on two GPUs are predicted 6
+It runs on a CPU in a few seconds. Expected: of 142 steps of one GPU half are within
+1.7 %, and all but three within 11 %; 12 steps of `gpt-124m` on two GPUs are predicted 6
 to 15 % too short, 8 of `llama-1b` on two and four between 4 % too long and 11 % too
 short.
 """
@@ -19,6 +21,7 @@ short.
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +35,11 @@ from experiments.bench.sparse_modes import (
     sparse_modes,
     sparsities_of_runs,
 )
+from experiments.comparing.finished_runs import (
+    read_records,
+    read_sessions,
+    side_by_side,
+)
 from pallas_kernels.device import Device
 from sparsejax.config import (
     RECIPES,
@@ -41,8 +49,9 @@ from sparsejax.config import (
     RecipeName,
     TrainConfig,
 )
-from sparsejax.config.config_file import FORMER_RECIPES, from_plain
+from sparsejax.config.config_file import FORMER_RECIPES, from_plain, read_config
 from sparsejax.config.presets import PRESETS
+from sparsejax.config.schedule import model_of, phases
 from sparsejax.cost_model import Links, PredictedStep, Speeds, predicted_step
 from sparsejax.feed_forward.packing import rows_of_token
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
@@ -54,6 +63,8 @@ from sparsejax.sparsity.patterns import VNM
 RESULTS = Path(__file__).parent / "results"
 LAST_OF_OTHER_GEMM_1 = "2026-11-25"
 """The last date of rows of sparse steps in `fp8` whose GEMM 1 was in bfloat16."""
+LAST_OF_OTHER_ROWS = "2026-11-25"
+"""The last date of runs whose tokens had a row for each of their experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +77,9 @@ class Config:
     """Rows of `experiments/bench/step.py`."""
     meshes: Path = RESULTS / "bench_mesh.jsonl"
     """Rows of `experiments/bench/mesh.py`."""
+    comparisons: Path = RESULTS
+    """Folder whose folders are comparisons that `experiments/compare_recipes.py` has
+    trained."""
     results: Path | None = Path("runs/predict_step.jsonl")
     """File to which one JSON line per step is appended; None writes nothing."""
 
@@ -125,7 +139,8 @@ def main(config: Config) -> list[dict]:
     """Predicts, prints and records every step; returns the rows."""
     newest: dict[tuple, Measured] = {}
     left_out = 0
-    for measured in (*measured_steps(config), *measured_meshes(config)):
+    sources = measured_steps(config), measured_meshes(config), measured_runs(config)
+    for measured in chain.from_iterable(sources):
         if measured is None:
             left_out += 1
         else:
@@ -223,6 +238,52 @@ def measured_meshes(config: Config) -> Iterator[Measured | None]:
         )
 
 
+def measured_runs(config: Config) -> Iterator[Measured | None]:
+    """Yields the steps of the runs of comparisons, one for each phase, in the median of
+    the speeds that a run has recorded; None for a phase whose steps are left out."""
+    for listing in sorted(config.comparisons.glob("*/comparison.json")):
+        runs = json.loads(listing.read_text())["runs"]
+        for place in chain.from_iterable(runs.values()):
+            folder = listing.parent / place
+            sessions = read_sessions(folder)
+            # Runs of before there was such a file are older than the kernels.
+            if sessions and sessions[-1]["date"] >= config.since:
+                yield from _phases_of(folder, sessions[-1], listing.parent.name)
+
+
+def _phases_of(
+    folder: Path, session: dict, comparison: str
+) -> Iterator[Measured | None]:
+    given = read_config(folder / "config.json")
+    records = read_records(folder, given)
+    alone = side_by_side(folder) == 1 and session.get("devices", 1) == 1
+    for index, phase in enumerate(phases(given)):
+        speeds = [
+            record["tokens_per_second"]
+            for record in records
+            if record["phase"] == index and "tokens_per_second" in record
+        ]
+        other_rows = phase.sparsity.experts and session["date"] <= LAST_OF_OTHER_ROWS
+        if not (speeds and alone and len(phase.sparsities) == 1) or other_rows:
+            yield None
+            continue
+        micro_batches = given.micro_batches_on(MeshConfig(data=1))
+        yield Measured(
+            name=f"{'dense' if phase.sparsity.is_dense else phase.kind}, trained",
+            preset=comparison,
+            model=model_of(phase, given.model),
+            sparsity=phase.sparsity,
+            device=session["device"],
+            mesh=MeshConfig(data=1),
+            sequence_length=given.data.sequence_length,
+            tokens_per_device=given.tokens_per_step // micro_batches,
+            micro_batches=micro_batches,
+            backend=None,
+            date=session["date"],
+            step_ms=1e3 * given.tokens_per_step / median(speeds),
+        )
+
+
 def _settings_of(row: dict) -> TrainConfig:
     """Returns the settings whose model `bench/step.py` has timed: those of a run in a
     comparison file, or a preset's."""
@@ -312,7 +373,7 @@ def _print(rows: list[dict], left_out: int) -> None:
             f"{len(errors)} steps of {devices} GPU(s): half are off by "
             f"{median(errors):.1%} or less, the worst by {max(errors):.1%}"
         )
-    print(f"{left_out} rows were left out: no step is called so today")
+    print(f"{left_out} steps were left out")
 
 
 if __name__ == "__main__":

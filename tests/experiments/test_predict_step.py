@@ -5,7 +5,10 @@ from statistics import median
 
 import pytest
 
-from experiments.predict_step import RESULTS, Config, main
+from experiments.predict_step import RESULTS, Config, main, measured_runs
+from sparsejax.config import TrainConfig
+from sparsejax.config.config_file import to_json
+from sparsejax.config.schedule import phases
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +64,8 @@ def test_other_steps_of_one_gpu_are_near(rows):
     assert max(errors(rows, preset="llama-7b")) < 0.05
     h100 = errors(rows, **llama, device="NVIDIA H100 80GB HBM3")
     assert len(h100) > 20 and max(h100) < 0.05
-    one = errors(rows, devices=1)
+    timed = [row for row in rows if not row["name"].endswith(", trained")]
+    one = errors(timed, devices=1)
     assert median(one) < 0.017 and sum(error > 0.11 for error in one) <= 3
 
 
@@ -108,6 +112,73 @@ def test_steps_of_a_comparisons_runs_are_predicted_in_the_model_of_one(rows):
     assert -0.10 < errors[two] < -0.09 and -0.08 < errors[three] < -0.07
 
 
+def test_steps_of_runs_are_predicted_as_they_were_trained(rows):
+    """The errors are those in docs/many-gpus.md."""
+    trained = {
+        (row["preset"], row["layers"], row["d_hidden"], row["name"]): row
+        for row in rows
+        if row["name"].endswith(", trained")
+    }
+    deep = {key[2:]: row for key, row in trained.items() if "deep" in key[0]}
+    assert {key: round(row["error"], 2) for key, row in deep.items()} == {
+        (3072, "dense, trained"): 0.08,
+        (6144, "dense, trained"): 0.16,
+        (6144, "two-of-eight, trained"): 0.0,
+    }
+    assert deep[3072, "dense, trained"]["measured_ms"] == pytest.approx(58.5, abs=0.2)
+    linux = [row for key, row in trained.items() if key[0] == "direct-57m-linux"]
+    sparse = [row["error"] for row in linux if "two-of" in row["name"]]
+    dense = [row["error"] for row in linux if row["name"] == "dense, trained"]
+    assert len(sparse) == 2 and -0.09 < min(sparse) and max(sparse) < -0.07
+    assert len(dense) == 6 and -0.10 < min(dense) and max(dense) < 0.05
+
+
+def trained_steps(folder, *, config: dict, session: dict, kinds: tuple[str, ...]):
+    """Returns the steps that `predict_step.py` finds in a run of two recorded steps for
+    each kind of phase, or None for what it leaves out."""
+    run = folder / "comparison" / "run" / "seed-0"
+    run.mkdir(parents=True)
+    listing = {"baseline": "run", "runs": {"run": ["run/seed-0"]}}
+    (folder / "comparison" / "comparison.json").write_text(json.dumps(listing))
+    (run / "config.json").write_text(json.dumps(config))
+    (run / "provenance.jsonl").write_text(json.dumps(session) + "\n")
+    steps = [
+        {"event": "step", "step": 1, "phase": phase, "kind": kind, "loss": 1.0}
+        | {"tokens_per_second": speed}
+        for phase, kind in enumerate(kinds)
+        for speed in (1e6, 1e6, 4e6)
+    ]
+    lines = [json.dumps(step) + "\n" for step in steps]
+    (run / "metrics.jsonl").write_text("".join(lines))
+    return list(measured_runs(Config(comparisons=folder, results=None)))
+
+
+def test_a_phase_is_one_step_in_the_median_of_its_speeds(tmp_path):
+    config = TrainConfig(preset="tiny", recipe="experts")
+    session = {"device": "NVIDIA H100 80GB HBM3", "date": "2026-11-26"}
+    kinds = tuple(phase.kind for phase in phases(config))
+    given = dict(config=to_json(config), session=session, kinds=kinds)
+    steps = trained_steps(tmp_path / "alone", **given)
+    assert [step.name for step in steps if step] == [
+        f"{'dense' if phase.sparsity.is_dense else phase.kind}, trained"
+        for phase in phases(config)
+    ]
+    for step in steps:
+        assert step.step_ms == pytest.approx(1e-3 * config.tokens_per_step)
+        assert step.tokens_per_device * step.micro_batches == config.tokens_per_step
+    beside = given | {"session": session | {"side_by_side": 2}}
+    assert set(trained_steps(tmp_path / "beside", **beside)) == {None}
+    two = given | {"session": session | {"devices": 2}}
+    assert set(trained_steps(tmp_path / "two", **two)) == {None}
+    # Its tokens had a row for each of their experts.
+    before = given | {"session": session | {"date": "2026-11-25"}}
+    assert [bool(step) for step in trained_steps(tmp_path / "before", **before)] == [
+        phase.sparsity.is_dense for phase in phases(config)
+    ]
+    old = given | {"session": session | {"date": "2026-11-21"}}
+    assert trained_steps(tmp_path / "old", **old) == []
+
+
 def test_rows_whose_steps_are_others_today_are_left_out(tmp_path):
     """A row is left out where a token had a row for each expert and has one for all of
     them today, and where it does not name its comparison, or names one or a run that is
@@ -146,7 +217,8 @@ def test_rows_whose_steps_are_others_today_are_left_out(tmp_path):
     steps, meshes = tmp_path / "steps.jsonl", tmp_path / "meshes.jsonl"
     steps.write_text("".join(json.dumps(each) + "\n" for each in rows))
     meshes.write_text("")
-    predicted = main(Config(steps=steps, meshes=meshes, results=None))
+    none = tmp_path / "comparisons"
+    predicted = main(Config(steps=steps, meshes=meshes, comparisons=none, results=None))
     told = [(of["name"], of["preset"]) for of in predicted]
     expected = [("dense", "fading"), ("dense", "narrow"), (sparse["name"], "fading")]
     assert told == expected
