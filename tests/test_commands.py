@@ -253,6 +253,7 @@ HOW: dict[str, Callable[[Command, Command], Any]] = {
     "experiments/predict_ratio.py": as_it_stands,
     "experiments/predict_step.py": settings,
     "experiments/compare_models.py": settings,
+    "experiments/gradient_precision.py": settings,
     "experiments/integrations/maxtext_llama.py": settings_only,
     "experiments/integrations/tunix_llama.py": settings_only,
     "experiments/tune_table.py": settings_only,
