@@ -39,6 +39,7 @@ from rich.table import Table
 
 from experiments.bench.rows import append_rows
 from sparsejax.config import ModelConfig
+from sparsejax.config.ranges import Count, check_intervals
 from sparsejax.data.corpus import load_corpus
 from sparsejax.data.held_out import every_window
 from sparsejax.interchange.named_model import NamedModel, load_named_model
@@ -65,14 +66,17 @@ class Config:
 
     run: tyro.conf.Positional[str]
     """Run folder, or RUN@STEP."""
-    windows: int = 128
+    windows: Count = 128
     """Most windows of held-out tokens, each as long as those of the training."""
-    batch_size: int = 8
+    batch_size: Count = 8
     """Windows of a batch."""
     settings: tuple[Setting, ...] = tuple(SETTINGS)
     """Precisions that are held against float32."""
     results: Path | None = Path("runs/gradient_precision.jsonl")
     """File to which a row per setting is added; None writes nothing."""
+
+    def __post_init__(self) -> None:
+        check_intervals(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +110,11 @@ def main(config: Config, command: str) -> list[Measured]:
             f"{config.batch_size} windows of {named.sequence_length} tokens; give a "
             f"smaller --batch-size"
         )
-    reference = gradient_of(named.model, replace(named.model.config, dtype="float32"))
+    given = named.model.config
+    exact = replace(in_setting(given, "bfloat16"), dtype="float32")
+    reference = gradient_of(named.model, exact)
     others = {
-        name: gradient_of(named.model, in_setting(named.model.config, name))
+        name: gradient_of(named.model, in_setting(given, name))
         for name in config.settings
     }
     with jax.default_matmul_precision("highest"):
@@ -166,10 +172,12 @@ def gradient_of(model: Transformer, config: ModelConfig) -> Gradient:
     )
 
     def loss(params: PyTree, tokens: jax.Array) -> jax.Array:
-        return cross_entropy(nnx.merge(graph, params, rest, copy=True), tokens)
+        # Random estimators draw alike in every precision.
+        of = nnx.merge(graph, params, rest, copy=True)
+        return cross_entropy(of, tokens, jax.random.key(0))
 
-    of = jax.jit(jax.value_and_grad(loss))
-    return lambda tokens: of(params, tokens)
+    both = jax.jit(jax.value_and_grad(loss))
+    return lambda tokens: both(params, tokens)
 
 
 def compared(

@@ -125,7 +125,33 @@ def test_the_gradient_is_that_of_the_model_as_it_is(run):
     assert float(loss - after) == pytest.approx(step * square, rel=0.1)
 
 
+def test_a_run_in_8_bit_floats_is_held_against_float32_too(run, monkeypatch):
+    """And not against itself."""
+    asked = []
+
+    def recorded(model, config):
+        asked.append(config)
+        return gradient_of(model, config)
+
+    named = load_named_model(run)
+    given = replace(named.model.config, dtype="bfloat16", precision="fp8")
+    named.model.config = replace(given, logits_of_loss="dtype")
+    monkeypatch.setattr(gradient_precision, "load_named_model", lambda _: named)
+    monkeypatch.setattr(gradient_precision, "gradient_of", recorded)
+    config = Config(
+        run=run, windows=2, batch_size=2, settings=("bfloat16",), results=None
+    )
+    (found,) = gradient_precision.main(config, "the command")
+    exact, narrow = asked
+    assert (exact.dtype, narrow.dtype) == ("float32", "bfloat16")
+    for of in asked:
+        assert (of.precision, of.logits_of_loss) == ("dtype", "float32")
+    assert 1e-3 < found.of_all < 0.02
+
+
 def test_what_has_no_held_out_batch_is_refused(run, capsys):
+    with pytest.raises(ValueError, match="batch_size=0 must be at least 1"):
+        Config(run=run, batch_size=0)
     assert gradient_precision.run([run, "--batch-size", "4096"]) == 1
     told = capsys.readouterr().err
     assert "does not fill a batch of 4096" in " ".join(told.split())
