@@ -171,6 +171,8 @@ def table_of(rows: Sequence[Row], reference: str) -> Table:
             mark = " *" if row.extrapolated else ""
             equal = f"{row.dense_tokens * per:.1f}{mark}"
         speed = "" if row.speed is None else f" at {row.speed:g}x"
+        # By FLOPs: beside measured seconds it would be another answer than R.
+        needed = None if row.measured else row.break_even_speed
         table.add_row(
             row.arm,
             f"{row.tokens_per_parameter:.1f}",
@@ -181,7 +183,7 @@ def table_of(rows: Sequence[Row], reference: str) -> Table:
             "measured" if row.measured else f"{row.speed_from or ''}{speed}",
             with_interval(row.R_wall, row.R_wall_low, row.R_wall_high),
             over_best(row),
-            "" if row.break_even_speed is None else f"{row.break_even_speed:.2f}x",
+            "" if needed is None else f"{needed:.2f}x",
             str(row.seeds),
         )
     table.caption = "* outside the lengths of the dense runs"

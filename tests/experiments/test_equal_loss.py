@@ -30,7 +30,7 @@ from tests.support.files.equal_loss_runs import (
 from tests.support.files.synthetic_runs import DENSE, Synthetic, write_comparison
 
 
-def test_R_is_what_the_seconds_say_where_runs_had_their_device_alone(tmp_path):
+def test_R_is_what_seconds_say_where_runs_had_their_device_alone(tmp_path, capsys):
     # As good as dense after 0.9 of its tokens, in steps of 0.07 seconds.
     sparse = Synthetic(
         name="sparse-300",
@@ -50,6 +50,8 @@ def test_R_is_what_the_seconds_say_where_runs_had_their_device_alone(tmp_path):
     # R = q / s + (1 - q) times D / D_eq is 1 at this s.
     speed = row["break_even_speed"]
     assert (0.8 / speed + 0.2) * 300 / 270 == pytest.approx(1, rel=1e-3)
+    # It counts FLOPs, and is not shown beside measured seconds.
+    assert f"{speed:.2f}x" not in capsys.readouterr().out
     assert not row["extrapolated"] and row["seeds"] == 1
     assert (row["R_low"], row["R_high"]) == (None, None)
     assert (row["device"], row["commit"]) == ("abacus", "0123456")
@@ -225,6 +227,7 @@ def test_a_table_in_a_pipe_has_all_of_its_numbers(tmp_path, capsys):
         assert f"{row['loss']:.4f}" in shown and f"{row['R']:.3f}" in shown
         assert f"{row['R_low']:.3f}-{row['R_high']:.3f}" in shown
     assert len(rows) == 4 and "seeds" in shown
+    assert f"{rows['sparse', 300]['break_even_speed']:.2f}x" in shown
 
 
 def test_another_model_costs_its_share_of_the_FLOPs(tmp_path):
