@@ -36,6 +36,7 @@ from experiments.bench.sparse_modes import (
     sparsities_of_runs,
 )
 from experiments.comparing.finished_runs import (
+    phases_as_trained,
     read_records,
     read_sessions,
     side_by_side,
@@ -51,7 +52,7 @@ from sparsejax.config import (
 )
 from sparsejax.config.config_file import FORMER_RECIPES, from_plain, read_config
 from sparsejax.config.presets import PRESETS
-from sparsejax.config.schedule import model_of, phases
+from sparsejax.config.schedule import model_of
 from sparsejax.cost_model import Links, PredictedStep, Speeds, predicted_step
 from sparsejax.feed_forward.packing import rows_of_token
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
@@ -254,10 +255,11 @@ def measured_runs(config: Config) -> Iterator[Measured | None]:
 def _phases_of(
     folder: Path, session: dict, comparison: str
 ) -> Iterator[Measured | None]:
+    """Yields the steps of one run, the last of whose sessions is given."""
     given = read_config(folder / "config.json")
     records = read_records(folder, given)
     alone = side_by_side(folder) == 1 and session.get("devices", 1) == 1
-    for index, phase in enumerate(phases(given)):
+    for index, phase in enumerate(phases_as_trained(given, records)):
         speeds = [
             record["tokens_per_second"]
             for record in records

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sparsejax.config import ModelConfig, TrainConfig
 from sparsejax.config.config_file import read_config
-from sparsejax.config.schedule import model_of, phases, with_dense
+from sparsejax.config.schedule import Phase, model_of, phases, with_dense
 from sparsejax.reports.records import (
     Record,
     records_until,
@@ -195,8 +195,7 @@ def stretches(folder: Path, steps: int) -> tuple[Stretch, ...]:
     if trunk is not None:
         begin = min(trunk[1], steps)
         before = stretches(trunk[0], begin)
-    run_dense = next((r["run_dense"] for r in records if "run_dense" in r), ())
-    planned = with_dense(phases(config), run_dense)
+    planned = phases_as_trained(config, records)
     own, end = [], 0
     for phase, end in zip(planned, accumulate(of.steps for of in planned), strict=True):
         count = min(end, steps) - max(end - phase.steps, begin)
@@ -206,6 +205,15 @@ def stretches(folder: Path, steps: int) -> tuple[Stretch, ...]:
             model = model_of(phase, config.model)
             own.append(Stretch(steps=count, model=model, sparse_share=sparse))
     return (*before, *own)
+
+
+def phases_as_trained(
+    config: TrainConfig, records: Sequence[Record]
+) -> tuple[Phase, ...]:
+    """Returns the phases of a run, those that were timed and found slower than dense
+    with all GEMMs dense, as they were trained."""
+    run_dense = next((r["run_dense"] for r in records if "run_dense" in r), ())
+    return with_dense(phases(config), run_dense)
 
 
 def _with_trunks(folder: Path) -> Iterator[Path]:

@@ -133,9 +133,11 @@ def test_steps_of_runs_are_predicted_as_they_were_trained(rows):
     assert len(dense) == 6 and -0.10 < min(dense) and max(dense) < 0.05
 
 
-def trained_steps(folder, *, config: dict, session: dict, kinds: tuple[str, ...]):
-    """Returns the steps that `predict_step.py` finds in a run of two recorded steps for
-    each kind of phase, or None for what it leaves out."""
+def trained_steps(
+    folder, *, config: dict, session: dict, kinds: tuple[str, ...], run_dense=()
+):
+    """Returns the steps that `predict_step.py` finds in a run with three recorded steps
+    of each phase, and None for each phase that it leaves out."""
     run = folder / "comparison" / "run" / "seed-0"
     run.mkdir(parents=True)
     listing = {"baseline": "run", "runs": {"run": ["run/seed-0"]}}
@@ -148,6 +150,7 @@ def trained_steps(folder, *, config: dict, session: dict, kinds: tuple[str, ...]
         for phase, kind in enumerate(kinds)
         for speed in (1e6, 1e6, 4e6)
     ]
+    steps[0] |= {"run_dense": list(run_dense)}
     lines = [json.dumps(step) + "\n" for step in steps]
     (run / "metrics.jsonl").write_text("".join(lines))
     return list(measured_runs(Config(comparisons=folder, results=None)))
@@ -175,6 +178,13 @@ def test_a_phase_is_one_step_in_the_median_of_its_speeds(tmp_path):
     assert [bool(step) for step in trained_steps(tmp_path / "before", **before)] == [
         phase.sparsity.is_dense for phase in phases(config)
     ]
+    # A phase that was found slower than dense was trained dense.
+    slower = [
+        index for index, kind in enumerate(kinds) if kind not in ("dense", "warm-up")
+    ]
+    steps = trained_steps(tmp_path / "slower", **given, run_dense=slower)
+    assert {step.name for step in steps} == {"dense, trained"}
+    assert all(step.sparsity.is_dense for step in steps) and slower
     old = given | {"session": session | {"date": "2026-11-21"}}
     assert trained_steps(tmp_path / "old", **old) == []
 
