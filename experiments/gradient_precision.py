@@ -93,7 +93,8 @@ class Measured:
     of_all: float
     """|g - g32| / |g32| of the gradient of all batches."""
     of_head: float
-    """The same of the head's gradient alone, or of the embedding that is the head."""
+    """|g - g32| / |g32| of the head's gradient alone, for all batches; where the
+    embedding is the head, of the embedding's."""
 
 
 def main(config: Config, command: str) -> list[Measured]:

@@ -18,7 +18,7 @@ from experiments.gradient_precision import (
     gradient_of,
     in_setting,
 )
-from sparsejax.config import ModelConfig
+from sparsejax.config.presets import PRESETS
 from sparsejax.interchange.named_model import load_named_model
 from sparsejax.training import train as loop
 from sparsejax.training.train import train
@@ -71,16 +71,8 @@ def test_what_alternates_is_of_batches_and_what_stays_of_all():
 
 
 def test_a_setting_is_bfloat16_with_one_change():
-    given = ModelConfig(
-        d_model=16,
-        layers=1,
-        heads=2,
-        kv_heads=2,
-        d_hidden=32,
-        vocab_size=8,
-        precision="fp8",
-        logits_of_loss="dtype",
-    )
+    model = PRESETS["tiny"]().model
+    given = replace(model, precision="fp8", logits_of_loss="dtype")
     plain = replace(
         given, dtype="bfloat16", precision="dtype", logits_of_loss="float32"
     )
@@ -126,7 +118,7 @@ def test_the_gradient_is_that_of_the_model_as_it_is(run):
 
 
 def test_a_run_in_8_bit_floats_is_held_against_float32_too(run, monkeypatch):
-    """And not against itself."""
+    """The reference keeps none of the settings that the run computes in."""
     asked = []
 
     def recorded(model, config):
