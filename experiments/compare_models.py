@@ -18,7 +18,6 @@ bootstrap over the files. RUN@STEP takes an earlier checkpoint than the latest; 
 computes as the phase of its checkpoint does. `--results` takes a row per figure.
 """
 
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,6 +28,7 @@ import tyro
 from rich.table import Table
 
 from experiments.bench.rows import append_rows
+from experiments.command_line import run_script
 from experiments.comparing.model_tasks import (
     Domain,
     Measured,
@@ -233,19 +233,8 @@ def table_of(rows: Sequence[Row], runs: Sequence[str]) -> Table:
 
 def run(arguments: list[str]) -> int:
     """Runs the command and returns its exit status."""
-    console.quiet_orbax()
-    config = tyro.cli(
-        Config,
-        args=arguments,
-        description=__doc__,
-        prog="experiments/compare_models.py",
-    )
-    command = shlex.join(["experiments/compare_models.py", *arguments])
-    try:
-        main(config, command)
-    except (ValueError, ImportError, OSError) as error:
-        return console.fail(error)
-    return 0
+    script = "experiments/compare_models.py"
+    return run_script(main, Config, arguments, script=script, description=__doc__)
 
 
 if __name__ == "__main__":

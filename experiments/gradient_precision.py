@@ -21,7 +21,6 @@ It runs on a CPU in minutes for models of some million parameters. `--results` t
 row per setting.
 """
 
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -38,6 +37,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from rich.table import Table
 
 from experiments.bench.rows import append_rows
+from experiments.command_line import run_script
 from sparsejax.config import ModelConfig
 from sparsejax.config.ranges import Count, check_intervals
 from sparsejax.data.corpus import load_corpus
@@ -245,19 +245,8 @@ def _print(found: Sequence[Measured], tokens: int, of_batch: int) -> None:
 
 def run(arguments: list[str]) -> int:
     """Runs the command and returns its exit status."""
-    console.quiet_orbax()
-    config = tyro.cli(
-        Config,
-        args=arguments,
-        description=__doc__,
-        prog="experiments/gradient_precision.py",
-    )
-    command = shlex.join(["experiments/gradient_precision.py", *arguments])
-    try:
-        main(config, command)
-    except (ValueError, ImportError, OSError) as error:
-        return console.fail(error)
-    return 0
+    script = "experiments/gradient_precision.py"
+    return run_script(main, Config, arguments, script=script, description=__doc__)
 
 
 if __name__ == "__main__":
