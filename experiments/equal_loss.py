@@ -39,7 +39,6 @@ against seconds, and R_best against tokens per parameter (of the dense model, wi
 embedding and head); `--results` takes a row per arm and length.
 """
 
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -50,6 +49,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.bench.rows import append_rows
+from experiments.command_line import run_script
 from experiments.comparing.equal_loss_rows import Row, Speed, grouped, rows_of
 from experiments.comparing.finished_runs import baseline_arm, read_finished
 from experiments.plot import plot_equal_loss
@@ -209,15 +209,8 @@ def with_interval(value: float | None, low: float | None, high: float | None) ->
 
 def run(arguments: list[str]) -> int:
     """Runs the command and returns its exit status."""
-    config = tyro.cli(
-        Config, args=arguments, description=__doc__, prog="experiments/equal_loss.py"
-    )
-    command = shlex.join(["experiments/equal_loss.py", *arguments])
-    try:
-        main(config, command)
-    except (ValueError, OSError) as error:
-        return console.fail(error)
-    return 0
+    script = "experiments/equal_loss.py"
+    return run_script(main, Config, arguments, script=script, description=__doc__)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ length. Every row says that it is predicted, and not measured.
 
 import json
 import math
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -40,6 +39,7 @@ import tyro
 from rich.table import Table
 
 from experiments.bench.rows import append_rows
+from experiments.command_line import run_script
 from experiments.comparing.bootstrap import INTERVAL, Replicates
 from experiments.comparing.delta_fit import DeltaFit, Excess
 from experiments.comparing.equal_loss_rows import Speed
@@ -258,15 +258,8 @@ def table_of(predictions: Sequence[Prediction]) -> Table:
 
 def run(arguments: list[str]) -> int:
     """Runs the command and returns its exit status."""
-    config = tyro.cli(
-        Config, args=arguments, description=__doc__, prog="experiments/predict_ratio.py"
-    )
-    command = shlex.join(["experiments/predict_ratio.py", *arguments])
-    try:
-        main(config, command)
-    except (ValueError, OSError) as error:
-        return console.fail(error)
-    return 0
+    script = "experiments/predict_ratio.py"
+    return run_script(main, Config, arguments, script=script, description=__doc__)
 
 
 if __name__ == "__main__":
