@@ -217,7 +217,7 @@ def routes(sparsity: FFNSparsity, inputs: Inputs) -> Array | None:
     """Returns the experts of the tokens, int32 (tokens, experts_per_token), where they
     are known before GEMM 1; else None."""
     experts, router = sparsity.experts, sparsity.router
-    if experts is None or not router.before_up:
+    if experts is None or router.inside:
         return None
     return router.choose(
         inputs.token_ids if router.reads == "token_ids" else inputs.x,

@@ -21,7 +21,8 @@ class GatheredBytes:
     """The bytes of attention's four weights. In 8-bit floats its backward gathers them
     anew, in another order."""
     ffn_forward: int
-    """The bytes of S(W1) for GEMM 1 and of W2 for GEMM 2."""
+    """The bytes of S(W1) for GEMM 1 and of W2 for GEMM 2, and of W1 for a router that
+    reads it in 8-bit floats."""
     ffn_backward: int
     """The bytes of S(W2^T) for GEMM 3 and of W1 for GEMM 4, or of W2 and S(W1)."""
     ffn_recomputed: int
@@ -45,7 +46,9 @@ def gathered_bytes(config: ModelConfig, sparsity: FFNSparsity = DENSE) -> Gather
     if sparsity.weights is not None:
         up = down = config.d_model * config.d_hidden // 2 * (4 * element + 1) // 4
     into_hidden = 2 if config.gated else 1
-    forward = into_hidden * up + dense
+    # The router reads W1 in 8-bit floats as well.
+    chosen = numbers if sparsity.chooses_in_fp8 and sparsity.weights is None else 0
+    forward = into_hidden * (up + chosen) + dense
     # An exact GEMM 4 reads what a recomputed GEMM 1 has gathered.
     exact = sparsity.d_input_weights is not None
     recomputes = config.remat != "none" and sparsity.weights is not None and not exact
@@ -77,6 +80,8 @@ def bytes_as_read(
     packed = bool(sparsity.weights) * branches + bool(sparsity.backward_weights)
     packed *= parameters.ffn // (branches + 1) // 2 * (element + 1)
     of_attention, of_ffn = parameters.attention, parameters.ffn
+    if sparsity.weights is None and sparsity.chooses_in_fp8:
+        packed += 2 * of_ffn * branches // (branches + 1)
     if config.precision != "dtype":
         in_8_bits = of_attention
         of_attention = 0

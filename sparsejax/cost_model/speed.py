@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparsejax.config import ModelConfig
+from sparsejax.cost_model.hardware import FP8_GAIN
 from sparsejax.cost_model.parameters import parameter_count
 from sparsejax.feed_forward.sparsity import FFNSparsity
 
@@ -153,6 +154,9 @@ def _gemm_factors(
     `routed` where it is computed by expert."""
     into_hidden = two_four if sparsity.weights else 1.0
     into_hidden *= routed if sparsity.skip_blocks else 1.0
+    if sparsity.chooses_in_fp8:
+        # The router reads a product of all neurons, in 8-bit floats.
+        into_hidden = 1 / (1 / into_hidden + 1 / FP8_GAIN)
     back_into_hidden = two_four if sparsity.backward_weights else 1.0
     back_into_hidden *= routed if sparsity.da_by_expert else 1.0
     activation = two_four if sparsity.in_expert is not None else 1.0

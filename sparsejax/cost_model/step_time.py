@@ -107,6 +107,7 @@ def predicted_step(
     )
     stride = sampling_stride(tokens_per_device * mesh.token_shards)
     dense += tokens * observed_flops(config, sparsity) / stride / mesh.tensor
+    dense += tokens * router_flops(config, sparsity) / FP8_GAIN / mesh.tensor
     gemms = slowed * speeds.gemm_seconds(dense, config.d_model)
     gemms += micro_batches * config.layers * config.groups * ffn
     mixing = flops.sdpa_causal * (1 + (config.remat != "none") / 3)
@@ -202,6 +203,15 @@ def observed_flops(config: ModelConfig, sparsity: FFNSparsity) -> int:
     return 2 * config.d_model * config.d_hidden * gemms * config.layers * config.groups
 
 
+def router_flops(config: ModelConfig, sparsity: FFNSparsity) -> int:
+    """Returns the FLOPs of a token in the GEMM of 8-bit floats whose product the router
+    reads, one as large as GEMM 1."""
+    if not sparsity.chooses_in_fp8:
+        return 0
+    gemms = (2 if config.gated else 1) * config.layers * config.groups
+    return 2 * config.d_model * config.d_hidden * gemms
+
+
 def elementwise_bytes(
     config: ModelConfig,
     *,
@@ -221,7 +231,8 @@ def elementwise_bytes(
     its hidden values, and 5 in the backward, which computes it again. For an FFN by
     expert, where a token has k rows, (6 k + 2) d_model: the k rows of Y and of dX are
     read and summed, and those of X and of dY are read, and written in the order of the
-    experts; and all hidden values once more where the router reads them. With remat the
+    experts; and all hidden values once more where the router reads them, with 5 bytes
+    for each feature of X where it reads their estimate in 8-bit floats. With remat the
     forward's come twice, but for what the router reads: today it comes once, and is
     still counted as in the steps that were measured. In 8-bit floats 5 bytes for each
     operand that is rounded: it is read twice and written once. Where training observes
@@ -244,9 +255,10 @@ def elementwise_bytes(
     if sparsity.experts:
         forward += (rows_of_token + 1) * d
         backward += (5 * rows_of_token + 1) * d
-        if sparsity.router.reads == "y_up":
+        if sparsity.router.inside:
             forward += hidden
     per_token = element * (forward * (1 + (config.remat != "none")) + backward)
+    per_token += 5 * d * sparsity.chooses_in_fp8
     if sparsity.samples_tokens:
         stride = sampling_stride(tokens_per_device * mesh.token_shards)
         per_token += 24 * hidden // stride

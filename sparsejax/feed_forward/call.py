@@ -55,7 +55,7 @@ def call_ffn(
             packed,
             weights,
             sparsity=spec.sparsity,
-            quantises=spec.quantises,
+            quantises=spec.sparsity.rounds_up_weight(spec.precision),
             dtype=jnp.dtype(spec.dtype),
         )
     named = {f"w_{name}": weight for name, weight in weights._asdict().items()}
@@ -69,7 +69,8 @@ def call_ffn(
     plan = FFNPlan.of(spec, backend)
     if backend is None:
         warn_if_slower(plan.gemms)
-    if sparsity.weights is None and not spec.quantises:
+    rounds = sparsity.rounds_up_weight(spec.precision)
+    if sparsity.weights is None and not rounds:
         packed = None if packed is None else PackedFFN(dense=packed.dense)
     elif packed is None:
         packed = pack_ffn(
@@ -126,11 +127,11 @@ def _operands_of_experts(
     if not sparsity.experts:
         return None
     index, threshold = given or ExpertOperands()
-    if sparsity.router.before_up:
-        _check_index(spec, index)
-    else:
+    if sparsity.router.inside:
         index = None
-    if sparsity.most_experts_per_token is None or sparsity.router.before_up:
+    else:
+        _check_index(spec, index)
+    if sparsity.most_experts_per_token is None or not sparsity.router.inside:
         return ExpertOperands(index)
     if threshold is None:
         raise ValueError(

@@ -8,6 +8,9 @@ from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.backend import Decision
 from sparsejax.routing.expert_sets import set_count
 
+INTO_HIDDEN = ("up", "gate")
+"""The roles of the GEMMs that compute the neurons of a token."""
+
 MOST_PADDING = 0.25
 """The largest share of the number of tokens that the padding rows may come to, if each
 set of experts has one tile of them."""
@@ -68,14 +71,16 @@ def joins_experts(sparsity: FFNSparsity, decisions: Sequence[Decision]) -> bool:
     """Returns whether a token has one row with the neurons of all its experts, in place
     of a row for each; see `passes.joined_experts`.
 
-    It has where GEMMs 2 to 6 run on kernels that take such rows and are dense inside
-    the experts, where the FFN chooses the experts itself, so that a token has equally
-    many as all others and no expert twice, and where few rows pad the sets of experts.
+    It has where the GEMMs by expert (2 to 6, and with `skip_blocks` GEMM 1) run on
+    kernels that take such rows and are dense inside the experts, where the FFN chooses
+    the experts itself, so that a token has equally many as all others and no expert
+    twice, and where few rows pad the sets of experts.
     """
-    given = sparsity.router.before_up or sparsity.most_experts_per_token is not None
-    if given or sparsity.experts_per_token == 1:
+    adaptive = sparsity.most_experts_per_token is not None
+    if not sparsity.router.inside or adaptive or sparsity.experts_per_token == 1:
         return False
-    gemms = [of for of in decisions if of.spec.role not in ("up", "gate")]
+    into_hidden = () if sparsity.skip_blocks else INTO_HIDDEN
+    gemms = [of for of in decisions if of.spec.role not in into_hidden]
     if not all(of.on_kernels and of.spec.experts for of in gemms):
         return False
     if any(of.spec.pattern is not None for of in gemms):
@@ -90,6 +95,20 @@ def joins_experts(sparsity: FFNSparsity, decisions: Sequence[Decision]) -> bool:
         return False  # on a mesh a device may have the neurons of some experts only
     sets = set_count(spec.experts, spec.experts_per_token)
     return sets * spec.group_tile <= MOST_PADDING * spec.tokens
+
+
+def with_router_product(
+    sparsity: FFNSparsity, decisions: Sequence[Decision]
+) -> tuple[Decision, ...]:
+    """Returns the decisions with paths that say where the router reads a product of its
+    own, as large as GEMM 1."""
+    if not sparsity.chooses_in_fp8:
+        return tuple(decisions)
+    told = "and before it a GEMM of 8-bit floats with all neurons, for the router"
+    return tuple(
+        replace(of, path=f"{of.path}, {told}") if of.spec.role in INTO_HIDDEN else of
+        for of in decisions
+    )
 
 
 def with_joined_experts(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sparsejax.annotations import check_fields
+from sparsejax.dtypes import Precision
 from sparsejax.routing.named_routers import named_router, names_where
 from sparsejax.routing.routers import NEAREST_CENTRE, Router
 from sparsejax.sparsity.patterns import NM, TWO_FOUR, VNM
@@ -45,8 +46,9 @@ class FFNSparsity:
     None: every token uses that many."""
 
     skip_blocks: bool = False
-    """Whether GEMM 1 computes just the neurons of a token's experts (V:N:M only). GEMM
-    3 does so where its weight is 2:4 even if this is False (`da_by_expert`)."""
+    """Whether GEMM 1 computes just the neurons of a token's experts (V:N:M only), which
+    takes a router that can be asked before it. GEMM 3 does so where its weight is 2:4
+    even if this is False (`da_by_expert`)."""
 
     mask_reuse: bool = True
     """Whether the backward applies the forward's mask to Y1 first. If not, GEMM 4
@@ -133,6 +135,17 @@ class FFNSparsity:
         return self.weights is None and not self.skip_blocks
 
     @property
+    def chooses_in_fp8(self) -> bool:
+        """Whether the router reads pre-activations of operands in 8-bit floats."""
+        return bool(self.experts) and self.router.reads == "y_up_fp8"
+
+    def rounds_up_weight(self, precision: Precision) -> bool:
+        """Returns whether the dense W1, and Wg, of an FFN of this precision are read in
+        8-bit floats: by GEMM 1, or by the router."""
+        by_gemm = precision != "dtype" and self.up_is_dense
+        return by_gemm or (self.weights is None and self.chooses_in_fp8)
+
+    @property
     def da_by_expert(self) -> bool:
         """Whether GEMM 3 computes dA for the neurons of a token's experts alone. A is
         zero at all others, and so is dY1 = dA * 2 relu(Y1), unless `mask_reuse=False`
@@ -216,7 +229,7 @@ def check_divisible(d_model: int, d_hidden: int, sparsity: FFNSparsity) -> None:
 def _check_router(router: Router) -> None:
     """Raises ValueError where a router keeps arrays that nothing would read, or would
     move arrays that it does not keep."""
-    if router.has_state and not router.before_up:
+    if router.has_state and router.inside:
         raise ValueError(
             f"router={router.name!r} reads Y1, where a router is asked without the "
             f"arrays that it keeps; let `reads` be 'x' or 'token_ids', or keep none"

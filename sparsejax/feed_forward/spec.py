@@ -26,6 +26,7 @@ from sparsejax.feed_forward.packing import (
     why_not_packed_anew,
     why_not_packed_over_tokens,
     with_joined_experts,
+    with_router_product,
     writes_dense_rows,
 )
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity, check_divisible
@@ -166,7 +167,8 @@ class FFNCall(ABC):
     def with_epilogues(self, decisions: Sequence[Decision]) -> tuple[Decision, ...]:
         """Returns the decisions with paths that say what a kernel does besides
         multiply."""
-        return with_joined_experts(self.sparsity, decisions)
+        joined = with_joined_experts(self.sparsity, decisions)
+        return with_router_product(self.sparsity, joined)
 
 
 class FFNSpec(FFNCall):
@@ -244,4 +246,4 @@ class FFNSpec(FFNCall):
                 told[then] = packed_before(told[then])
             elif writes_dense_rows(told[first], told[then]):
                 told[first] = replace(told[first], path=f"{path}, writes {dense}")
-        return with_joined_experts(self.sparsity, tuple(told.values()))
+        return super().with_epilogues(tuple(told.values()))

@@ -251,13 +251,13 @@ class SparseFFN(nnx.Module):
         token_ids: Int[Array, "*batch"] | None = None,
     ) -> Int[Array, "tokens experts_per_token"] | None:
         """Returns the experts of each token; None where there are no experts, or where
-        the FFN itself finds them after GEMM 1. No gradient passes.
+        the FFN itself finds them, from pre-activations. No gradient passes.
 
         Raises:
           ValueError: the router reads token ids, and `token_ids` is None.
         """
         experts, router = self.sparsity.experts, self.sparsity.router
-        if experts is None or not router.before_up:
+        if experts is None or router.inside:
             return None
         read = x
         if router.reads == "token_ids":

@@ -136,6 +136,29 @@ def fp8_matmul(
     return (product * step.astype(product.dtype)).astype(out_dtype)
 
 
+def rounded_product(
+    x: Float[Array, "tokens d_in"], w: Float[Array, "d_in d_out"] | QuantisedWeight
+) -> Float[Array, "tokens d_out"]:
+    """Returns q(x) q(w), float32, without a gradient: both operands rounded to
+    float8_e4m3fn, the weight here unless it has been before.
+
+    Each row of x has a step of its own, so that no token depends on another. With x in
+    bfloat16 the product of the 8-bit numbers is rounded to it before it is multiplied
+    by the steps.
+    """
+    x = lax.stop_gradient(x)
+    rounded = w if isinstance(w, QuantisedWeight) else quantise_weight(w)
+    step = _step(jnp.max(jnp.abs(x), axis=1).astype(jnp.float32), jnp.finfo(FORWARD))
+    rows = x.astype(jnp.float32) * (1 / step)[:, None]
+    whole = Quantised(rows.astype(FORWARD), jnp.float32(1))
+    transposed = Quantised(rounded.transposed, rounded.step)
+    # The largest float16 is below a sum of such products.
+    is_bfloat16 = x.dtype == jnp.bfloat16
+    written = jnp.bfloat16 if is_bfloat16 else jnp.float32
+    product = fp8_matmul(whole, transposed, out_dtype=written)
+    return product.astype(jnp.float32) * step[:, None]
+
+
 def why_no_tensor_cores(device: Device) -> str | None:
     """Returns why a device has no tensor cores for 8-bit floats, None where it has."""
     if device.platform != "gpu":

@@ -29,6 +29,7 @@ from sparsejax.ops.backend import (
     current_device,
 )
 from sparsejax.ops.expert_rows import combine_rows, gather_rows
+from sparsejax.ops.fp8_matmul import quantise_weight, rounded_product
 from sparsejax.routing.dispatch import dispatch
 from sparsejax.routing.expert_sets import rows_of_sets
 from sparsejax.routing.routers import ActivationEnergy, State
@@ -149,9 +150,10 @@ def router_seconds(
     forward and backward, where its GEMMs run as in `decisions`.
 
     What is timed is choosing the experts, sorting the tokens by expert, and moving
-    rows: X and dY to their experts, Y and dX back. It runs on random numbers and by
-    itself, so that within a step it can take less; the shortest of five times is
-    returned, and 0 without a router.
+    rows: X and dY to their experts, Y and dX back. Choosing includes the product that a
+    router reads, unless it is that of GEMM 1. It runs on random numbers and by itself,
+    so that within a step it can take less; the shortest of five times is returned, and
+    0 without a router.
     """
     if sparsity.experts is None:
         return 0.0
@@ -177,9 +179,17 @@ def router_seconds(
     )
 
     joins = rows_of_token(sparsity, decisions) < sparsity.expert_choices
+    rounded = ()
+    if sparsity.chooses_in_fp8:
+        weight = quantise_weight(normal(w_up.shape))
+        rounded = (weight,) * (2 if config.gated else 1)
+    kind = ACTIVATIONS[config.activation]
 
     @jax.jit
     def there_and_back(x: jax.Array, read: jax.Array, state: State) -> jax.Array:
+        if rounded:
+            products = tuple(rounded_product(x, weight) for weight in rounded)
+            read = kind.read_by_routers(products)
         chosen = choose(read, state=state)
         if joins:
             routed = rows_of_sets(chosen, experts, v).of_sets
@@ -252,8 +262,12 @@ def ffn_statistics(
         choice = {"experts": experts, "experts_per_token": chosen}
         oracle = ActivationEnergy().choose(y_up, **choice)
         if expert_index is None:
+            read = y_up
+            if sparsity.chooses_in_fp8:
+                rounded = tuple(rounded_product(x, weight) for weight in weights)
+                read = kind.read_by_routers(rounded)
             expert_index = sparsity.router.choose(
-                y_up,
+                read,
                 experts=experts,
                 experts_per_token=sparsity.expert_choices,
                 threshold=threshold,

@@ -6,6 +6,7 @@ from typing import Any
 from sparsejax.routing.routers import (
     NEAREST_CENTRE,
     ActivationEnergy,
+    ActivationEnergyFP8,
     LearnedEnergy,
     Router,
     SameExperts,
@@ -16,6 +17,7 @@ ROUTERS: tuple[Router, ...] = (
     NEAREST_CENTRE,
     TokenHash(),
     ActivationEnergy(),
+    ActivationEnergyFP8(),
     SameExperts(),
     LearnedEnergy(),
 )

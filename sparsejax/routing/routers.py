@@ -1,9 +1,9 @@
 """The routers: how a token chooses g of the E experts, one frozen value per way.
 
 A router scores all experts for every token, and the g largest scores win. What it reads
-decides when it can be asked: the token X and the token's id are known before GEMM 1,
-the pre-activations Y1 only after it. No gradient passes through a choice. A router is
-registered in `named_routers`, so that settings can name it.
+decides when it can be asked: the token X, the token's id and an estimate of the
+pre-activations Y1 are known before GEMM 1, Y1 only after it. No gradient passes through
+a choice. A router is registered in `named_routers`, so that settings can name it.
 """
 
 from abc import ABC, abstractmethod
@@ -24,11 +24,12 @@ from sparsejax.routing.regression import (
     regression_step,
 )
 
-Reads = Literal["x", "token_ids", "y_up"]
+Reads = Literal["x", "token_ids", "y_up", "y_up_fp8"]
 """The array that a router reads: "x", the tokens X (tokens, d_model); "token_ids",
-their ids (tokens,); or "y_up", the pre-activations Y1 (tokens, d_hidden) with the
-clusters of neurons contiguous. A gated FFN has two pre-activations, and in place of Y1
-stands sqrt(|A|), whose fourth power is the squared mass of A, as relu(Y1)'s is."""
+their ids (tokens,); "y_up", the pre-activations Y1 (tokens, d_hidden) with the clusters
+of neurons contiguous; or "y_up_fp8", those of X and W1 rounded to 8-bit floats. A gated
+FFN has two pre-activations, and in place of Y1 stands sqrt(|A|), whose fourth power is
+the squared mass of A, as relu(Y1)'s is."""
 
 State = Mapping[str, Array]
 """The arrays that a router keeps, by name. They are not trained; checkpoints hold
@@ -43,8 +44,8 @@ class Router(ABC):
     A subclass is a frozen dataclass, because a router is a part of `FFNSparsity`, which
     is compared and hashed. It says its `name`, what it `reads` and how it scores the
     experts; a router that keeps arrays also says how they begin and what a clustering
-    of the neurons makes of them. One that reads Y1 is asked inside the FFN, on a mesh
-    by every device for its own experts, and keeps no arrays.
+    of the neurons makes of them. One that reads Y1, rounded or not, is asked inside the
+    FFN, on a mesh by every device for its own experts, and keeps no arrays.
     """
 
     name: ClassVar[str]
@@ -139,6 +140,12 @@ class Router(ABC):
     def before_up(self) -> bool:
         """Whether the router can be asked before GEMM 1, as `skip_blocks` needs."""
         return self.reads != "y_up"
+
+    @property
+    def inside(self) -> bool:
+        """Whether the FFN asks the router itself, for it reads pre-activations. Else
+        the FFN is given the experts of each token."""
+        return self.reads in ("y_up", "y_up_fp8")
 
     @property
     def has_state(self) -> bool:
@@ -336,6 +343,23 @@ class ActivationEnergy(Router):
         """Returns energy_e over the sum of all energies; zeros where that is zero."""
         tiny = jnp.finfo(jnp.float32).tiny
         return scores / jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), tiny)
+
+
+@dataclass(frozen=True)
+class ActivationEnergyFP8(ActivationEnergy):
+    """The router that chooses as `ActivationEnergy`, by energies that are estimated
+    before GEMM 1: from a product of X and W1 that were rounded to 8-bit floats.
+
+        energy_e = sum over the neurons f of expert e of relu((q(X) q(W1))_f)^4
+
+    q rounds to float8_e4m3fn, X with a scale for each token and W1 with one
+    (`ops.fp8_matmul.rounded_product`). Tensor cores multiply such operands in half of
+    the time, and with `skip_blocks` GEMM 1 then computes the chosen experts' neurons
+    alone, in the compute dtype. Nothing but the choice rests on rounded numbers.
+    """
+
+    name = "activation_energy_fp8"
+    reads = "y_up_fp8"
 
 
 @dataclass(frozen=True)

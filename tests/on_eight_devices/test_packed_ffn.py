@@ -14,7 +14,11 @@ from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.gated_ffn import gated_ffn
 from sparsejax.feed_forward.operands.weights import pack_ffn
 from sparsejax.feed_forward.sparsity import FFNSparsity
-from sparsejax.routing.routers import ActivationEnergy, TokenHash
+from sparsejax.routing.routers import (
+    ActivationEnergy,
+    ActivationEnergyFP8,
+    TokenHash,
+)
 from sparsejax.sparsity.packed import Packed
 from sparsejax.sparsity.patterns import NM, VNM
 from tests.support.devices import hopper
@@ -144,7 +148,10 @@ JOINED = FFNSparsity(
 )
 
 
-def step_with_joined_experts(layout):
+SKIPPED = replace(JOINED, router=ActivationEnergyFP8(), skip_blocks=True)
+
+
+def step_with_joined_experts(layout, sparsity):
     """A step of 2,048 tokens for each of eight devices, as many as four sets of three
     experts need."""
     keys = jax.random.split(jax.random.key(0), 4)
@@ -154,23 +161,25 @@ def step_with_joined_experts(layout):
     )
     up, down = up / 128**0.5, down / 512**0.5
     x, dy = (of.astype(jnp.bfloat16) for of in (x, dy))
-    run = partial(ffn, sparsity=JOINED, layout=layout)
+    run = partial(ffn, sparsity=sparsity, layout=layout)
     y, pull_back = jax.vjp(run, x, up, down)
     return y, *pull_back(dy)
 
 
 @lru_cache
-def step_with_joined_experts_of_one_device():
-    return jax.jit(partial(step_with_joined_experts, None))()
+def step_with_joined_experts_of_one_device(sparsity):
+    return jax.jit(partial(step_with_joined_experts, None, sparsity))()
 
 
 @pytest.mark.parametrize("mesh", ["data", "fsdp", "all"])
-def test_rows_of_all_experts_of_a_token_are_those_of_one_device(calls, mesh):
+@pytest.mark.parametrize("sparsity", [JOINED, SKIPPED])
+def test_rows_of_all_experts_of_a_token_are_those_of_one_device(calls, mesh, sparsity):
     """On the mesh "all" a device has the neurons of two experts: there a token keeps a
     row for each."""
-    got = jax.jit(partial(step_with_joined_experts, layout_of(MESHES[mesh])))()
+    layout = layout_of(MESHES[mesh])
+    got = jax.jit(partial(step_with_joined_experts, layout, sparsity))()
     assert ("of several experts" in calls) == (mesh != "all")
-    expected = step_with_joined_experts_of_one_device()
+    expected = step_with_joined_experts_of_one_device(sparsity)
     for ours, theirs in zip(got, expected, strict=True):
         ours, theirs = (np.asarray(a, np.float64) for a in (ours, theirs))
         # A row for each expert is rounded to bfloat16 by itself.

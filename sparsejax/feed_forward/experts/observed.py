@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from sparsejax.feed_forward.sparsity import FFNSparsity
+from sparsejax.ops.fp8_matmul import rounded_product
 from sparsejax.sparsity.masks import soft_threshold
 
 type Observed = Mapping[str, Array]
@@ -106,8 +107,9 @@ def sampled(
     experts = sparsity.experts
     assert experts is not None
     if expert_index is None:
+        read = rounded_product(x, w_up) if sparsity.chooses_in_fp8 else y_up
         index = sparsity.router.choose(
-            y_up,
+            read,
             experts=experts,
             experts_per_token=sparsity.expert_choices,
             threshold=kept.get("energy_threshold"),

@@ -51,8 +51,9 @@ class PackedFFN(NamedTuple):
     """The weights of an FFN in the form that its GEMMs read: the matrices beta S(W),
     compressed along d_model, the axis that GEMMs 1 and 3 reduce over, and `Packed`
     where sparse tensor cores will read them; or weights in 8-bit floats, all of them
-    where the FFN is dense, and those that GEMM 1 reads where it is sparse. Beside them
-    stand the dense weights, where they are rounded to the compute dtype."""
+    where the FFN is dense, and those that GEMM 1 or the router reads where it is
+    sparse. Beside them stand the dense weights, where they are rounded to the compute
+    dtype."""
 
     up: Compressed | Packed | QuantisedWeight | None = None
     """S(W1), of logical shape (d_model, d_hidden), with groups along axis -2; `Packed`
@@ -79,7 +80,8 @@ class ReadWeights(NamedTuple):
     packed_down: Compressed | Packed | None = None
     packed_gate: Compressed | Packed | None = None
     quantised: FFNWeights[QuantisedWeight | None] = FFNWeights(None, None)
-    """The weights in 8-bit floats; None each where no GEMM reads it so."""
+    """The weights in 8-bit floats; None each where neither a GEMM nor the router reads
+    it so."""
 
     def dense(
         self, gemm: Decision, name: Literal["up", "down", "gate"]
@@ -132,7 +134,7 @@ def pack_ffn(
     gathers = whole and layout is not None and layout.stored_shards > 1
     held = partial(gathered_ffn, layout if gathers else None, stacked=w_up.ndim - 2)
     up = gate = dense = None
-    if precision != "dtype" and sparsity.up_is_dense:
+    if sparsity.rounds_up_weight(precision):
         up = quantise_weight(w_up)
         gate = None if w_gate is None else quantise_weight(w_gate)
     if up is not None and sparsity.is_dense:
@@ -206,7 +208,7 @@ def check_packed(
       packed: what the call was given.
       weights: the masters of the call.
       sparsity: the sparsity of the call.
-      quantises: whether its GEMM 1 is one of 8-bit floats.
+      quantises: whether it reads W1 in 8-bit floats.
       dtype: its compute dtype.
     """
     shapes = {name: w.shape for name, w in weights._asdict().items() if w is not None}

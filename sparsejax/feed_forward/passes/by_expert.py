@@ -42,11 +42,13 @@ from sparsejax.feed_forward.passes.expert_rows import (
 from sparsejax.feed_forward.passes.joined_experts import (
     JoinedRows,
     backward_of_sets,
+    forward_by_sets,
     forward_of_sets,
 )
 from sparsejax.feed_forward.passes.masked import (
     into_hidden,
     kept_where_masked,
+    rounded_into_hidden,
     weight_gradients,
 )
 from sparsejax.feed_forward.passes.packed_by_expert import (
@@ -82,18 +84,13 @@ def forward(
     """Returns Y (tokens, d_model), and what the backward needs."""
     plan, layout = static.plan, static.layout
     sparsity, expert_index = plan.sparsity, operands.index
+    if sparsity.chooses_in_fp8:
+        expert_index = _choose(static, rounded_into_hidden(x, w), operands)
     if sparsity.skip_blocks:
         return _forward_of_rows(plan, layout, x, w, expert_index)
     products = into_hidden(plan, x, w)
-    if not sparsity.router.before_up:
-        assert sparsity.experts is not None
-        _, experts = own_experts(layout, sparsity.experts)
-        read = plan.activation.read_by_routers(products)
-        scores = sparsity.router.scores(read, experts, NO_STATE)
-        scores = gather_experts(layout, scores)
-        expert_index = sparsity.router.of_scores(
-            scores, sparsity.expert_choices, operands.energy_threshold
-        )
+    if sparsity.router.reads == "y_up":
+        expert_index = _choose(static, products, operands)
     if plan.joins_experts:
         assert expert_index is not None
         return forward_of_sets(plan, w, products, expert_index)
@@ -114,15 +111,35 @@ def forward(
     return _down(plan, w, of_rows, routed, unmasked, None)
 
 
+def _choose(
+    static: Static, products: Hidden, operands: ExpertOperands[jax.Array]
+) -> jax.Array:
+    """Returns the experts of each token by a router that reads pre-activations, from
+    the products of X with the weights into the hidden layer."""
+    plan, layout = static.plan, static.layout
+    sparsity = plan.sparsity
+    assert sparsity.experts is not None
+    _, experts = own_experts(layout, sparsity.experts)
+    read = plan.activation.read_by_routers(products)
+    scores = sparsity.router.scores(read, experts, NO_STATE)
+    scores = gather_experts(layout, scores)
+    return sparsity.router.of_scores(
+        scores, sparsity.expert_choices, operands.energy_threshold
+    )
+
+
 def _forward_of_rows(
     plan: FFNPlan,
     layout: FFNLayout | None,
     x: jax.Array,
     w: ReadWeights,
     expert_index: jax.Array | None,
-) -> tuple[jax.Array, Residuals | PackedRows | DenseRows]:
+) -> tuple[jax.Array, Residuals | PackedRows | DenseRows | JoinedRows]:
     """Computes `forward` where the experts are known before GEMM 1, which multiplies
     each row by the neurons of its expert alone, or else each token by all of them."""
+    if plan.joins_experts:
+        assert expert_index is not None
+        return forward_by_sets(plan, x, w, expert_index)
     routed = rows_of_tokens(plan, expert_index, layout)
     if plan.up.spec.experts is None:
         products = into_hidden(plan, x, w)

@@ -4,8 +4,8 @@ side, g F / E of them.
 
 The tokens are sorted by the set of their experts (`expert_sets`), so that each is
 copied once and has one row of Y and of dX, and GEMMs 2 and 4 sum over its experts
-themselves. Nothing is dropped inside the experts, and all GEMMs but those into the
-hidden layer run on a set of kernels.
+themselves. Nothing is dropped inside the experts. All GEMMs run on a set of kernels,
+but for those into the hidden layer where the experts are known only after them.
 """
 
 from functools import partial
@@ -40,12 +40,49 @@ def forward_of_sets(
     """Returns Y (tokens, d_model), and what the backward needs, from the products of X
     with all neurons, (tokens, d_hidden) each, and the experts of each token, (tokens,
     g)."""
-    assert plan.kernels is not None and plan.row_tile is not None
-    assert plan.sparsity.experts is not None
-    rows = rows_of_sets(expert_index, plan.sparsity.experts, plan.row_tile)
+    rows = _rows_of_sets(plan, expert_index)
     of_rows = tuple(_own_neurons(product, rows) for product in products)
     kept = plan.activation.keep(of_rows)
     a = plan.activation.apply(kept)
+    return _down_of_sets(plan, w, a, kept, rows)
+
+
+def forward_by_sets(
+    plan: FFNPlan, x: jax.Array, w: ReadWeights, expert_index: jax.Array
+) -> tuple[jax.Array, JoinedRows]:
+    """Returns what `forward_of_sets` does where the experts of each token are known
+    before the GEMMs into the hidden layer, which compute those experts' neurons
+    alone."""
+    rows = _rows_of_sets(plan, expert_index)
+    kernels, found = plan.kernels, sets_looked_up(rows)
+    assert kernels is not None
+    x_rows = gather_rows(kernels, x, rows.of_sets)
+    # (rows, g F / E) = (rows, d) @ (d, E, F / E)
+    how = {"rows": found, "expert_axis": 1, "k_major": False}
+    if plan.gate is None:
+        a = kernels.dense_rows_squared_relu(x_rows, _into_hidden(w.up, rows), **how)
+        return _down_of_sets(plan, w, a, (a,), rows)
+    assert w.gate is not None
+    kept = plan.activation.keep(
+        tuple(
+            kernels.dense_rows_matmul(x_rows, _into_hidden(weight, rows), **how)
+            for weight in (w.gate, w.up)
+        )
+    )
+    return _down_of_sets(plan, w, plan.activation.apply(kept), kept, rows)
+
+
+def _rows_of_sets(plan: FFNPlan, expert_index: jax.Array) -> RowsOfSets:
+    assert plan.sparsity.experts is not None and plan.row_tile is not None
+    return rows_of_sets(expert_index, plan.sparsity.experts, plan.row_tile)
+
+
+def _down_of_sets(
+    plan: FFNPlan, w: ReadWeights, a: jax.Array, kept: Hidden, rows: RowsOfSets
+) -> tuple[jax.Array, JoinedRows]:
+    """Returns Y (tokens, d_model) from A of the rows, and what the backward needs;
+    `kept` is what the activation keeps of the rows."""
+    assert plan.kernels is not None
     # (rows, d) = (rows, g F / E) @ (E, F / E, d)
     y = plan.kernels.dense_rows_matmul(
         a, _down(w, rows), sets_looked_up(rows), expert_axis=0, k_major=False
@@ -120,7 +157,7 @@ def _own_neurons(hidden: jax.Array, rows: RowsOfSets) -> jax.Array:
     return own.reshape(own.shape[0], -1)
 
 
-def _into_hidden(w: jax.Array, rows: ExpertRows) -> jax.Array:
+def _into_hidden(w: jax.Array, rows: ExpertRows | RowsOfSets) -> jax.Array:
     """Returns a weight into the hidden layer with the axis of its neurons split by
     expert, (d, E, F / E)."""
     return w.reshape(w.shape[0], rows.experts, -1)

@@ -4,6 +4,7 @@ Every token may use every neuron: A is dense or 2:4 along F.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +21,12 @@ from sparsejax.feed_forward.operands.token_sparsity import (
 from sparsejax.feed_forward.operands.weights import (
     FFNWeights,
     ReadWeights,
+    as_dense,
     multiply,
     multiply_by_weight,
 )
 from sparsejax.feed_forward.plan import FFNPlan
+from sparsejax.ops.fp8_matmul import rounded_product
 from sparsejax.sparsity.masks import magnitude_mask, nm_mask
 from sparsejax.sparsity.patterns import NM
 
@@ -37,6 +40,21 @@ def into_hidden(plan: FFNPlan, x: jax.Array, w: ReadWeights) -> Hidden:
         return (up,)
     w_gate = w.dense(plan.gate, "gate")
     return multiply_by_weight(plan.gate, x, w_gate, w.packed_gate), up
+
+
+def rounded_into_hidden(x: jax.Array, w: ReadWeights) -> Hidden:
+    """Returns the products of `into_hidden` from operands that are rounded to 8-bit
+    floats."""
+
+    def product(name: Literal["up", "gate"]) -> jax.Array:
+        weight = getattr(w.quantised, name)
+        if weight is None:
+            packed = getattr(w, f"packed_{name}")
+            weight = as_dense(getattr(w, name), packed, up=True)
+        return rounded_product(x, weight)
+
+    up = product("up")
+    return (up,) if w.gate is None else (product("gate"), up)
 
 
 def kept_where_masked(

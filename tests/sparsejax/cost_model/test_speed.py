@@ -17,8 +17,10 @@ from sparsejax.cost_model import (
     predicted_speedup,
     whole_run_speedup,
 )
+from sparsejax.cost_model.hardware import FP8_GAIN
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.transformer import Transformer
+from sparsejax.routing.routers import ActivationEnergyFP8
 from sparsejax.sparsity.patterns import NM, VNM
 from tests.support.oracles.cost_cases import BLOCKS, LLAMA_1B, MASKS, TINY
 
@@ -103,6 +105,15 @@ IDEAL = KernelFactors(two_four=2.0)
         (
             dataclasses.replace(BLOCKS, experts_per_token=2),
             (1 / 4, 1 / 4, 1 / 4, 1 / 4, 1 / 2, 1 / 2),
+        ),
+        (
+            FFNSparsity(
+                activations=VNM(16, 4, 16),
+                router=ActivationEnergyFP8(),
+                skip_blocks=True,
+                weight_gradients="expert_columns",
+            ),
+            (1 / 4 + 1 / FP8_GAIN, *[1 / 4] * 5),
         ),
         (
             FFNSparsity(activations=NM(2, 4), token_sparsity="magnitude"),

@@ -7,11 +7,19 @@ import pytest
 from pallas_kernels.device import Device
 from sparsejax.config import MeshConfig, ModelConfig
 from sparsejax.cost_model import Links, Speeds, predicted_step
-from sparsejax.cost_model.hardware import SLOWED_BESIDE
-from sparsejax.cost_model.step_time import elementwise_bytes, observed_flops
+from sparsejax.cost_model.hardware import FP8_GAIN, SLOWED_BESIDE
+from sparsejax.cost_model.step_time import (
+    elementwise_bytes,
+    observed_flops,
+    router_flops,
+)
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.reports.metrics import ffn_decisions
-from sparsejax.routing.routers import ActivationEnergy
+from sparsejax.routing.routers import (
+    ActivationEnergy,
+    ActivationEnergyFP8,
+    NearestCentre,
+)
 from sparsejax.sparsity.patterns import VNM
 
 # d_model 8, 16 neurons, one head of 8, ids of 0 to 31, 32 tokens in sequences of 4.
@@ -71,6 +79,7 @@ def test_rows_of_experts_are_moved_for_each_expert_of_a_token():
     two = dataclasses.replace(one, experts_per_token=2)
     by_energy = dataclasses.replace(two, router=ActivationEnergy())
     penalised = dataclasses.replace(by_energy, skipped_energy=0.05)
+    rounded = dataclasses.replace(two, router=ActivationEnergyFP8(), skip_blocks=True)
 
     def bytes_of(sparsity, rows=None):
         rows = sparsity.expert_choices if rows is None else rows
@@ -85,6 +94,14 @@ def test_rows_of_experts_are_moved_for_each_expert_of_a_token():
     assert bytes_of(two, rows=1) - bytes_of(one) == 4 * 7 * 16
     assert bytes_of(by_energy) - bytes_of(two) == 4 * 64
     assert bytes_of(penalised) - bytes_of(by_energy) == 24 * 64 / 16
+    # X is rounded to 8-bit floats besides, and multiplied once more.
+    assert bytes_of(rounded) - bytes_of(by_energy) == 5 * 8
+    assert router_flops(model, by_energy) == 0
+    assert router_flops(model, rounded) == 2 * 8 * 64
+    given = dataclasses.replace(rounded, router=NearestCentre())
+    gemms = [step(model, sparsity=of).gemms for of in (given, rounded)]
+    added = SLOW_GEMMS * tokens * 2 * 8 * 64 / FP8_GAIN / 1e6
+    assert gemms[1] - gemms[0] == pytest.approx(added)
     # GEMM 1 of what is looked at, and for the penalty GEMM 5.
     assert observed_flops(model, by_energy) == 0
     assert observed_flops(model, penalised) == 2 * 2 * 8 * 64

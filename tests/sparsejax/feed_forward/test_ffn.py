@@ -338,7 +338,7 @@ def test_exact_gradients_are_the_derivative_of_the_masked_forward(sparsity):
     with jax.enable_x64(True):
         y, pull_back = jax.vjp(masked, *map(jnp.asarray, (x, s_up, w_down)))
         expected = y, *pull_back(jnp.asarray(dy))
-        given = experts if sparsity.router.before_up else None
+        given = None if sparsity.router.inside else experts
         got = jitted(sparsity, x, w_up, w_down, dy, given)
         estimate = replace(sparsity, exact_gradients=False)
         other = jitted(estimate, x, w_up, w_down, dy, given)

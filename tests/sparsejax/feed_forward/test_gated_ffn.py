@@ -97,7 +97,7 @@ def gated_oracle(case, x, w_gate, w_up, w_down, dy, experts=None):
     tokens, features = gate.shape
     columns = np.ones_like(gate)
     if sparsity.experts:
-        if not sparsity.router.before_up:
+        if sparsity.router.inside:
             mass = (s * up) ** 2
             mass = mass.reshape(tokens, sparsity.experts, -1).sum(-1)
             best = np.argsort(-mass, axis=1, kind="stable")

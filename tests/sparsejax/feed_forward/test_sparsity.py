@@ -167,7 +167,10 @@ def test_errors_offer_the_routers_that_can():
             skip_blocks=True,
             weight_gradients="expert_columns",
         )
-    with pytest.raises(ValueError, match="use router='activation_energy' or 'learned'"):
+    with pytest.raises(
+        ValueError,
+        match="use router='activation_energy', 'activation_energy_fp8' or 'learned'",
+    ):
         FFNSparsity(
             activations=VNM(8, 2, 16), router=TokenHash(), most_experts_per_token=2
         )

@@ -125,7 +125,7 @@ def test_the_statistics_of_a_network_are_those_of_plain_loops(sparsity):
     w[:, 5] = 0  # never active
     w[:, 7] = w[:, 6]  # a tie in a group of four
     index = None
-    if sparsity.experts and sparsity.router.before_up:
+    if sparsity.experts and not sparsity.router.inside:
         orders = [generator.permutation(4) for _ in x]
         index = np.array([o[: sparsity.experts_per_token] for o in orders], np.int32)
     actual = ffn_statistics(jnp.asarray(x), jnp.asarray(w), sparsity, index)

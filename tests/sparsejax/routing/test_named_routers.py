@@ -37,7 +37,7 @@ def test_a_router_that_settings_would_not_find_again_is_not_written(monkeypatch)
 
 def test_names_are_offered_in_words(monkeypatch):
     offered = names_where(lambda router: router.scores_are_energies)
-    assert offered == "'activation_energy' or 'learned'"
+    assert offered == "'activation_energy', 'activation_energy_fp8' or 'learned'"
     three = (TokenHash(), ActivationEnergy(), LearnedEnergy())
     monkeypatch.setattr(named_routers, "ROUTERS", three)
     assert names_where(lambda router: True) == (

@@ -1,6 +1,7 @@
 """The gradient over micro-batches: that of all tokens, weights compressed once."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import chex
@@ -17,7 +18,7 @@ from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models import attention, sparse_ffn
 from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.models.transformer import Transformer, cross_entropy
-from sparsejax.routing.routers import ActivationEnergy
+from sparsejax.routing.routers import ActivationEnergy, ActivationEnergyFP8
 from sparsejax.sparsity.patterns import NM, VNM
 from sparsejax.switches.switching import switch
 from sparsejax.training.micro_batches import loss_and_gradient
@@ -31,6 +32,7 @@ EXPERTS = FFNSparsity(
     router=ActivationEnergy(),
     weight_gradients="expert_columns",
 )
+ROUNDED = replace(EXPERTS, router=ActivationEnergyFP8(), skip_blocks=True)
 D, F = 16, 64
 
 
@@ -42,7 +44,7 @@ def mean_square(model, x):
     return jnp.mean((model(x) - jnp.tanh(x[:, ::-1])) ** 2)
 
 
-@pytest.mark.parametrize("sparsity", [WEIGHTS, TWO_FOUR, VENOM])
+@pytest.mark.parametrize("sparsity", [WEIGHTS, TWO_FOUR, VENOM, ROUNDED])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_packing_changes_no_bit(sparsity, dtype):
     layer = SparseFFN(D, F, sparsity=sparsity, dtype=dtype, rngs=nnx.Rngs(0))

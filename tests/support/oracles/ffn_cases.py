@@ -106,7 +106,7 @@ def make_inputs(seed=0, tokens=TOKENS):
 
 def make_experts(sparsity, seed=1, tokens=TOKENS):
     """g distinct experts per token, expert 2 left without any token."""
-    if not sparsity.experts or not sparsity.router.before_up:
+    if not sparsity.experts or sparsity.router.inside:
         return None
     rng = np.random.default_rng(seed)
     usable = [e for e in range(sparsity.experts) if e != 2]

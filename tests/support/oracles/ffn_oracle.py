@@ -6,7 +6,12 @@ packed weights. Every matrix is full size and masked.
 
 import math
 
+import ml_dtypes
 import numpy as np
+
+from tests.support.oracles.fp8_oracle import rounded
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def soft_threshold(w, axis):
@@ -94,9 +99,13 @@ def ffn_oracle(
         y_up = x @ s_up
     columns = np.ones((tokens, features), bool)
     if venom:
-        if not sparsity.router.before_up:
+        if sparsity.router.inside:
+            read = y_up
+            if sparsity.router.reads == "y_up_fp8":
+                rows = np.stack([rounded(row, E4M3) for row in x])
+                read = rows @ rounded(s_up.astype(np.float32), E4M3)
             expert_index = heaviest_experts(
-                y_up, sparsity.experts, sparsity.experts_per_token
+                read, sparsity.experts, sparsity.experts_per_token
             )
         columns = cluster_mask(expert_index, features, sparsity.experts)
     mask = columns

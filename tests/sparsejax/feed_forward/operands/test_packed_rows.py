@@ -57,7 +57,7 @@ D, F = 64, 256
 
 def chosen(sparsity: FFNSparsity, tokens: int, routing: str = "any"):
     """Experts of each token, where it is not the mass that decides."""
-    if not sparsity.router.before_up:
+    if sparsity.router.inside:
         return None
     experts, count = sparsity.experts, sparsity.experts_per_token
     if routing == "all to one":

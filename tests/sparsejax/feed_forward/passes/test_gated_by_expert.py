@@ -65,7 +65,7 @@ EACH = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 def make_experts(case, tokens=TOKENS):
     """Distinct experts of each token, the third one left without any."""
-    if not case.sparsity.router.before_up:
+    if case.sparsity.router.inside:
         return None
     rng = np.random.default_rng(1)
     count = case.sparsity.experts_per_token

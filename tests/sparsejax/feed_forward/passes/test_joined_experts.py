@@ -12,7 +12,11 @@ from sparsejax.feed_forward.gated_ffn import GatedFFNSpec, gated_ffn
 from sparsejax.feed_forward.plan import FFNPlan
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.backend import current_device
-from sparsejax.routing.routers import ActivationEnergy, TokenHash
+from sparsejax.routing.routers import (
+    ActivationEnergy,
+    ActivationEnergyFP8,
+    TokenHash,
+)
 from sparsejax.sparsity.patterns import TWO_FOUR, VNM
 from tests.sparsejax.feed_forward.operands.test_packed_activations import (
     operands,
@@ -35,6 +39,7 @@ TWO_OF_FOUR = FFNSparsity(
 )
 THREE_OF_FOUR = replace(TWO_OF_FOUR, experts_per_token=3)
 PENALTY = replace(TWO_OF_FOUR, skipped_energy=0.05)
+SKIPPED = replace(TWO_OF_FOUR, router=ActivationEnergyFP8(), skip_blocks=True)
 
 
 def joins(sparsity, **changes) -> bool:
@@ -42,7 +47,7 @@ def joins(sparsity, **changes) -> bool:
     return FFNPlan.of(spec(sparsity, **facts), None).joins_experts
 
 
-@pytest.mark.parametrize("sparsity", [TWO_OF_FOUR, THREE_OF_FOUR, PENALTY])
+@pytest.mark.parametrize("sparsity", [TWO_OF_FOUR, THREE_OF_FOUR, PENALTY, SKIPPED])
 def test_experts_are_joined(untuned, sparsity):
     assert joins(sparsity)
 
@@ -66,25 +71,48 @@ def test_experts_are_joined(untuned, sparsity):
         ({"token_sparsity": "magnitude"}, {}),
         # A caller's choices may name an expert twice.
         ({"router": TokenHash(), "skip_blocks": True}, {}),
+        # Where GEMM 1 reads 2:4 weights it has a row for each expert.
+        (
+            {
+                "router": ActivationEnergyFP8(),
+                "skip_blocks": True,
+                "weights": TWO_FOUR,
+                "exact_gradients": True,
+            },
+            {},
+        ),
     ],
 )
 def test_otherwise_a_token_has_a_row_for_each_expert(untuned, changes, facts):
     assert not joins(replace(TWO_OF_FOUR, **changes), **facts)
 
 
-def test_those_of_gated_ffns_are_joined_too(untuned):
+EITHER = pytest.mark.parametrize("sparsity", [TWO_OF_FOUR, SKIPPED])
+
+
+@EITHER
+def test_those_of_gated_ffns_are_joined_too(untuned, sparsity):
     sizes = {"tokens": TOKENS, "d_model": D, "d_hidden": F, "dtype": "bfloat16"}
-    of = GatedFFNSpec(**sizes, sparsity=TWO_OF_FOUR, device=hopper.H200)
+    of = GatedFFNSpec(**sizes, sparsity=sparsity, device=hopper.H200)
     assert FFNPlan.of(of, None).joins_experts
-    joined = [path.endswith(TOLD) for path in (each.path for each in of.explain())]
-    assert joined == [False] * 2 + [True] * 7
+    assert_told(of, into_hidden=2)
 
 
-def test_it_is_told(untuned):
-    of = spec(TWO_OF_FOUR, d_model=D, d_hidden=F, tokens=TOKENS)
+@EITHER
+def test_it_is_told(untuned, sparsity):
+    assert_told(spec(sparsity, d_model=D, d_hidden=F, tokens=TOKENS), into_hidden=1)
+
+
+def assert_told(of, *, into_hidden: int) -> None:
+    """All GEMMs but those into the hidden layer say that a token has one row; with
+    `skip_blocks` these do, too, and that the router has a GEMM of its own."""
     paths = [decision.path for decision in of.explain()]
-    joined = [path.endswith(TOLD) for path in paths]
-    assert joined == [False] + [True] * 5
+    skips = of.sparsity.skip_blocks
+    assert [TOLD in path for path in paths[:into_hidden]] == [skips] * into_hidden
+    assert all(path.endswith(TOLD) for path in paths[into_hidden:])
+    of_router = ["8-bit floats with all neurons" in path for path in paths]
+    assert of_router[:into_hidden] == [skips] * into_hidden
+    assert not any(of_router[into_hidden:])
 
 
 def assert_rounded_once(sparsity, arguments, dy) -> None:
@@ -99,7 +127,7 @@ def assert_rounded_once(sparsity, arguments, dy) -> None:
         np.testing.assert_array_equal(ours, right.astype(ours.dtype))
 
 
-@pytest.mark.parametrize("sparsity", [TWO_OF_FOUR, THREE_OF_FOUR])
+@pytest.mark.parametrize("sparsity", [TWO_OF_FOUR, THREE_OF_FOUR, SKIPPED])
 def test_an_ffn_of_whole_numbers_is_exactly_the_reference(calls, sparsity):
     """What the kernels leave beyond the used tiles, NaN here, reaches no result."""
     arguments, dy = whole_numbers(TOKENS, D, F, seed=0)
@@ -108,16 +136,17 @@ def test_an_ffn_of_whole_numbers_is_exactly_the_reference(calls, sparsity):
     assert calls.count("dense_over_rows") == 2 * calls.count("gradient of dense_rows")
 
 
-def test_random_numbers_are_near_the_reference(calls):
+@EITHER
+def test_random_numbers_are_near_the_reference(calls, sparsity):
     arguments, dy = operands(TOKENS, d=D, f=F)
     got, expected = (
-        step(TWO_OF_FOUR, backend, arguments, dy) for backend in (None, "reference")
+        step(sparsity, backend, arguments, dy) for backend in (None, "reference")
     )
     assert_close(got, expected)
     assert "of several experts" in calls
 
 
-def assert_gated_near_the_reference(activation) -> None:
+def assert_gated_near_the_reference(activation, sparsity) -> None:
     keys = jax.random.split(jax.random.key(0), 5)
     shapes = [(TOKENS, D), (D, F), (D, F), (F, D), (TOKENS, D)]
     scales = [1, D**-0.5, D**-0.5, F**-0.5, 1]
@@ -129,7 +158,7 @@ def assert_gated_near_the_reference(activation) -> None:
 
     def gated_step(backend):
         options = {"activation": activation, "backend": backend}
-        run = lambda *of: gated_ffn(*of, sparsity=TWO_OF_FOUR, **options)
+        run = lambda *of: gated_ffn(*of, sparsity=sparsity, **options)
         y, pull_back = jax.vjp(run, x, *weights)
         return y, *pull_back(dy)
 
@@ -145,31 +174,34 @@ GATED = pytest.mark.parametrize("activation", ["swiglu", "reglu2"])
 
 
 @GATED
-def test_a_gated_ffn_is_near_the_reference(calls, activation):
-    assert_gated_near_the_reference(activation)
+@EITHER
+def test_a_gated_ffn_is_near_the_reference(calls, activation, sparsity):
+    assert_gated_near_the_reference(activation, sparsity)
     assert "of several experts" in calls
     assert calls.count("dense_over_rows") == 3
 
 
-def test_a_step_lowers_for_hopper(monkeypatch, untuned):
+@EITHER
+def test_a_step_lowers_for_hopper(monkeypatch, untuned, sparsity):
     """With the kernels themselves, which only a GPU can run: X and dY are taken to
-    rows, and five GEMMs."""
+    rows, and five GEMMs; with `skip_blocks` X is before GEMM 1, too."""
     jax.clear_caches()  # of traces made with the emulated ones
     hopper.see_device(monkeypatch)
     (x, w_up, w_down), dy = operands(TOKENS, d=D, f=F)
 
     def both(x, w_up, w_down, dy):
-        run = lambda *operands: ffn(*operands, sparsity=TWO_OF_FOUR)
+        run = lambda *operands: ffn(*operands, sparsity=sparsity)
         y, pull_back = jax.vjp(run, x, w_up, w_down)
         return y, pull_back(dy)
 
     traced = jax.jit(both).trace(x, w_up, w_down, dy)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 2 + 5
+    more = 2 if sparsity.skip_blocks else 0
+    assert text.count("custom_call @mosaic_gpu") == 2 + 5 + more
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sparsity", [TWO_OF_FOUR, THREE_OF_FOUR])
+@pytest.mark.parametrize("sparsity", [TWO_OF_FOUR, THREE_OF_FOUR, SKIPPED])
 @pytest.mark.parametrize("tokens", [TOKENS, 5000])
 def test_an_ffn_of_whole_numbers_is_exactly_the_reference_on_a_gpu(sparsity, tokens):
     arguments, dy = whole_numbers(tokens, D, F, seed=tokens)
@@ -179,14 +211,16 @@ def test_an_ffn_of_whole_numbers_is_exactly_the_reference_on_a_gpu(sparsity, tok
 
 @pytest.mark.gpu
 @GATED
-def test_a_gated_ffn_is_near_the_reference_on_a_gpu(activation):
-    assert_gated_near_the_reference(activation)
+@EITHER
+def test_a_gated_ffn_is_near_the_reference_on_a_gpu(activation, sparsity):
+    assert_gated_near_the_reference(activation, sparsity)
 
 
 @pytest.mark.gpu
-def test_repeated_steps_give_the_same_bits_on_a_gpu():
+@EITHER
+def test_repeated_steps_give_the_same_bits_on_a_gpu(sparsity):
     arguments, dy = operands(16384, d=512, f=2048)
-    sparsity = replace(TWO_OF_FOUR, activations=VNM(128, 4, 32))
+    sparsity = replace(sparsity, activations=VNM(128, 4, 32))
     got, again = (step(sparsity, None, arguments, dy) for _ in "12")
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True):
         assert (one == other).all()
