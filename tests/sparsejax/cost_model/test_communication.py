@@ -21,8 +21,10 @@ from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.gated_ffn import gated_ffn
 from sparsejax.feed_forward.layout import FFNLayout
 from sparsejax.feed_forward.operands.weights import pack_ffn
-from sparsejax.feed_forward.sparsity import DENSE
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.transformer import rematerialise
+from sparsejax.routing.routers import ActivationEnergyFP8, NearestCentre
+from sparsejax.sparsity.patterns import VNM
 from tests.support.oracles.cost_cases import CUBE, LLAMA_1B, SPLIT, WEIGHTS
 
 
@@ -41,13 +43,30 @@ def test_a_sparse_weight_is_gathered_compressed(dtype, compressed, of_dense):
     )
 
 
+GATED = dataclasses.replace(LLAMA_1B, activation="swiglu")
+
+
 def test_a_gated_ffn_gathers_gate_and_up_alike():
-    gated = dataclasses.replace(LLAMA_1B, activation="swiglu", remat="full")
+    gated = dataclasses.replace(GATED, remat="full")
     matrix = 2048 * 8448 * 2
     sparse = gathered_bytes(gated, WEIGHTS)
     assert sparse.ffn_forward == matrix * (2 * 9 + 16) // 16
     assert sparse.ffn_backward == matrix * (9 + 2 * 16) // 16
     assert sparse.ffn_recomputed == matrix * 2 * 9 // 16
+
+
+def test_a_router_of_8_bit_floats_gathers_a_byte_for_each_number_besides():
+    rounded = FFNSparsity(
+        activations=VNM(128, 4, 32),
+        router=ActivationEnergyFP8(),
+        skip_blocks=True,
+        weight_gradients="expert_columns",
+    )
+    given = dataclasses.replace(rounded, router=NearestCentre())
+    for model, into_hidden in ((LLAMA_1B, 1), (GATED, 2)):
+        got, without = (gathered_bytes(model, of) for of in (rounded, given))
+        assert got.ffn_forward - without.ffn_forward == into_hidden * 2048 * 8448
+        assert got.ffn_backward == without.ffn_backward
 
 
 @pytest.mark.parametrize("remat", ["full", "dots"])

@@ -17,6 +17,7 @@ from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.operands.weights import pack_ffn
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.transformer import Transformer
+from sparsejax.routing.routers import ActivationEnergyFP8
 from sparsejax.sparsity.patterns import VNM
 from tests.support.oracles.cost_cases import CUBE, LLAMA_1B, MASKS, SPLIT, TINY, WEIGHTS
 
@@ -108,11 +109,20 @@ def test_activation_memory_of_a_routed_ffn_is_what_its_backward_keeps(
 
 
 @pytest.mark.parametrize("activation", ["relu2", "swiglu"])
-def test_memory_of_weights_in_8_bit_floats_is_that_of_the_packed_ones(activation):
+@pytest.mark.parametrize("precision", ["dtype", "fp8"])
+def test_memory_of_weights_in_8_bit_floats_is_that_of_the_packed_ones(
+    activation, precision
+):
     config = dataclasses.replace(
-        TINY, activation=activation, precision="fp8", dtype="bfloat16"
+        TINY, activation=activation, precision=precision, dtype="bfloat16"
     )
     experts = FFNSparsity(activations=VNM(4, 4, 16))
+    by_router = FFNSparsity(
+        activations=VNM(4, 4, 16),
+        router=ActivationEnergyFP8(),
+        skip_blocks=True,
+        weight_gradients="expert_columns",
+    )
 
     def made(sparsity):
         """The bytes that `pack_ffn` makes of one layer, without scales."""
@@ -120,7 +130,10 @@ def test_memory_of_weights_in_8_bit_floats_is_that_of_the_packed_ones(activation
         down = jax.ShapeDtypeStruct(up.shape[::-1], jnp.float32)
         gate = up if config.gated else None
         pack = functools.partial(
-            pack_ffn, sparsity=sparsity, precision="fp8", dtype=jnp.dtype("bfloat16")
+            pack_ffn,
+            sparsity=sparsity,
+            precision=precision,
+            dtype=jnp.dtype("bfloat16"),
         )
         packed = jax.eval_shape(lambda u, d, g: pack(u, d, w_gate=g), up, down, gate)
         return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(packed) if a.ndim)
@@ -132,6 +145,7 @@ def test_memory_of_weights_in_8_bit_floats_is_that_of_the_packed_ones(activation
     others = 2 * (count.attention + count.head)
     assert planned(DENSE) == config.layers * made(DENSE) + others
     assert planned(experts) == config.layers * made(experts) + others
+    assert planned(by_router) == config.layers * made(by_router) + others
 
 
 def test_memory_of_the_states():
