@@ -72,6 +72,14 @@ def quantise(x: Float[Array, "*batch rows columns"], dtype: DTypeLike) -> Quanti
     return Quantised(scaled.astype(dtype), step)
 
 
+def quantise_rows(x: Float[Array, "rows columns"]) -> Quantised:
+    """Returns a matrix in float8_e4m3fn with a step for each of its rows, (rows,), so
+    that none depends on another."""
+    step = _step(jnp.max(jnp.abs(x), axis=1).astype(jnp.float32), jnp.finfo(FORWARD))
+    rows = x.astype(jnp.float32) * (1 / step)[:, None]
+    return Quantised(rows.astype(FORWARD), step)
+
+
 def quantise_weight(w: Float[Array, "*layers d_in d_out"]) -> QuantisedWeight:
     """Returns a weight, or a stack of them with a step each, in 8-bit floats. It is to
     be made once per optimiser step, and not for every micro-batch."""
@@ -137,21 +145,16 @@ def fp8_matmul(
 
 
 def rounded_product(
-    x: Float[Array, "tokens d_in"], w: Float[Array, "d_in d_out"] | QuantisedWeight
+    x: Float[Array, "tokens d_in"], w: QuantisedWeight
 ) -> Float[Array, "tokens d_out"]:
-    """Returns q(x) q(w), float32, without a gradient: both operands rounded to
-    float8_e4m3fn, the weight here unless it has been before.
+    """Returns q(x) w, float32, without a gradient, with q that of `quantise_rows`.
 
-    Each row of x has a step of its own, so that no token depends on another. With x in
-    bfloat16 the product of the 8-bit numbers is rounded to it before it is multiplied
-    by the steps.
+    With x in bfloat16 the product of the 8-bit numbers is rounded to it before it is
+    multiplied by the steps.
     """
-    x = lax.stop_gradient(x)
-    rounded = w if isinstance(w, QuantisedWeight) else quantise_weight(w)
-    step = _step(jnp.max(jnp.abs(x), axis=1).astype(jnp.float32), jnp.finfo(FORWARD))
-    rows = x.astype(jnp.float32) * (1 / step)[:, None]
-    whole = Quantised(rows.astype(FORWARD), jnp.float32(1))
-    transposed = Quantised(rounded.transposed, rounded.step)
+    values, step = quantise_rows(lax.stop_gradient(x))
+    whole = Quantised(values, jnp.float32(1))
+    transposed = Quantised(w.transposed, w.step)
     # The largest float16 is below a sum of such products.
     is_bfloat16 = x.dtype == jnp.bfloat16
     written = jnp.bfloat16 if is_bfloat16 else jnp.float32

@@ -264,7 +264,8 @@ def ffn_statistics(
         if expert_index is None:
             read = y_up
             if sparsity.chooses_in_fp8:
-                rounded = tuple(rounded_product(x, weight) for weight in weights)
+                quantised = map(quantise_weight, weights)
+                rounded = tuple(rounded_product(x, weight) for weight in quantised)
                 read = kind.read_by_routers(rounded)
             expert_index = sparsity.router.choose(
                 read,

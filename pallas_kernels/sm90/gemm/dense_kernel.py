@@ -1,5 +1,5 @@
-"""The kernel of GEMMs by expert whose operands are both dense: that of `dense_rows` and
-of `dense_over_rows`.
+"""The kernel of GEMMs whose operands are both dense: that of `dense_rows`, of
+`dense_over_rows` and of `expert_energies`.
 
     C = A B,    A (m, k),    B (k, n),    C (m, n)
 
@@ -28,7 +28,8 @@ from pallas_kernels.sm90.sparse_matmul_configs import (
 )
 
 STEP = 64
-"""The number of columns of A and rows of B that a step multiplies."""
+"""The number of columns of A and rows of B that a step multiplies, of 16 bits each: a
+line of shared memory. Of 8 bits it is twice as many."""
 
 WARPGROUPS = 2
 """The number of warpgroups that multiply, each its own rows of a tile of C."""
@@ -137,7 +138,7 @@ def dense_kernel(
     warpgroups in a block.
 
     Args:
-      a, b: the operands, of 16 bits.
+      a, b: the operands, of 16 bits, or of 8 bits and both with `k_major`.
       walk: the tasks, in their order.
       steps: the number of steps of each task, unless the tasks of the walk say it
         themselves.
@@ -258,7 +259,8 @@ def dense_kernel(
         barrier = partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
 
     def slots_of(operand: Operand, size: int):
-        part = (size, STEP) if operand.k_major else (STEP, size)
+        step = LINE_BYTES // operand.ref.dtype.itemsize
+        part = (size, step) if operand.k_major else (step, size)
         return plgpu.SMEM(
             (stages, *part), operand.ref.dtype, transforms=_tiled(operand.ref.dtype)
         )

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from sparsejax.feed_forward.sparsity import FFNSparsity
-from sparsejax.ops.fp8_matmul import rounded_product
+from sparsejax.ops.fp8_matmul import quantise_weight, rounded_product
 from sparsejax.sparsity.masks import soft_threshold
 
 type Observed = Mapping[str, Array]
@@ -107,7 +107,9 @@ def sampled(
     experts = sparsity.experts
     assert experts is not None
     if expert_index is None:
-        read = rounded_product(x, w_up) if sparsity.chooses_in_fp8 else y_up
+        read = y_up
+        if sparsity.chooses_in_fp8:
+            read = rounded_product(x, quantise_weight(w_up))
         index = sparsity.router.choose(
             read,
             experts=experts,

@@ -49,6 +49,7 @@ from sparsejax.feed_forward.passes.masked import (
     into_hidden,
     kept_where_masked,
     rounded_into_hidden,
+    rounded_weight,
     weight_gradients,
 )
 from sparsejax.feed_forward.passes.packed_by_expert import (
@@ -57,8 +58,9 @@ from sparsejax.feed_forward.passes.packed_by_expert import (
 )
 from sparsejax.feed_forward.plan import FFNPlan
 from sparsejax.ops.expert_rows import gather_rows, looked_up
+from sparsejax.ops.fp8_matmul import quantise_rows
 from sparsejax.routing.dispatch import Dispatch
-from sparsejax.routing.routers import NO_STATE
+from sparsejax.routing.routers import NO_STATE, ActivationEnergy
 from sparsejax.sparsity.masks import magnitude_mask
 
 
@@ -85,12 +87,14 @@ def forward(
     plan, layout = static.plan, static.layout
     sparsity, expert_index = plan.sparsity, operands.index
     if sparsity.chooses_in_fp8:
-        expert_index = _choose(static, rounded_into_hidden(x, w), operands)
+        scores = _scores_in_fp8(static, x, w)
+        expert_index = _choose(static, scores, operands)
     if sparsity.skip_blocks:
         return _forward_of_rows(plan, layout, x, w, expert_index)
     products = into_hidden(plan, x, w)
     if sparsity.router.reads == "y_up":
-        expert_index = _choose(static, products, operands)
+        scores = _scores(static, products)
+        expert_index = _choose(static, scores, operands)
     if plan.joins_experts:
         assert expert_index is not None
         return forward_of_sets(plan, w, products, expert_index)
@@ -111,20 +115,44 @@ def forward(
     return _down(plan, w, of_rows, routed, unmasked, None)
 
 
-def _choose(
-    static: Static, products: Hidden, operands: ExpertOperands[jax.Array]
-) -> jax.Array:
-    """Returns the experts of each token by a router that reads pre-activations, from
-    the products of X with the weights into the hidden layer."""
+def _scores(static: Static, products: Hidden) -> jax.Array:
+    """Returns the scores of this device's experts, (tokens, experts), by a router that
+    reads pre-activations, from the products of X with the weights into the hidden
+    layer."""
     plan, layout = static.plan, static.layout
-    sparsity = plan.sparsity
-    assert sparsity.experts is not None
-    _, experts = own_experts(layout, sparsity.experts)
+    assert plan.sparsity.experts is not None
+    _, experts = own_experts(layout, plan.sparsity.experts)
     read = plan.activation.read_by_routers(products)
-    scores = sparsity.router.scores(read, experts, NO_STATE)
-    scores = gather_experts(layout, scores)
+    return plan.sparsity.router.scores(read, experts, NO_STATE)
+
+
+def _scores_in_fp8(static: Static, x: jax.Array, w: ReadWeights) -> jax.Array:
+    """Returns what `_scores` does for the products of operands that are rounded to
+    8-bit floats. Kernels sum the energies of a squared ReLU as they multiply, and the
+    product is never written; their energies have another factor for each token, which
+    the choice does not depend on."""
+    plan, layout = static.plan, static.layout
+    assert plan.sparsity.experts is not None
+    _, experts = own_experts(layout, plan.sparsity.experts)
+    kernels, (d_in, neurons) = plan.kernels, w.up.shape
+    by_energy = type(plan.sparsity.router).scores is ActivationEnergy.scores
+    if kernels is None or plan.gate is not None or not by_energy:
+        return _scores(static, rounded_into_hidden(x, w))
+    if kernels.why_no_expert_energies(d_in, neurons // experts) is not None:
+        return _scores(static, rounded_into_hidden(x, w))
+    weight = rounded_weight(w, "up").transposed
+    return kernels.expert_energies(quantise_rows(x).values, weight, experts=experts)
+
+
+def _choose(
+    static: Static, scores: jax.Array, operands: ExpertOperands[jax.Array]
+) -> jax.Array:
+    """Returns the experts of each token by the scores of this device's experts."""
+    sparsity = static.plan.sparsity
     return sparsity.router.of_scores(
-        scores, sparsity.expert_choices, operands.energy_threshold
+        gather_experts(static.layout, scores),
+        sparsity.expert_choices,
+        operands.energy_threshold,
     )
 
 

@@ -26,7 +26,11 @@ from sparsejax.feed_forward.operands.weights import (
     multiply_by_weight,
 )
 from sparsejax.feed_forward.plan import FFNPlan
-from sparsejax.ops.fp8_matmul import rounded_product
+from sparsejax.ops.fp8_matmul import (
+    QuantisedWeight,
+    quantise_weight,
+    rounded_product,
+)
 from sparsejax.sparsity.masks import magnitude_mask, nm_mask
 from sparsejax.sparsity.patterns import NM
 
@@ -45,16 +49,20 @@ def into_hidden(plan: FFNPlan, x: jax.Array, w: ReadWeights) -> Hidden:
 def rounded_into_hidden(x: jax.Array, w: ReadWeights) -> Hidden:
     """Returns the products of `into_hidden` from operands that are rounded to 8-bit
     floats."""
+    up = rounded_product(x, rounded_weight(w, "up"))
+    if w.gate is None:
+        return (up,)
+    return rounded_product(x, rounded_weight(w, "gate")), up
 
-    def product(name: Literal["up", "gate"]) -> jax.Array:
-        weight = getattr(w.quantised, name)
-        if weight is None:
-            packed = getattr(w, f"packed_{name}")
-            weight = as_dense(getattr(w, name), packed, up=True)
-        return rounded_product(x, weight)
 
-    up = product("up")
-    return (up,) if w.gate is None else (product("gate"), up)
+def rounded_weight(w: ReadWeights, name: Literal["up", "gate"]) -> QuantisedWeight:
+    """Returns a weight into the hidden layer in 8-bit floats, as it was rounded before
+    the call or else now; beta S(W) where it is sparse."""
+    quantised: QuantisedWeight | None = getattr(w.quantised, name)
+    if quantised is not None:
+        return quantised
+    packed = getattr(w, f"packed_{name}")
+    return quantise_weight(as_dense(getattr(w, name), packed, up=True))
 
 
 def kept_where_masked(

@@ -123,6 +123,11 @@ class KernelSet(Protocol):
         where it has one."""
         ...
 
+    def why_no_expert_energies(self, d_in: int, features: int) -> str | None:
+        """Returns why the set has no kernel for the energies of experts with so many
+        `features`, their neurons, or None where it has one."""
+        ...
+
     def why_slower(self, gemm: GemmSpec) -> str | None:
         """Returns why a GEMM that the set can run is not to be chosen unasked, or None
         where it may be."""
@@ -415,6 +420,17 @@ class KernelSet(Protocol):
         each. The operand that `joined` names has the columns of g experts side by side,
         of which those of e are multiplied: its size in the result is that of one
         expert."""
+        ...
+
+    def expert_energies(
+        self,
+        x: Float[Array, "tokens d_in"],
+        w_transposed: Float[Array, "neurons d_in"],
+        *,
+        experts: int,
+    ) -> Float[Array, "tokens experts"]:
+        """Returns `sum_f relu((x @ w)_f)^4` over the neurons f of each expert, float32,
+        of operands in float8_e4m3fn, but for a factor that is the same for all."""
         ...
 
     # Rows.

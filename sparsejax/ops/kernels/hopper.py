@@ -1,13 +1,13 @@
 """Hopper's sparse tensor cores: which GEMMs they run, and those GEMMs.
 
-With `hopper_packing.py`, the half that packs, it alone calls the kernels. Their
-sparse operand is the left one. Where it is our right one, a weight, both are
-transposed, and so is the product that is written.
+With `hopper_packing.py`, which packs, and `hopper_dense_rows.py`, whose operands are
+both dense, it alone calls the kernels. Their sparse operand is the left one. Where it
+is our right one, a weight, both are transposed, and so is the product that is written.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import tuning
 from pallas_kernels.sm90 import (
-    dense_over_rows,
-    dense_rows,
     gather_sum,
     grouped_matmul,
     matmul_to_packed,
@@ -34,11 +32,10 @@ from pallas_kernels.sm90.threads import activation_tiles
 from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.ops.gemm_spec import GemmSpec, Times
 from sparsejax.ops.kernels.base import ExpertRows, KeptActivations
+from sparsejax.ops.kernels.hopper_dense_rows import HopperDenseRows
 from sparsejax.ops.kernels.hopper_lookups import (
     experts_of,
     one_by_one,
-    over_joined_rows,
-    rows_by_expert,
     rows_in_one_call,
     tile_rows,
     used,
@@ -54,7 +51,7 @@ from sparsejax.sparsity.patterns import TWO_FOUR
 
 
 @dataclass(frozen=True)
-class HopperKernels(HopperPacking):
+class HopperKernels(HopperPacking, HopperDenseRows):
     """`tunable.TunableKernels` for a GPU of compute capability 9.0."""
 
     fixed_config: Config | None = None
@@ -79,18 +76,6 @@ class HopperKernels(HopperPacking):
         return why_unsupported(shape) or why_invalid(
             default_config(shape, count), shape
         )
-
-    def why_no_dense_weight_gradient(self, gemm: GemmSpec) -> str | None:
-        # One of d_in and d_out counts the neurons of all experts.
-        sizes = [gemm.d_in, gemm.d_out, gemm.expert_features or gemm.d_out]
-        return dense_over_rows.why_unsupported(sizes, gemm.group_tile, gemm.dtype)
-
-    def why_no_dense_rows(self, gemm: GemmSpec) -> str | None:
-        sizes = sorted(set(gemm.widths_of_expert))
-        return dense_rows.why_unsupported(sizes, gemm.group_tile, gemm.dtype)
-
-    def why_no_joined_rows(self, gemm: GemmSpec) -> str | None:
-        return dense_rows.why_not_joined(gemm.expert_features)
 
     def why_slower(self, gemm: GemmSpec) -> str | None:
         if gemm.experts is not None:
@@ -247,50 +232,6 @@ class HopperKernels(HopperPacking):
         run = self._grouped(grouped_matmul.sparse_rows, b_k_major=b_k_major)
         return run(a.values, a.metadata, b, *used(rows))
 
-    def dense_rows_matmul(
-        self,
-        x: Float[Array, "rows k"],
-        w: Float[Array, "_ _ _"],
-        rows: ExpertRows,
-        *,
-        expert_axis: int,
-        k_major: bool,
-        out_dtype: jnp.dtype | None = None,
-    ) -> Float[Array, "rows n"]:
-        how = {"expert_axis": expert_axis, "b_k_major": k_major, "out_dtype": out_dtype}
-        return self._dense_rows(**how)(x, w, *used(rows))
-
-    def dense_rows_squared_relu(
-        self,
-        x: Float[Array, "rows k"],
-        w: Float[Array, "_ _ _"],
-        rows: ExpertRows,
-        *,
-        expert_axis: int,
-        k_major: bool,
-    ) -> Float[Array, "rows n"]:
-        how = {"expert_axis": expert_axis, "b_k_major": k_major}
-        return self._dense_rows(activation=_squared_relu, **how)(x, w, *used(rows))
-
-    def dense_rows_activation_gradient(
-        self,
-        dy: Float[Array, "rows k"],
-        w: Float[Array, "_ _ _"],
-        a: Float[Array, "rows n"],
-        rows: ExpertRows,
-        *,
-        expert_axis: int,
-        k_major: bool,
-    ) -> Float[Array, "rows n"]:
-        how = {"expert_axis": expert_axis, "b_k_major": k_major}
-        return self._dense_rows(combine=_gradient_at, **how)(dy, w, *used(rows), a)
-
-    def _dense_rows(self, **options: Any) -> Callable[..., Any]:
-        """Returns the kernel of `dense_rows` as a function of x, the weights, what
-        `used` returns, and the matrix that the epilogue reads, if any."""
-        count = self.device.count_multiprocessors()
-        return one_by_one(rows_by_expert, multiprocessors=count, **options)
-
     def expert_weight_gradient(
         self,
         a: Packed,
@@ -309,42 +250,6 @@ class HopperKernels(HopperPacking):
         )
         found = run(a.values, a.metadata, b, rows.ends)
         return found if residual_rows else (found, None)
-
-    def dense_expert_weight_gradient(
-        self,
-        lhs: Float[Array, "rows m"],
-        rhs: Float[Array, "rows n"],
-        ends: Int[Array, " experts"],
-        *,
-        group_tile: int,
-        expert_axis: int,
-    ) -> Float[Array, "_ _ _"]:
-        run = one_by_one(
-            dense_over_rows.dense_over_rows,
-            group_tile=group_tile,
-            expert_axis=expert_axis,
-            multiprocessors=self.device.count_multiprocessors(),
-        )
-        return run(lhs, rhs, ends)
-
-    def joined_weight_gradient(
-        self,
-        lhs: Float[Array, "rows m"],
-        rhs: Float[Array, "rows n"],
-        rows: ExpertRows,
-        *,
-        joined: Literal["lhs", "rhs"],
-        expert_axis: int,
-    ) -> Float[Array, "_ _ _"]:
-        run = one_by_one(
-            over_joined_rows,
-            parts=rows.tile_expert.shape[1],
-            operand="a" if joined == "lhs" else "b",
-            group_tile=tile_rows(rows),
-            expert_axis=expert_axis,
-            multiprocessors=self.device.count_multiprocessors(),
-        )
-        return run(lhs, rhs, rows.ends, rows.places)
 
     def _to_packed(
         self, kernel: Callable[..., Any], rows: ExpertRows | None
@@ -401,14 +306,6 @@ def _gemm(
         config=kernels.config_for(shape),
         multiprocessors=kernels.device.count_multiprocessors(),
     )
-
-
-def _squared_relu(y_up: jax.Array) -> jax.Array:
-    return jnp.square(jnp.maximum(y_up, 0.0))
-
-
-def _gradient_at(da: jax.Array, a: jax.Array) -> jax.Array:
-    return da * 2 * jnp.sqrt(a)
 
 
 def _to_packed(

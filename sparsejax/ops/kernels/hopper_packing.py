@@ -1,7 +1,4 @@
-"""The half of Hopper's kernels that prunes and packs 2:4 operands.
-
-With `hopper.py`, the half that multiplies them, it alone calls the kernels.
-"""
+"""The part of Hopper's kernels that prunes and packs 2:4 operands."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

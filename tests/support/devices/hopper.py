@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import tuning
 from pallas_kernels.device import Device
-from pallas_kernels.sm90 import dense_rows, sparse_matmul_configs
+from pallas_kernels.sm90 import dense_rows, expert_energies, sparse_matmul_configs
 from pallas_kernels.tuned_gemm import TunedGemm
 from sparsejax.ops.kernels import registry
 from sparsejax.ops.kernels.base import (
@@ -249,6 +249,13 @@ class PlainKernels(HopperKernels):
         self.calls.append("dense_rows")
         product = self._dense_rows(x, w, rows, expert_axis, k_major)
         return product.astype(x.dtype if out_dtype is None else out_dtype)
+
+    def expert_energies(self, x, w_transposed, *, experts):
+        self.calls.append("expert_energies")
+        assert {x.dtype, w_transposed.dtype} == {jnp.dtype(jnp.float8_e4m3fn)}
+        y_up = x.astype(jnp.float32) @ w_transposed.astype(jnp.float32).T
+        fourth = jnp.maximum(y_up * expert_energies.FACTOR, 0) ** 4
+        return fourth.reshape(len(x), experts, -1).sum(axis=2)
 
     def dense_rows_squared_relu(self, x, w, rows, *, expert_axis, k_major):
         self.calls.append("squared relu of dense_rows")
