@@ -79,7 +79,8 @@ def test_the_kernels_of_an_architecture_are_imported_by_their_set_alone():
         and any(other.startswith(kernels) for other in others)
     }
     ours = "sparsejax.ops.kernels.hopper"
-    assert importers == {ours, f"{ours}_packing", f"{ours}_lookups"}
+    parts = ("packing", "dense_rows", "lookups")
+    assert importers == {ours, *(f"{ours}_{part}" for part in parts)}
 
 
 def room_of(module: str) -> str:
