@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.backend import Decision
+from sparsejax.ops.fp8_matmul import why_no_tensor_cores
 from sparsejax.routing.expert_sets import set_count
 
 INTO_HIDDEN = ("up", "gate")
@@ -104,11 +105,16 @@ def with_router_product(
     own, as large as GEMM 1."""
     if not sparsity.chooses_in_fp8:
         return tuple(decisions)
-    told = "and before it a GEMM of 8-bit floats with all neurons, for the router"
-    return tuple(
-        replace(of, path=f"{of.path}, {told}") if of.spec.role in INTO_HIDDEN else of
-        for of in decisions
-    )
+
+    def told(decision: Decision) -> Decision:
+        if decision.spec.role not in INTO_HIDDEN:
+            return decision
+        product = "a GEMM of 8-bit floats with all neurons, for the router"
+        if why := why_no_tensor_cores(decision.spec.device):
+            product = f"{product}, which takes as long as GEMM 1 of them: {why}"
+        return replace(decision, path=f"{decision.path}, and before it {product}")
+
+    return tuple(map(told, decisions))
 
 
 def with_joined_experts(

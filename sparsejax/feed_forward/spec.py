@@ -162,13 +162,13 @@ class FFNCall(ABC):
         Raises:
           NotImplementedError: the named backend cannot run one of them; says why.
         """
-        return decide(self.gemms(), backend, self.with_epilogues)
+        decisions = decide(self.gemms(), backend, self.with_epilogues)
+        return with_router_product(self.sparsity, decisions)
 
     def with_epilogues(self, decisions: Sequence[Decision]) -> tuple[Decision, ...]:
         """Returns the decisions with paths that say what a kernel does besides
         multiply."""
-        joined = with_joined_experts(self.sparsity, decisions)
-        return with_router_product(self.sparsity, joined)
+        return with_joined_experts(self.sparsity, decisions)
 
 
 class FFNSpec(FFNCall):

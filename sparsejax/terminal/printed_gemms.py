@@ -34,7 +34,10 @@ def say_gemms(
       micro_batches: how many micro-batches a step has.
     """
     executed = statistics.fmean(decision.executed_share for decision in decisions)
-    say(f"FFN, {name} phase: {executed:.0%} of the dense FLOPs executed")
+    of_router = ""
+    if sparsity.chooses_in_fp8:
+        of_router = ", and for the router as many as GEMM 1 has, in 8-bit floats"
+    say(f"FFN, {name} phase: {executed:.0%} of the dense FLOPs executed{of_router}")
     _say_paths(decisions)
     if any(decision.times is not None for decision in decisions):
         flops = cost_model.flops_per_token(config.model, config.data.sequence_length)

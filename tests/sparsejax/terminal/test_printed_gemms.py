@@ -113,3 +113,15 @@ def test_a_phase_s_precision_is_that_of_its_memory_and_communication(tmp_path, c
     of_none = planned("--recipe", "dense")
     sent = lambda lines: next(line for line in lines if "gathered weights" in line)
     assert sent(of_phase) == sent(of_run) != sent(of_none)
+
+
+def test_the_product_of_a_router_of_8_bit_floats_is_told(capsys, monkeypatch):
+    hopper.pretend(monkeypatch)
+    by_energy = "--recipe experts --preset llama-1b --mesh.data 1 --dry-run"
+    rounded = f"{by_energy} --phases.router activation_energy_fp8 --phases.skip-blocks"
+    for command, share, of_router in ((by_energy, 38, False), (rounded, 25, True)):
+        assert run_train(command.split()) == 0
+        shown = capsys.readouterr().out
+        assert f"FFN, sparse phase: {share}% of the dense FLOPs executed" in shown
+        for told in ("as many as GEMM 1 has, in 8-bit floats", "for the router"):
+            assert (told in shown) == of_router

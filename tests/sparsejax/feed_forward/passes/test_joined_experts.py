@@ -103,6 +103,14 @@ def test_it_is_told(untuned, sparsity):
     assert_told(spec(sparsity, d_model=D, d_hidden=F, tokens=TOKENS), into_hidden=1)
 
 
+def test_it_is_told_where_8_bit_floats_save_nothing(untuned):
+    of = spec(SKIPPED, d_model=D, d_hidden=F, tokens=TOKENS, device=hopper.A100)
+    up, *others = (decision.path for decision in of.explain())
+    why = "A100-SXM4-80GB has no tensor cores for 8-bit floats"
+    assert up.endswith(f"which takes as long as GEMM 1 of them: NVIDIA {why}")
+    assert not any("for the router" in path for path in others)
+
+
 def assert_told(of, *, into_hidden: int) -> None:
     """All GEMMs but those into the hidden layer say that a token has one row; with
     `skip_blocks` these do, too, and that the router has a GEMM of its own."""
