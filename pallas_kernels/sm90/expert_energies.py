@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels.sm90.gemm.dense_kernel import (
+    WARPGROUPS,
     Config,
     Epilogue,
     Operand,
@@ -112,7 +113,7 @@ _SLOTS = 1
 
 def _kernel(a_gmem, b_gmem, sums_gmem, *, config: Config, clusters: int, n: int):
     tokens, k = a_gmem.shape
-    own_rows = config.tile_m // 2
+    own_rows = config.tile_m // WARPGROUPS
 
     def tile_of(size: int):
         return lambda task, start, step: (

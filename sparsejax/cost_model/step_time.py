@@ -15,7 +15,7 @@ from sparsejax.cost_model.memory import memory_bytes
 from sparsejax.cost_model.parameters import parameter_count
 from sparsejax.cost_model.speed import LOWER_CLOCK, KernelFactors, flops_per_token
 from sparsejax.feed_forward.experts.observed import sampling_stride
-from sparsejax.feed_forward.packing import rows_of_token
+from sparsejax.feed_forward.packing import rows_of_token, sums_energies
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.backend import Decision
 
@@ -120,6 +120,7 @@ def predicted_step(
         sparsity=sparsity,
         mesh=mesh,
         rows_of_token=rows_of_token(sparsity, decisions),
+        sums_energies=sums_energies(sparsity, decisions),
         optimizer=optimizer,
     )
     elementwise = moved / speeds.memory_bytes_per_s
@@ -220,6 +221,7 @@ def elementwise_bytes(
     sparsity: FFNSparsity,
     mesh: MeshConfig,
     rows_of_token: int,
+    sums_energies: bool = False,
     optimizer: OptimizerName = "adamw",
 ) -> int:
     """Returns the bytes that one device reads and writes in a step outside of GEMMs and
@@ -231,12 +233,13 @@ def elementwise_bytes(
     its hidden values, and 5 in the backward, which computes it again. For an FFN by
     expert, where a token has k rows, (6 k + 2) d_model: the k rows of Y and of dX are
     read and summed, and those of X and of dY are read, and written in the order of the
-    experts; and all hidden values once more where the router reads them, with 5 bytes
-    for each feature of X where it reads their estimate in 8-bit floats. With remat the
-    forward's come twice, but for what the router reads: today it comes once, and is
-    still counted as in the steps that were measured. In 8-bit floats 5 bytes for each
-    operand that is rounded: it is read twice and written once. Where training observes
-    a sample of the tokens, 24 bytes for each of their hidden values.
+    experts; and all hidden values once more where the router reads them, or their
+    estimate, which it does not where a kernel sums their energies (`sums_energies`).
+    With remat the forward's come twice, but for what the router reads: today it comes
+    once, and is still counted as in the steps that were measured. In 8-bit floats 5
+    bytes for each operand that is rounded, X for the router among them: it is read
+    twice and written once. Where training observes a sample of the tokens, 24 bytes for
+    each of their hidden values.
     Per token: the logits, written once and read twice, and their gradient.
     Per parameter: 6 bytes to round it once, 12 for each of several micro-batches whose
     gradients are summed, and what the optimiser reads and writes: gradient twice (for
@@ -255,7 +258,7 @@ def elementwise_bytes(
     if sparsity.experts:
         forward += (rows_of_token + 1) * d
         backward += (5 * rows_of_token + 1) * d
-        if sparsity.router.inside:
+        if sparsity.router.inside and not sums_energies:
             forward += hidden
     per_token = element * (forward * (1 + (config.remat != "none")) + backward)
     per_token += 5 * d * sparsity.chooses_in_fp8

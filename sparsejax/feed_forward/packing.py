@@ -8,6 +8,7 @@ from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.backend import Decision
 from sparsejax.ops.fp8_matmul import why_no_tensor_cores
 from sparsejax.routing.expert_sets import set_count
+from sparsejax.routing.routers import ActivationEnergy
 
 INTO_HIDDEN = ("up", "gate")
 """The roles of the GEMMs that compute the neurons of a token."""
@@ -96,6 +97,21 @@ def joins_experts(sparsity: FFNSparsity, decisions: Sequence[Decision]) -> bool:
         return False  # on a mesh a device may have the neurons of some experts only
     sets = set_count(spec.experts, spec.experts_per_token)
     return sets * spec.group_tile <= MOST_PADDING * spec.tokens
+
+
+def sums_energies(sparsity: FFNSparsity, decisions: Sequence[Decision]) -> bool:
+    """Returns whether a kernel sums the energies of the experts from operands in 8-bit
+    floats, so that their product is not written: for a squared ReLU, and a router whose
+    scores are those of `ActivationEnergy`, where the set that runs GEMM 2 has one."""
+    by_role = {of.spec.role: of for of in decisions}
+    kernels = by_role["down"].kernels
+    is_energy = type(sparsity.router).scores is ActivationEnergy.scores
+    if not sparsity.chooses_in_fp8 or not is_energy or "gate" in by_role:
+        return False
+    if kernels is None:
+        return False
+    features = by_role["down"].spec.expert_features
+    return kernels.why_no_expert_energies(by_role["up"].spec.d_in, features) is None
 
 
 def with_router_product(

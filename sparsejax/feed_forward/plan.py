@@ -7,6 +7,7 @@ from sparsejax.feed_forward.activation import Activation
 from sparsejax.feed_forward.packing import (
     joins_experts,
     packs_its_result,
+    sums_energies,
     why_not_packed_over_tokens,
     writes_dense_rows,
 )
@@ -57,6 +58,9 @@ class FFNPlan:
     joins_experts: bool
     """Whether a token has one row for all of its experts, in place of a row for each;
     see `passes.joined_experts`."""
+    sums_energies: bool
+    """Whether a kernel sums the energies by which the router chooses, so that the
+    product that it reads is not written; see `packing.sums_energies`."""
     row_tile: int | None
     """The number that an expert's rows are padded to a multiple of; None without
     experts."""
@@ -87,6 +91,7 @@ class FFNPlan:
             up_writes_a=writes_packed("up", "down"),
             d_hidden_writes_dy_up=writes_packed("d_hidden", "d_input"),
             joins_experts=joins_experts(sparsity, decisions),
+            sums_energies=sums_energies(sparsity, decisions),
             over_tokens=_packs_over_tokens(sparsity, by_role),
             row_tile=row_tile(sparsity, on_kernels=used),
         )

@@ -92,6 +92,15 @@ class ReadWeights(NamedTuple):
             return quantised
         return getattr(self, name)
 
+    def rounded(self, name: Literal["up", "gate"]) -> QuantisedWeight:
+        """Returns a weight into the hidden layer in 8-bit floats, beta S(W) where it is
+        sparse: as it was rounded before the call, or else rounded now."""
+        quantised: QuantisedWeight | None = getattr(self.quantised, name)
+        if quantised is not None:
+            return quantised
+        packed = getattr(self, f"packed_{name}")
+        return quantise_weight(as_dense(getattr(self, name), packed, up=True))
+
 
 def pack_ffn(
     w_up: Float[Array, "*layers d_model d_hidden"],

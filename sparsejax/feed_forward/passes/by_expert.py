@@ -48,8 +48,6 @@ from sparsejax.feed_forward.passes.joined_experts import (
 from sparsejax.feed_forward.passes.masked import (
     into_hidden,
     kept_where_masked,
-    rounded_into_hidden,
-    rounded_weight,
     weight_gradients,
 )
 from sparsejax.feed_forward.passes.packed_by_expert import (
@@ -58,9 +56,9 @@ from sparsejax.feed_forward.passes.packed_by_expert import (
 )
 from sparsejax.feed_forward.plan import FFNPlan
 from sparsejax.ops.expert_rows import gather_rows, looked_up
-from sparsejax.ops.fp8_matmul import quantise_rows
+from sparsejax.ops.fp8_matmul import quantise_rows, rounded_product
 from sparsejax.routing.dispatch import Dispatch
-from sparsejax.routing.routers import NO_STATE, ActivationEnergy
+from sparsejax.routing.routers import NO_STATE
 from sparsejax.sparsity.masks import magnitude_mask
 
 
@@ -128,20 +126,19 @@ def _scores(static: Static, products: Hidden) -> jax.Array:
 
 def _scores_in_fp8(static: Static, x: jax.Array, w: ReadWeights) -> jax.Array:
     """Returns what `_scores` does for the products of operands that are rounded to
-    8-bit floats. Kernels sum the energies of a squared ReLU as they multiply, and the
-    product is never written; their energies have another factor for each token, which
-    the choice does not depend on."""
+    8-bit floats. Where a kernel sums the energies they have another factor for each
+    token, which the choice does not depend on."""
     plan, layout = static.plan, static.layout
-    assert plan.sparsity.experts is not None
-    _, experts = own_experts(layout, plan.sparsity.experts)
-    kernels, (d_in, neurons) = plan.kernels, w.up.shape
-    by_energy = type(plan.sparsity.router).scores is ActivationEnergy.scores
-    if kernels is None or plan.gate is not None or not by_energy:
-        return _scores(static, rounded_into_hidden(x, w))
-    if kernels.why_no_expert_energies(d_in, neurons // experts) is not None:
-        return _scores(static, rounded_into_hidden(x, w))
-    weight = rounded_weight(w, "up").transposed
-    return kernels.expert_energies(quantise_rows(x).values, weight, experts=experts)
+    if plan.sums_energies:
+        assert plan.kernels is not None and plan.sparsity.experts is not None
+        _, experts = own_experts(layout, plan.sparsity.experts)
+        weight = w.rounded("up").transposed
+        return plan.kernels.expert_energies(
+            quantise_rows(x).values, weight, experts=experts
+        )
+    up = rounded_product(x, w.rounded("up"))
+    gate = () if w.gate is None else (rounded_product(x, w.rounded("gate")),)
+    return _scores(static, (*gate, up))
 
 
 def _choose(

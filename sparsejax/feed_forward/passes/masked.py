@@ -4,7 +4,6 @@ Every token may use every neuron: A is dense or 2:4 along F.
 """
 
 from collections.abc import Sequence
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +20,10 @@ from sparsejax.feed_forward.operands.token_sparsity import (
 from sparsejax.feed_forward.operands.weights import (
     FFNWeights,
     ReadWeights,
-    as_dense,
     multiply,
     multiply_by_weight,
 )
 from sparsejax.feed_forward.plan import FFNPlan
-from sparsejax.ops.fp8_matmul import (
-    QuantisedWeight,
-    quantise_weight,
-    rounded_product,
-)
 from sparsejax.sparsity.masks import magnitude_mask, nm_mask
 from sparsejax.sparsity.patterns import NM
 
@@ -44,25 +37,6 @@ def into_hidden(plan: FFNPlan, x: jax.Array, w: ReadWeights) -> Hidden:
         return (up,)
     w_gate = w.dense(plan.gate, "gate")
     return multiply_by_weight(plan.gate, x, w_gate, w.packed_gate), up
-
-
-def rounded_into_hidden(x: jax.Array, w: ReadWeights) -> Hidden:
-    """Returns the products of `into_hidden` from operands that are rounded to 8-bit
-    floats."""
-    up = rounded_product(x, rounded_weight(w, "up"))
-    if w.gate is None:
-        return (up,)
-    return rounded_product(x, rounded_weight(w, "gate")), up
-
-
-def rounded_weight(w: ReadWeights, name: Literal["up", "gate"]) -> QuantisedWeight:
-    """Returns a weight into the hidden layer in 8-bit floats, as it was rounded before
-    the call or else now; beta S(W) where it is sparse."""
-    quantised: QuantisedWeight | None = getattr(w.quantised, name)
-    if quantised is not None:
-        return quantised
-    packed = getattr(w, f"packed_{name}")
-    return quantise_weight(as_dense(getattr(w, name), packed, up=True))
 
 
 def kept_where_masked(

@@ -81,11 +81,11 @@ def test_rows_of_experts_are_moved_for_each_expert_of_a_token():
     penalised = dataclasses.replace(by_energy, skipped_energy=0.05)
     rounded = dataclasses.replace(two, router=ActivationEnergyFP8(), skip_blocks=True)
 
-    def bytes_of(sparsity, rows=None):
+    def bytes_of(sparsity, rows=None, **more):
         rows = sparsity.expert_choices if rows is None else rows
         sizes = {"tokens_per_device": tokens, "micro_batches": 1, "mesh": ONE}
-        moved = elementwise_bytes(model, sparsity=sparsity, rows_of_token=rows, **sizes)
-        return moved / tokens
+        sizes |= {"rows_of_token": rows, **more}
+        return elementwise_bytes(model, sparsity=sparsity, **sizes) / tokens
 
     # 8 d_model with one, in float32, and 7 for each neuron that is computed.
     dense = bytes_of(DENSE)
@@ -96,6 +96,8 @@ def test_rows_of_experts_are_moved_for_each_expert_of_a_token():
     assert bytes_of(penalised) - bytes_of(by_energy) == 24 * 64 / 16
     # X is rounded to 8-bit floats besides, and multiplied once more.
     assert bytes_of(rounded) - bytes_of(by_energy) == 5 * 8
+    summed = bytes_of(rounded, sums_energies=True)
+    assert bytes_of(rounded) - summed == 4 * 64
     assert router_flops(model, by_energy) == 0
     assert router_flops(model, rounded) == 2 * 8 * 64
     given = dataclasses.replace(rounded, router=NearestCentre())

@@ -1,6 +1,6 @@
 """FFNs where a token has one row for all of its experts: choice and values."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +101,40 @@ def test_those_of_gated_ffns_are_joined_too(untuned, sparsity):
 @EITHER
 def test_it_is_told(untuned, sparsity):
     assert_told(spec(sparsity, d_model=D, d_hidden=F, tokens=TOKENS), into_hidden=1)
+
+
+@dataclass(frozen=True)
+class SquaredMass(ActivationEnergyFP8):
+    """A router with scores of its own, which no kernel knows."""
+
+    name = "squared_mass"
+
+    def scores(self, read, experts, state):
+        return jnp.square(super().scores(read, experts, state))
+
+
+def test_a_kernel_sums_the_energies_that_it_knows(untuned, calls):
+    sizes = {"d_model": D, "d_hidden": F, "tokens": TOKENS}
+
+    def sums(sparsity, **changes) -> bool:
+        return FFNPlan.of(spec(sparsity, **sizes | changes), None).sums_energies
+
+    assert sums(SKIPPED) and sums(replace(SKIPPED, skip_blocks=False))
+    assert sums(SKIPPED, hidden_shards=2)
+    assert not sums(TWO_OF_FOUR)
+    assert not sums(replace(SKIPPED, router=SquaredMass()))
+    # Sums of 192 numbers, and a GPU without the kernel.
+    assert not sums(SKIPPED, d_model=192)
+    assert not sums(SKIPPED, device=hopper.A100)
+    gated = GatedFFNSpec(
+        **sizes, dtype="bfloat16", sparsity=SKIPPED, device=hopper.H200
+    )
+    assert not FFNPlan.of(gated, None).sums_energies
+    arguments, dy = operands(TOKENS, d=D, f=F)
+    for router, count in ((SKIPPED.router, 1), (SquaredMass(), 0)):
+        calls.clear()
+        step(replace(SKIPPED, router=router), None, arguments, dy)
+        assert calls.count("expert_energies") == count
 
 
 def test_it_is_told_where_8_bit_floats_save_nothing(untuned):
