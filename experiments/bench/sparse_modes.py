@@ -12,7 +12,11 @@ from sparsejax.config.presets import PRESETS
 from sparsejax.config.schedule import Phase, phases
 from sparsejax.dtypes import Precision
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
-from sparsejax.routing.routers import ActivationEnergy, TokenHash
+from sparsejax.routing.routers import (
+    ActivationEnergy,
+    ActivationEnergyFP8,
+    TokenHash,
+)
 from sparsejax.sparsity.patterns import TWO_FOUR, VNM
 
 DENSE_STEP = "dense"
@@ -40,6 +44,7 @@ def sparse_modes(*, experts: int, v: int) -> dict[str, FFNSparsity]:
     )
     skip = replace(masked, skip_blocks=True)
     inside = VNM(v, 4, 4 * experts)
+    in_fp8 = replace(skip, activations=inside, router=ActivationEnergyFP8())
 
     def all_six(sparsity: FFNSparsity) -> FFNSparsity:
         return replace(sparsity, weights=TWO_FOUR, token_sparsity="magnitude")
@@ -65,6 +70,10 @@ def sparse_modes(*, experts: int, v: int) -> dict[str, FFNSparsity]:
         "V:N:M, true mass, dense inside": replace(by_energy, activations=inside),
         "V:N:M, true mass, 2 of 2E, dense inside": replace(
             two_of_twice, activations=VNM(v, 4, 8 * experts)
+        ),
+        "skip_blocks by energies in fp8, dense inside": in_fp8,
+        "skip_blocks by energies in fp8, 2 of 2E, dense inside": replace(
+            in_fp8, activations=VNM(v, 4, 8 * experts), experts_per_token=2
         ),
         "skip_blocks, all six": all_six(skip),
         "skip_blocks, token hash, all six": all_six(replace(skip, router=TokenHash())),

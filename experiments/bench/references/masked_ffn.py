@@ -13,7 +13,11 @@ from jaxtyping import Array, Float, Int
 from sparsejax.feed_forward.operands.token_sparsity import fixed_token_order
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.feed_forward.tiles import dense_feature_count
-from sparsejax.routing.routers import ActivationEnergy, TokenHash
+from sparsejax.routing.routers import (
+    ActivationEnergy,
+    ActivationEnergyFP8,
+    TokenHash,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +58,11 @@ def masked_dense(
     member = jnp.ones((len(x), 1), bool)
     if sparsity.experts:
         experts, count = sparsity.experts, sparsity.experts_per_token
-        if sparsity.router == ActivationEnergy():
-            mass = jnp.maximum(y_up, 0).astype(jnp.float32) ** 4
+        if sparsity.router in (ActivationEnergy(), ActivationEnergyFP8()):
+            read = y_up
+            if sparsity.router == ActivationEnergyFP8():
+                read = _in_8_bits(x, axis=1) @ _in_8_bits(s_up, axis=None)
+            mass = jnp.maximum(read, 0).astype(jnp.float32) ** 4
             scores = mass.reshape(len(x), experts, -1).sum(axis=2)
         elif sparsity.router == TokenHash():
             chosen = sparsity.router.choose(
@@ -111,6 +118,15 @@ def _along_tokens_of_experts(
         rows = jnp.where(mask, rows, 0)
         kept.append(rows.at[place].get(mode="fill", fill_value=0))
     return jnp.concatenate(kept, axis=1)
+
+
+def _in_8_bits(matrix: Array, axis: int | None) -> Array:
+    """Returns the matrix as float8_e4m3fn has it, float32, with the smallest power of
+    two for its scale, along `axis`, with which nothing overflows."""
+    matrix = matrix.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(matrix), axis=axis, keepdims=True)
+    scale = 2.0 ** jnp.ceil(jnp.log2(largest / 448))
+    return (matrix / scale).astype(jnp.float8_e4m3fn).astype(jnp.float32) * scale
 
 
 def _in_order(matrix: Array) -> Array:

@@ -9,6 +9,7 @@ import pytest
 
 from experiments.bench import ffn
 from experiments.bench.ffn import Config
+from experiments.bench.sparse_modes import sparse_modes
 from pallas_kernels import tuning
 from sparsejax.config import RecipeConfig
 from sparsejax.sparsity.patterns import NM
@@ -19,6 +20,13 @@ from tests.support.micro_run import micro_config
 from tests.support.whole_runs import quick_runs
 
 TINY = Config(tokens=40, d_model=8, d_hidden=64, v=8, rounds=2, results=None)
+
+
+def test_modes_that_choose_by_8_bit_floats_are_compared_where_they_are_named():
+    names = [name for name in sparse_modes(experts=4, v=8) if "fp8" in name]
+    rows = ffn.main(dataclasses.replace(TINY, only=tuple(names)), arguments=[])
+    assert [row["mode"] for row in rows] == ["dense", *names]
+    assert all(row["error"]["y"] < 1e-5 for row in rows[1:])
 
 
 def test_rows_are_complete_and_appended(tmp_path):
@@ -43,6 +51,7 @@ def test_rows_are_complete_and_appended(tmp_path):
     assert dense["shape"]["experts"] is None
     assert "tokens_per_expert" not in dense
     assert len(skip["tokens_per_expert"]) == 4 and sum(skip["tokens_per_expert"]) == 40
+    assert not any("fp8" in mode for mode in by_mode)
     twice = by_mode["V:N:M, true mass, 2 of 2E"]
     assert (
         len(twice["tokens_per_expert"]) == 8 and sum(twice["tokens_per_expert"]) == 80
