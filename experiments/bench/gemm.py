@@ -6,6 +6,7 @@
     uv run --extra cuda experiments/bench/gemm.py --case experts
     uv run --extra cuda experiments/bench/gemm.py --case experts \\
         --shapes 16384,4096,16384,8 --share-of-first 0.9
+    uv run --extra cuda experiments/bench/gemm.py --case energies
     uv run --extra cuda experiments/bench/gemm.py --case grouped
     uv run --extra cuda experiments/bench/gemm.py --case grouped \\
         --shapes 16384,2048,8192,8 16384,4096,16384,8
@@ -17,7 +18,9 @@ others are listed in `ffn_gemms`. "experts": the same over E experts, one for ea
 (V:2:M with M = 4 E). "grouped": dense GEMMs over unequal groups of rows, 1 to 4 (rows @
 weights of the row's expert, in each order of W1 and W2) and 5 (summed over the rows),
 by `jax.lax.ragged_dot`, by the `xla` backend and, on a Hopper GPU, by the kernels of
-V:4:M. Their executed TFLOP/s are those of the tokens' own experts.
+V:4:M. Their executed TFLOP/s are those of the tokens' own experts. "energies": the
+energies of experts from 8-bit floats, by which the router activation_energy_fp8
+chooses, against GEMM 1 of all neurons, which activation_energy needs.
 
 Operands are random bfloat16; every result is compared with an independent one before
 anything is timed; all that is compared runs in turn, calls following each other as in a
@@ -52,12 +55,9 @@ from experiments.bench.gemm_cases import (
     PACK_AND_SPARSE,
     SCALED_COPY,
     CaseName,
-    Comparison,
-    Number,
-    Setting,
-    Size,
     size_of,
 )
+from experiments.bench.gemm_comparison import Comparison, Number, Setting, Size
 from experiments.bench.power import PowerSampler
 from experiments.bench.references import cusparselt
 from experiments.bench.rows import append_rows

@@ -7,15 +7,17 @@
     grouped   dense GEMMs grouped over experts by the `xla` backend and by the kernels
               are compared with `jax.lax.ragged_dot`, which is timed too; the kernel of
               GEMMs 1 to 4 reads the weights as they are stored, the others copies
+    energies  the energies of experts from X and W1 in 8-bit floats, with X rounded
+              in the call, by XLA and by the kernel, are compared with those of the
+              rounded operands in float32
 
 Every dense GEMM is over all F neurons, as cuBLAS runs it. Operands are random bfloat16,
 as they lie in memory in a training step.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +25,20 @@ import numpy as np
 from jax import lax
 
 from experiments.bench.expert_shares import drawn_shares, expert_shares, routed
+from experiments.bench.gemm_comparison import (
+    AnyConfig,
+    Call,
+    Case,
+    Comparison,
+    Error,
+    Number,
+    Setting,
+    Size,
+)
 from experiments.bench.references import cusparselt
 from pallas_kernels import tuning
-from pallas_kernels.sm90 import dense_rows
+from pallas_kernels.sm90 import dense_rows, expert_energies
+from pallas_kernels.sm90.gemm import dense_kernel
 from pallas_kernels.sm90.sparse_matmul_configs import (
     Config,
     default_config,
@@ -34,28 +47,45 @@ from pallas_kernels.sm90.sparse_matmul_configs import (
 from sparsejax.ops import grouped_matmul
 from sparsejax.ops.backend import Backend, current_device
 from sparsejax.ops.expert_rows import looked_up
+from sparsejax.ops.fp8_matmul import (
+    Quantised,
+    QuantisedWeight,
+    dequantise,
+    quantise_rows,
+    quantise_weight,
+    rounded_product,
+)
 from sparsejax.ops.kernels.registry import HOPPER, kernels_of
 from sparsejax.routing.dispatch import gather_rows
+from sparsejax.routing.routers import NO_STATE, ActivationEnergy
 from sparsejax.tuning import expert_gemms, ffn_gemms
 from sparsejax.tuning.ffn_gemms import Gemm
 from sparsejax.tuning.tune import (
     EXPERTS_ERROR,
-    Trial,
     compile_all,
     trial_of_experts,
     trial_of_problem,
 )
 
-CaseName = Literal["matrix", "experts", "grouped"]
-Number = Literal["1", "2", "3", "4", "5", "6"]
-"""The number of a GEMM's equation. Of dense operands GEMM 3 is a case of its own: it
-reads W2 transposed, GEMM 1 reads W1 as it is."""
-
-Call = Callable[[], Any]
-
+CaseName = Literal["matrix", "experts", "grouped", "energies"]
 GROUPED_ERROR = 4e-3
 """The largest relative difference of two bfloat16 results that are rounded from float32
 sums in two orders."""
+
+ENERGIES_ERROR = 1e-2
+"""The largest relative difference of energies. A product in bfloat16 has 2^-9, and its
+fourth power four times as much; tensor cores sum 8-bit floats with fewer bits than
+float32 has."""
+
+ENERGIES_CONFIGS = (
+    dense_kernel.Config(),
+    dense_kernel.Config(cluster_axis="n"),
+    dense_kernel.Config(cluster=1),
+    dense_kernel.Config(stages=3),
+    dense_kernel.Config(row_blocks=2, tile_n=128),
+    dense_kernel.Config(tile_n=128, cluster_axis="n"),
+)
+"""The configs of the kernel of energies that are tried."""
 
 PACK_AND_SPARSE = "pack and sparse"
 SCALED_COPY, PACK = "scaled copy", "pack"
@@ -65,80 +95,6 @@ CONTRACT_ROWS = lax.RaggedDotDimensionNumbers(
     lhs_ragged_dimensions=[0],
     rhs_group_dimensions=[],
 )
-
-
-class Size(NamedTuple):
-    """The size of an FFN."""
-
-    tokens: int
-    d_model: int
-    d_hidden: int
-    experts: int | None
-    """The number of experts; None where there are none."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """The settings of a case's GEMMs besides their size."""
-
-    v: int
-    share_of_first: float | None
-    peer: bool
-    config: Config | None = None
-    """The config of the kernel with a 2:4 operand that a search has found; None without
-    one."""
-
-
-class Error(NamedTuple):
-    """The relative error of a result."""
-
-    ours: float
-    dense: float | None = None
-    """The relative error of the dense GEMM; None where its result is another one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """One GEMM, compiled to functions without arguments."""
-
-    dense: Call
-    kernels: Mapping[str, Mapping[Config | None, Call]]
-    """The calls that are timed, by implementation and by config; None is the config of
-    an implementation that has none. The fastest call of each implementation is
-    reported."""
-    check: Callable[[str, Call], Error]
-    """Returns the error of one call of an implementation. Raises AssertionError where
-    it is above the bound."""
-    beside: Mapping[str, Call] = field(default_factory=dict)
-    """Other calls that are timed in turn with the dense GEMM and the kernels, by
-    name."""
-    moving: Mapping[str, Call] = field(default_factory=dict)
-    """Packing, and the calls that it is compared with, by name. They are timed by
-    themselves: in the same rounds, calls that only move bytes would let the chip
-    rest."""
-    gemms_packed: int = 1
-    """The number of GEMMs that read the result of one packing."""
-    executed_flops: int | None = None
-    """The FLOPs of the tokens' own experts, without rows that only fill up tiles; None
-    where an operand is 2:4."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One kind of comparison, with the shapes and GEMMs that it has unless others are
-    asked for."""
-
-    shapes: tuple[str, ...]
-    """The sizes T,d,F of each comparison, and E where there are experts."""
-    gemms: tuple[Number, ...]
-    """The numbers of the GEMMs' equations."""
-    known_gemms: tuple[Number, ...] = get_args(Gemm)
-    has_experts: bool = True
-    compare: Callable[[Any, Size, Setting], Comparison]
-    """Returns the comparison of one GEMM: makes operands of a size and compiles the
-    calls."""
-    trial: Callable[[Any, Size, Setting], Trial] | None = None
-    """Returns the GEMM as a search of configs takes it; None where nothing is tuned."""
 
 
 # A 2:4 operand.
@@ -329,6 +285,73 @@ def _compare_grouped(gemm: Number, size: Size, setting: Setting) -> Comparison:
     )
 
 
+# 8-bit floats.
+
+
+def _compare_energies(gemm: Number, size: Size, setting: Setting) -> Comparison:
+    del gemm, setting
+    tokens, d_model, d_hidden, experts = size
+    assert experts is not None
+    x, w = (
+        jax.random.normal(jax.random.key(seed), of, jnp.bfloat16)
+        for seed, of in enumerate(((tokens, d_model), (d_model, d_hidden)))
+    )
+    quantised = quantise_weight(w)
+
+    def fourth_powers(y_up: jax.Array) -> jax.Array:
+        return ActivationEnergy().scores(y_up, experts, NO_STATE)
+
+    def by_xla(x: jax.Array, quantised: QuantisedWeight) -> jax.Array:
+        return fourth_powers(rounded_product(x, quantised))
+
+    def by_kernel(
+        config: dense_kernel.Config, x: jax.Array, quantised: QuantisedWeight
+    ) -> jax.Array:
+        return expert_energies.expert_energies(
+            quantise_rows(x).values,
+            quantised.transposed,
+            experts=experts,
+            config=config,
+            multiprocessors=current_device().count_multiprocessors(),
+        )
+
+    runs = {("xla", None): by_xla}
+    why_not = expert_energies.why_unsupported(d_model, d_hidden // experts)
+    if current_device().is_hopper and why_not is None:
+        own = d_hidden // experts
+        fitting = (of for of in ENERGIES_CONFIGS if own % of.tile_n == 0)
+        runs |= {(HOPPER.name, of): partial(by_kernel, of) for of in fitting}
+    calls = compile_all(
+        {"dense": (jnp.matmul, (x, w))}
+        | {of: (run, (x, quantised)) for of, run in runs.items()}
+    )
+    rows, step = quantise_rows(x)
+    exact = (rows.astype(jnp.float32) * step[:, None]) @ dequantise(
+        Quantised(quantised.values, quantised.step)
+    )
+    right = np.asarray(fourth_powers(exact), np.float64)
+
+    def shares(energies: Any) -> np.ndarray:
+        """Returns each expert's share: a token's energies may have a factor."""
+        energies = np.asarray(energies, np.float64)
+        return energies / energies.sum(axis=1, keepdims=True)
+
+    def check(name: str, call: Call) -> Error:
+        error = np.abs(shares(call()) / shares(right) - 1).max()
+        assert error < ENERGIES_ERROR, f"{name} at {size}: relative error {error}"
+        return Error(float(error))
+
+    kernels: dict[str, dict[AnyConfig, Call]] = {}
+    for name, config in runs:
+        kernels.setdefault(name, {})[config] = calls[name, config]
+    return Comparison(
+        dense=calls["dense"],
+        kernels=kernels,
+        check=check,
+        executed_flops=2 * tokens * d_model * d_hidden,
+    )
+
+
 CASES: dict[CaseName, Case] = {
     "matrix": Case(
         shapes=tuple(
@@ -361,6 +384,12 @@ CASES: dict[CaseName, Case] = {
         gemms=("1", "2", "3", "4", "5"),
         known_gemms=("1", "2", "3", "4", "5"),
         compare=_compare_grouped,
+    ),
+    "energies": Case(
+        shapes=("65536,768,6144,8", "16384,2048,8192,8", "16384,2048,16384,8"),
+        gemms=("1",),
+        known_gemms=("1",),
+        compare=_compare_energies,
     ),
 }
 

@@ -270,6 +270,39 @@ def test_the_first_group_may_have_nearly_all_rows(grouped, monkeypatch):
         gemm.main(replace(grouped, share_of_first=1.5))
 
 
+def test_energies_are_compared_with_those_of_rounded_operands(grouped, monkeypatch):
+    config = replace(grouped, case="energies", gemms=None, shapes=("64,128,512,4",))
+    (row,) = gemm.main(config)
+    assert (row["gemm"], row["implementation"]) == ("1", "xla")
+    assert row["error"] < 1e-2
+    with pytest.raises(ValueError, match="'energies' has no GEMM 2; choose from 1"):
+        gemm.main(replace(config, gemms=("2",)))
+    monkeypatch.setattr(
+        gemm_cases, "rounded_product", lambda x, w: x @ w.values.astype(x.dtype) + 1
+    )
+    with pytest.raises(AssertionError, match="relative error"):
+        gemm.main(config)
+
+
+def test_energies_by_the_kernel_have_every_config_that_fits(grouped, monkeypatch):
+    hopper.see_device(monkeypatch)
+    plain = hopper.PlainKernels(hopper.H200)
+
+    def emulated(a, b, *, experts, config, multiprocessors):
+        tried.append(config.tile_n)
+        return plain.expert_energies(a, b, experts=experts)
+
+    monkeypatch.setattr(gemm_cases.expert_energies, "expert_energies", emulated)
+    for width, tiles in ((512, {128}), (1024, {128, 256})):
+        tried: list[int] = []
+        shape = f"64,128,{width},4"
+        config = replace(grouped, case="energies", gemms=None, shapes=(shape,))
+        rows = gemm.main(config)
+        names = [row["implementation"] for row in rows]
+        assert names == ["xla", "mosaic_sm90"]
+        assert set(tried) == tiles
+
+
 def test_a_wrong_grouped_product_stops_the_benchmark(grouped, monkeypatch):
     right = grouped_matmul.grouped_matmul
     monkeypatch.setattr(
