@@ -92,10 +92,10 @@ def expert_energies(
     a = jnp.pad(a, ((0, -tokens % 8), (0, 0)))
     tiling = config.tiling(len(a), n)
     clusters = min(multiprocessors // config.cluster, tiling.rows * tiling.columns)
-    # Rows beyond the tokens are written as well: their sums are zeros.
-    parts = jax.ShapeDtypeStruct(
-        (n // config.tile_n, tiling.rows * tiling.tile_m), jnp.float32
-    )
+    # What a cluster's blocks have beyond the tokens and the neurons is written as well:
+    # zeros.
+    columns = tiling.columns * tiling.tile_n // config.tile_n
+    parts = jax.ShapeDtypeStruct((columns, tiling.rows * tiling.tile_m), jnp.float32)
     sums = launch(
         partial(_kernel, config=config, clusters=clusters, n=n),
         (a, b),
@@ -104,7 +104,8 @@ def expert_energies(
         clusters=clusters,
         name=f"expert_energies_{tokens}x{n}x{k}",
     )
-    return sums.reshape(experts, -1, sums.shape[1]).sum(1)[:, :tokens].T
+    sums = sums[: n // config.tile_n, :tokens].reshape(experts, -1, tokens)
+    return sums.sum(axis=1).T
 
 
 _SLOTS = 1

@@ -1,6 +1,7 @@
 """Energies of experts from 8-bit floats: lowered and interpreted here, run where a GPU
 is."""
 
+import re
 from functools import partial
 
 import jax
@@ -46,13 +47,25 @@ def assert_energies(got, expected) -> None:
 @pytest.mark.parametrize("config", [None, *CONFIGS])
 @pytest.mark.parametrize("tokens", [512, 1003])
 def test_lowers_for_hopper(config, tokens):
-    operands, _ = case(tokens, 256, 1024, 2)
+    """What the kernel writes has room for every block of every cluster, also for those
+    beyond the tokens and the neurons."""
+    config = config or default_config(768)
+    # An odd number of tiles along both axes.
+    n = 9 * config.tile_n
+    operands, _ = case(tokens, 256, n, 3)
     run = partial(
-        expert_energies, experts=2, config=config, multiprocessors=MULTIPROCESSORS
+        expert_energies, experts=3, config=config, multiprocessors=MULTIPROCESSORS
     )
     traced = jax.jit(run).trace(*operands)
-    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert traced.out_info.shape == (tokens, 2)
+    assert traced.out_info.shape == (tokens, 3)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = (line for line in text.splitlines() if "@mosaic_gpu" in line)
+    found = re.search(r"-> tensor<(\d+)x(\d+)xf32>", call)
+    assert found is not None
+    columns, rows = map(int, found.groups())
+    blocks = {"m": (config.cluster, 1), "n": (1, config.cluster)}[config.cluster_axis]
+    assert rows % (blocks[0] * config.tile_m) == 0 and rows >= tokens
+    assert columns % blocks[1] == 0 and columns * config.tile_n >= n
 
 
 def test_the_widest_tile_that_lies_in_an_expert_is_taken():
