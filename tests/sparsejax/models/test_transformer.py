@@ -15,7 +15,13 @@ from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.ffn_state import WeightsAsRead
 from sparsejax.models.sparse_ffn import SparseFFN, sparse_ffns
 from sparsejax.models.transformer import Transformer, cross_entropy, greedy_sample
-from sparsejax.routing.routers import ActivationEnergy, NearestCentre, Router, TokenHash
+from sparsejax.routing.routers import (
+    ActivationEnergy,
+    ActivationEnergyFP8,
+    NearestCentre,
+    Router,
+    TokenHash,
+)
 from sparsejax.sparsity.patterns import NM, VNM
 from sparsejax.switches.switching import set_sparsity
 
@@ -33,6 +39,13 @@ SPARSITIES = {
     "token_hash": FFNSparsity(activations=VENOM, router=TokenHash()),
     "activation_energy": FFNSparsity(
         activations=VENOM, router=ActivationEnergy(), experts_per_token=2
+    ),
+    "activation_energy_fp8": FFNSparsity(
+        activations=VENOM,
+        router=ActivationEnergyFP8(),
+        experts_per_token=2,
+        skip_blocks=True,
+        weight_gradients="expert_columns",
     ),
     "skip_blocks": FFNSparsity(
         weights=NM(2, 4),
@@ -112,10 +125,10 @@ def test_blocks_start_different_and_with_scaled_residual_branches():
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
-@pytest.mark.parametrize("skip_blocks", [False, True])
-def test_experts_are_chosen_once_whatever_is_recomputed(
-    skip_blocks, remat, monkeypatch
-):
+@pytest.mark.parametrize(
+    "router", [NearestCentre(), ActivationEnergy(), ActivationEnergyFP8()]
+)
+def test_experts_are_chosen_once_whatever_is_recomputed(router, remat, monkeypatch):
     chosen = []
     choose = Router.of_scores
 
@@ -125,10 +138,9 @@ def test_experts_are_chosen_once_whatever_is_recomputed(
         return jax.pure_callback(seen, jax.typeof(best), best)
 
     monkeypatch.setattr(Router, "of_scores", counting)
-    router = NearestCentre() if skip_blocks else ActivationEnergy()
     sparsity = FFNSparsity(
         activations=VNM(8, 4, 16),
-        skip_blocks=skip_blocks,
+        skip_blocks=router.before_up,
         router=router,
         weight_gradients="expert_columns",
     )
@@ -141,7 +153,9 @@ def test_experts_are_chosen_once_whatever_is_recomputed(
     assert len(chosen) == config.layers
 
 
-@pytest.mark.parametrize("name", ["dense", "activation_energy"])
+@pytest.mark.parametrize(
+    "name", ["dense", "activation_energy", "activation_energy_fp8"]
+)
 def test_remat_and_unrolling_change_neither_loss_nor_gradients(name):
     tokens = some_tokens(2, 9)
 
