@@ -375,13 +375,10 @@ def test_another_module_may_be_in_the_place_of_the_ffns():
     assert cross_entropy(model, tokens) != loss
 
 
-@pytest.mark.parametrize(
-    ("sparsity", "count"),
-    [
-        (DENSE, 2),
-        (FFNSparsity(activations=VNM(4, 4, 16), router=ActivationEnergy()), 1),
-    ],
-)
+BY_EXPERT = FFNSparsity(activations=VNM(4, 4, 16), router=ActivationEnergy())
+
+
+@pytest.mark.parametrize(("sparsity", "count"), [(DENSE, 2), (BY_EXPERT, 1)])
 def test_gemms_do_not_add_to_the_residual_stream(sparsity, count):
     """That of attention's output and, in a dense FFN, that of W2: XLA would copy the
     stream for cuBLAS to add to it. The rows of experts are read where the stream is
