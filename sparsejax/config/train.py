@@ -62,7 +62,8 @@ class TrainConfig:
     micro_batches is a number."""
     backend: Backend | None = None
     """The backend that runs the sparse GEMMs. None: the fastest that can, for each
-    GEMM. A name runs all of them or is refused."""
+    GEMM. A name runs all of them or is refused. A set of kernels that is named applies
+    the squared ReLU of dense FFNs in their GEMMs, too, where it can."""
     seed: Seed = 0
     """The seed of the initial weights and of random estimators."""
     deterministic: bool = False

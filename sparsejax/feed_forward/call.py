@@ -19,6 +19,7 @@ from sparsejax.feed_forward.operands.weights import (
     pack_ffn,
 )
 from sparsejax.feed_forward.passes.by_expert import BY_EXPERT
+from sparsejax.feed_forward.passes.dense_on_kernels import DENSE_ON_KERNELS
 from sparsejax.feed_forward.passes.masked import MASKED
 from sparsejax.feed_forward.passes.packed import PACKED
 from sparsejax.feed_forward.plan import FFNPlan
@@ -94,6 +95,8 @@ def call_ffn(
 def _execution(plan: FFNPlan) -> Execution:
     if plan.sparsity.experts:
         return BY_EXPERT
+    if plan.fuses_activation:
+        return DENSE_ON_KERNELS
     return PACKED if plan.packs_activations else MASKED
 
 

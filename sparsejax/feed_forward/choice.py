@@ -36,8 +36,9 @@ def decide(
     gemms: Sequence[GemmSpec], backend: Backend | None, with_epilogues: Epilogues
 ) -> tuple[Decision, ...]:
     """Returns what runs each of the GEMMs, and why. A named backend that has no dense
-    GEMM runs the sparse GEMMs, and of those by expert that are dense the ones that it
-    can; tokamax runs those by expert. XLA runs the others.
+    GEMM runs the sparse GEMMs, of those by expert that are dense the ones that it can,
+    and, a set of kernels, those that a squared ReLU follows; tokamax runs those by
+    expert. XLA runs the others.
 
     The activations are packed for all GEMMs that read them token by token, and from
     that for the weight gradients, or for none of them. Unasked, the kernels are taken
@@ -302,6 +303,10 @@ def _check_runs_some(backend: Backend, decisions: Sequence[Decision]) -> None:
 def _choose(gemm: GemmSpec, backend: Backend | None) -> Decision:
     implementations = _implementations_of(gemm)
     kernels = registry.names()
+    if gemm.squares and backend in kernels:
+        of_named = implementations[backend]
+        if of_named.why_unsupported(gemm) is None:
+            return choose_backend(gemm, backend, implementations)
     if gemm.pattern is None and backend in kernels:
         # No other set: it would not read what this one has packed.
         backend, kernels = None, (backend,)
@@ -337,4 +342,6 @@ def _implementations_of(gemm: GemmSpec) -> Implementations:
         return grouped_matmul.sparse_implementations()
     if gemm.pattern is not None:
         return sparse_matmul.implementations()
+    if gemm.squares:
+        return dense_matmul.fused_implementations()
     return (fp8_matmul if gemm.fp8 else dense_matmul).implementations()

@@ -113,6 +113,12 @@ class FFNPlan:
         return tuple(decision for decision in every if decision is not None)
 
     @property
+    def fuses_activation(self) -> bool:
+        """Whether the FFN is dense and kernels run GEMMs 1 and 3, which write A and
+        dY1; see `passes.dense_on_kernels`."""
+        return self.up.spec.squares and self.up.on_kernels
+
+    @property
     def keeps_rows_of_x(self) -> bool:
         """Whether the residuals hold the rows of X sorted by expert, as GEMM 1 read
         them and GEMM 5 does, in place of X. With several experts per token the rows

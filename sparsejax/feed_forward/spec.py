@@ -30,7 +30,11 @@ from sparsejax.feed_forward.packing import (
     writes_dense_rows,
 )
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity, check_divisible
-from sparsejax.feed_forward.tiles import dense_feature_count, group_tile
+from sparsejax.feed_forward.tiles import (
+    GROUP_TILE,
+    dense_feature_count,
+    group_tile,
+)
 from sparsejax.ops.backend import Backend, Decision, current_device
 from sparsejax.ops.gemm_spec import GemmSpec, Role
 from sparsejax.sparsity.patterns import NM, TWO_FOUR, VNM
@@ -220,10 +224,19 @@ class FFNSpec(FFNCall):
     def gemms(self) -> tuple[GemmSpec, ...]:
         """Returns GEMMs 1 to 6 of one device."""
         s = self.sparsity
+        up = self.weight_gemm("up", "1  Y1 = X W1", by_expert=s.skip_blocks)
+        d_hidden = self.weight_gemm(
+            "d_hidden", "3  dA = dY W2^T", by_expert=s.da_by_expert
+        )
+        if s.is_dense and self.precision == "dtype":
+            up, d_hidden = (
+                replace(gemm, squares=True, group_tile=GROUP_TILE)
+                for gemm in (up, d_hidden)
+            )
         return (
-            self.weight_gemm("up", "1  Y1 = X W1", by_expert=s.skip_blocks),
+            up,
             self.activation_gemm("down", "2  Y = A W2"),
-            self.weight_gemm("d_hidden", "3  dA = dY W2^T", by_expert=s.da_by_expert),
+            d_hidden,
             self.activation_gemm(
                 "d_input",
                 "4  dX = dY1 S(W1)^T" if s.d_input_weights else "4  dX = dY1 W1^T",

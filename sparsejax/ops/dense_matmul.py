@@ -1,13 +1,22 @@
 """The dense GEMM: what every sparse one stands for, and is measured against."""
 
+from dataclasses import replace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from sparsejax.dtypes import accumulation_dtype, widest
-from sparsejax.ops.backend import Implementation, Implementations
+from sparsejax.ops.backend import (
+    Backend,
+    Implementation,
+    Implementations,
+    of_kernels,
+)
 from sparsejax.ops.gemm_spec import GemmSpec
+from sparsejax.ops.kernels import registry
 
 
 def dense_matmul(
@@ -46,6 +55,35 @@ def _reference(lhs: jax.Array, rhs: jax.Array, **kwargs) -> jax.Array:
 def _describe(spec: GemmSpec) -> tuple[str, float]:
     library = "cuBLAS" if spec.device.platform == "gpu" else "XLA"
     return f"dense GEMM by {library}", 1.0
+
+
+def fused_implementations() -> Implementations:
+    """Returns the implementations of a dense GEMM that a squared ReLU, or its gradient,
+    follows (`GemmSpec.squares`), by backend. A set of kernels applies it before it
+    writes, and has to be named, for nobody has timed it; the FFN calls it itself."""
+    fused: dict[Backend, Implementation] = {
+        each.name: replace(
+            of_kernels(
+                each,
+                _not_called,
+                why_unsupported=lambda found, spec: found.why_no_squared_relu(spec),
+            ),
+            describe=_describe_fused,
+            why_slower=lambda spec: "nobody has timed its kernel of dense GEMMs",
+            times=lambda spec: None,
+        )
+        for each in registry.REGISTERED
+    }
+    return {**fused, **implementations()}
+
+
+def _describe_fused(spec: GemmSpec) -> tuple[str, float]:
+    written = "A" if spec.role == "up" else "dY1"
+    return f"dense GEMM on the tensor cores, writes {written}", 1.0
+
+
+def _not_called(*operands: Any) -> Any:
+    raise NotImplementedError("an FFN calls the kernels of a squared ReLU itself")
 
 
 def implementations() -> Implementations:

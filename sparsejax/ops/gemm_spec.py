@@ -61,6 +61,9 @@ class GemmSpec:
     """Whether the GEMM sums over the tokens; its result is then float32."""
     fp8: bool = False
     """Whether both operands are rounded to 8-bit floats (`ops.fp8_matmul`)."""
+    squares: bool = False
+    """Whether a squared ReLU, or its gradient, follows, which a kernel may apply before
+    it writes: GEMMs 1 and 3 of a dense FFN."""
     float32_out: bool = False
     """Whether the result is float32 though the GEMM is no weight gradient."""
     weight_transposed: bool = False

@@ -117,6 +117,12 @@ class KernelSet(Protocol):
         weights of their experts, or None where it has one."""
         ...
 
+    def why_no_squared_relu(self, gemm: GemmSpec) -> str | None:
+        """Returns why the set has no kernel for GEMM 1 or 3 of a dense FFN that applies
+        the squared ReLU, or its gradient, before it writes, or None where it has
+        one."""
+        ...
+
     def why_no_joined_rows(self, gemm: GemmSpec) -> str | None:
         """Returns why the set, which can run a GEMM by expert with dense operands, has
         no kernel for rows with the neurons of several experts side by side, or None

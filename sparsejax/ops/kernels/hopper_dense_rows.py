@@ -38,6 +38,12 @@ class HopperDenseRows:
         sizes = sorted(set(gemm.widths_of_expert))
         return dense_rows.why_unsupported(sizes, gemm.group_tile, gemm.dtype)
 
+    def why_no_squared_relu(self, gemm: GemmSpec) -> str | None:
+        if gemm.tokens % gemm.group_tile:
+            return f"{gemm.tokens} tokens are no whole tiles of {gemm.group_tile}"
+        sizes = sorted({gemm.d_in, gemm.d_out})
+        return dense_rows.why_unsupported(sizes, gemm.group_tile, gemm.dtype)
+
     def why_no_joined_rows(self, gemm: GemmSpec) -> str | None:
         return dense_rows.why_not_joined(gemm.expert_features)
 
