@@ -6,7 +6,7 @@ raises with its reason. The answer is data (`Decision`), printed by `explain`.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
@@ -72,6 +72,32 @@ def of_kernels(
         why_slower=lambda spec: registered.load(spec.device).why_slower(spec),
         times=lambda spec: registered.load(spec.device).times(spec),
     )
+
+
+def dense_of_each_set(
+    run: Callable[..., jax.Array],
+    *,
+    why_unsupported: Callable[[KernelSet, GemmSpec], str | None],
+    describe: Callable[[GemmSpec], tuple[str, float]],
+    why_slower: Callable[[GemmSpec], str | None] = lambda spec: None,
+) -> dict[Backend, Implementation]:
+    """Returns every registered set of kernels as an implementation of an operation
+    whose operands are both dense, by backend. The times that a set knows are those of
+    GEMMs with a 2:4 operand, so none is given.
+
+    Args:
+      run: takes the set for the device that is traced for, then the operands.
+      why_unsupported: takes the set as well.
+    """
+    return {
+        each.name: replace(
+            of_kernels(each, run, why_unsupported=why_unsupported),
+            describe=describe,
+            why_slower=why_slower,
+            times=lambda spec: None,
+        )
+        for each in registry.REGISTERED
+    }
 
 
 type Implementations = Mapping[Backend, Implementation]

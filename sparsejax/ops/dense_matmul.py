@@ -1,6 +1,5 @@
 """The dense GEMM: what every sparse one stands for, and is measured against."""
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,13 +9,11 @@ from jaxtyping import Array, Float
 
 from sparsejax.dtypes import accumulation_dtype, widest
 from sparsejax.ops.backend import (
-    Backend,
     Implementation,
     Implementations,
-    of_kernels,
+    dense_of_each_set,
 )
 from sparsejax.ops.gemm_spec import GemmSpec
-from sparsejax.ops.kernels import registry
 
 
 def dense_matmul(
@@ -61,19 +58,12 @@ def fused_implementations() -> Implementations:
     """Returns the implementations of a dense GEMM that a squared ReLU, or its gradient,
     follows (`GemmSpec.squares`), by backend. A set of kernels applies it before it
     writes, and has to be named, for nobody has timed it; the FFN calls it itself."""
-    fused: dict[Backend, Implementation] = {
-        each.name: replace(
-            of_kernels(
-                each,
-                _not_called,
-                why_unsupported=lambda found, spec: found.why_no_squared_relu(spec),
-            ),
-            describe=_describe_fused,
-            why_slower=lambda spec: "nobody has timed its kernel of dense GEMMs",
-            times=lambda spec: None,
-        )
-        for each in registry.REGISTERED
-    }
+    fused = dense_of_each_set(
+        _not_called,
+        why_unsupported=lambda found, spec: found.why_no_squared_relu(spec),
+        describe=_describe_fused,
+        why_slower=lambda spec: "nobody has timed its kernel of dense GEMMs",
+    )
     return {**fused, **implementations()}
 
 

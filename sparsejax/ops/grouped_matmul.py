@@ -22,11 +22,10 @@ from sparsejax.ops.backend import (
     Implementations,
     choose_backend,
     current_device,
-    of_kernels,
+    dense_of_each_set,
 )
 from sparsejax.ops.dense_matmul import dense_matmul
 from sparsejax.ops.gemm_spec import GemmSpec
-from sparsejax.ops.kernels import registry
 from sparsejax.ops.kernels.base import ExpertRows, KernelSet
 
 
@@ -277,19 +276,11 @@ def _describe_dense_rows(spec: GemmSpec) -> tuple[str, float]:
 
 
 def _dense_rows_on_kernels() -> dict[Backend, Implementation]:
-    return {
-        each.name: replace(
-            of_kernels(
-                each,
-                _matmul_on,
-                why_unsupported=lambda found, s: found.why_no_dense_rows(s),
-            ),
-            describe=_describe_dense_rows,
-            why_slower=lambda spec: None,
-            times=lambda spec: None,
-        )
-        for each in registry.REGISTERED
-    }
+    return dense_of_each_set(
+        _matmul_on,
+        why_unsupported=lambda found, s: found.why_no_dense_rows(s),
+        describe=_describe_dense_rows,
+    )
 
 
 def _describe_outer(spec: GemmSpec) -> tuple[str, float]:
@@ -299,19 +290,11 @@ def _describe_outer(spec: GemmSpec) -> tuple[str, float]:
 
 
 def _dense_outer_on_kernels() -> dict[Backend, Implementation]:
-    return {
-        each.name: replace(
-            of_kernels(
-                each,
-                _outer_on,
-                why_unsupported=lambda found, s: found.why_no_dense_weight_gradient(s),
-            ),
-            describe=_describe_outer,
-            why_slower=lambda spec: None,
-            times=lambda spec: None,
-        )
-        for each in registry.REGISTERED
-    }
+    return dense_of_each_set(
+        _outer_on,
+        why_unsupported=lambda found, s: found.why_no_dense_weight_gradient(s),
+        describe=_describe_outer,
+    )
 
 
 def why_slower_than_dense(spec: GemmSpec) -> str | None:
