@@ -106,7 +106,8 @@ class Config:
     v: int = 128
     """Rows of a V:N:M block in the modes."""
     backend: Backend | None = None
-    """The backend that runs the sparse GEMMs; None: the fastest for each."""
+    """The backend that runs the FFN's GEMMs, those of dense steps included where it has
+    them; None: the fastest for each."""
     layers: int | None = None
     """Number of layers; None: the preset's."""
     d_hidden: int | None = None
@@ -346,7 +347,7 @@ def _row(config: Config, steps: Steps, timing: Timing, alone: Timing) -> dict:
         model,
         sparsity,
         config.batch_size // config.micro_batches * sequence,
-        None if sparsity.is_dense else train.backend,
+        train.backend,
     )
     memory = steps.compiled[timing.name].memory_analysis()
     assert memory is not None
