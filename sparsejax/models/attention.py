@@ -3,8 +3,9 @@
 The parameters are float32 masters; the layer computes in its `dtype`.
 """
 
+from collections.abc import Iterable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -185,7 +186,11 @@ class Attention(nnx.Module):
         shape, x = x.shape, self._read(x)
         positions = offset + jnp.arange(x.shape[1])
         rotate = partial(rotary_embedding, positions=positions, base=self.rope_base)
-        query, key, value = self._query_key_value(x, precision=self.precision)
+        query, key, value = self._query_key_value(
+            x,
+            precision=self.precision,
+            joined=self.precision == "dtype" and self.groups == 1,
+        )
         query, key = rotate(query), rotate(key)
         implementation, _ = attention_implementation(self.head_dim, self.dtype)
         mixed = jax.nn.dot_product_attention(
@@ -241,31 +246,51 @@ class Attention(nnx.Module):
         """Returns the product with W_out, (..., d_model)."""
         if self.groups > 1:
             mixed = contiguous_groups(mixed, self.groups)
-        out = self._multiply(mixed, "w_out", "tensor", None, precision=precision)
+        out = self._multiply(mixed, "w_out", axes=("tensor", None), precision=precision)
         return added_later(out)
 
     def _query_key_value(
-        self, x: jax.Array, *, precision: Precision = "dtype"
+        self, x: jax.Array, *, precision: Precision = "dtype", joined: bool = False
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the heads of queries, keys and values, not rotated yet."""
-        project = partial(self._project, x, precision=precision)
-        query = project("w_query", self.bias_query, self.heads)
-        key = project("w_key", self.bias_key, self.kv_heads)
-        value = project("w_value", self.bias_value, self.kv_heads)
+        project = partial(self._multiply, x, axes=(None, "tensor"), precision=precision)
+        if joined:
+            query, key = self._query_and_key(x)
+        else:
+            query, key = project("w_query"), project("w_key")
+        query = self._by_head(query, self.bias_query, self.heads)
+        key = self._by_head(key, self.bias_key, self.kv_heads)
+        value = self._by_head(project("w_value"), self.bias_value, self.kv_heads)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         return query, key, value
 
-    def _project(
-        self,
-        x: jax.Array,
-        name: str,
-        bias: nnx.Param | None,
-        heads: int,
-        *,
-        precision: Precision,
+    def _query_and_key(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the products of x with W_query and W_key from one GEMM.
+
+        It reads x once, and in the backward one GEMM writes the gradient of x, of which
+        two would write parts that another pass adds. The columns of the two weights lie
+        by key head, each with the queries that read it, so that an axis of the mesh
+        that splits the heads splits the joined weight as well.
+        """
+        split = self.kv_heads, -1, self.head_dim
+
+        def joined(weights: Iterable[jax.Array]) -> jax.Array:
+            by_key_head = [w.reshape(w.shape[0], *split) for w in weights]
+            both = jnp.concatenate(by_key_head, axis=-2)
+            return both.reshape(both.shape[0], -1)
+
+        names = "w_query", "w_key"
+        read = joined(self._read_weight(name, None, "tensor") for name in names)
+        both = linear(x, joined(getattr(self, name)[...] for name in names), read)
+        both = both.reshape(*both.shape[:-1], *split)
+        query, key = both[..., :-1, :], both[..., -1, :]
+        flat = lambda heads: heads.reshape(*x.shape[:-1], -1)
+        return flat(query), flat(key)
+
+    def _by_head(
+        self, projected: jax.Array, bias: nnx.Param | None, heads: int
     ) -> jax.Array:
-        projected = self._multiply(x, name, None, "tensor", precision=precision)
         if bias is not None:
             along = jnp.expand_dims(bias[...], range(projected.ndim - 1))
             projected = projected + along.astype(self.dtype)
@@ -273,15 +298,19 @@ class Attention(nnx.Module):
         return constrain(by_head, self.mesh, BATCH, None, "tensor", None)
 
     def _multiply(
-        self, x: jax.Array, name: str, *axes: str | None, precision: Precision
+        self,
+        x: jax.Array,
+        name: str,
+        *,
+        axes: tuple[str | None, ...],
+        precision: Precision,
     ) -> jax.Array:
         """Returns the product of x with a weight, whose two axes the mesh splits over
         `axes` while it is read: over fsdp it is gathered as it is read, and not
         before."""
         w = getattr(self, name)[...]
-        all_read = {} if self.as_read is None else self.as_read.get_value()
         if precision != "dtype":
-            quantised = all_read.get(name)
+            quantised = self._made_before(name)
             if quantised is None:
                 quantised = quantise_weight(w)
             quantised = QuantisedWeight(
@@ -290,10 +319,18 @@ class Attention(nnx.Module):
                 quantised.step,
             )
             return fp8_linear(x, w, quantised, precision=precision)
-        read = as_read(w, all_read.get(name), self.dtype)
         if self.groups > 1:
-            return multiply(x, w, constrain(read, self.mesh, "tensor", None, None))
-        return linear(x, w, constrain(read, self.mesh, *axes))
+            return multiply(x, w, self._read_weight(name, "tensor", None, None))
+        return linear(x, w, self._read_weight(name, *axes))
+
+    def _read_weight(self, name: str, *axes: str | None) -> jax.Array:
+        """Returns a weight in the compute dtype, split over `axes`."""
+        w, copy = getattr(self, name)[...], self._made_before(name)
+        return constrain(as_read(w, copy, self.dtype), self.mesh, *axes)
+
+    def _made_before(self, name: str) -> Any:
+        """Returns a weight as `weights_as_read` made it; None where it did not."""
+        return None if self.as_read is None else self.as_read.get_value().get(name)
 
     def weights_as_read(
         self, *, whole: bool = False
