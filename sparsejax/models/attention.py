@@ -3,7 +3,6 @@
 The parameters are float32 masters; the layer computes in its `dtype`.
 """
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -83,6 +82,10 @@ def attention_implementation(
             f"on this GPU, not {head_dim}"
         )
     return "cudnn", f"{dtype}, head_dim={head_dim}: flash attention is available"
+
+
+QUERY_AND_KEY = "w_query and w_key"
+"""The name of the weights of queries and keys where one GEMM reads both."""
 
 
 class KVCache(NamedTuple):
@@ -189,7 +192,7 @@ class Attention(nnx.Module):
         query, key, value = self._query_key_value(
             x,
             precision=self.precision,
-            joined=self.precision == "dtype" and self.groups == 1,
+            joined=self._joins_query_and_key,
         )
         query, key = rotate(query), rotate(key)
         implementation, _ = attention_implementation(self.head_dim, self.dtype)
@@ -252,10 +255,16 @@ class Attention(nnx.Module):
     def _query_key_value(
         self, x: jax.Array, *, precision: Precision = "dtype", joined: bool = False
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the heads of queries, keys and values, not rotated yet."""
+        """Returns the heads of queries, keys and values, not rotated yet. With `joined`
+        one GEMM makes queries and keys: it reads x once, and in the backward one GEMM
+        writes the gradient of x, of which two would write parts that another pass
+        adds."""
         project = partial(self._multiply, x, axes=(None, "tensor"), precision=precision)
         if joined:
-            query, key = self._query_and_key(x)
+            both = project(QUERY_AND_KEY)
+            by_key_head = both.reshape(*x.shape[:-1], *self._by_key_head)
+            parts = by_key_head[..., :-1, :], by_key_head[..., -1, :]
+            query, key = (part.reshape(*x.shape[:-1], -1) for part in parts)
         else:
             query, key = project("w_query"), project("w_key")
         query = self._by_head(query, self.bias_query, self.heads)
@@ -265,28 +274,27 @@ class Attention(nnx.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         return query, key, value
 
-    def _query_and_key(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the products of x with W_query and W_key from one GEMM.
+    @property
+    def _joins_query_and_key(self) -> bool:
+        """Whether a call multiplies by the weights of queries and keys together."""
+        return self.groups == 1
 
-        It reads x once, and in the backward one GEMM writes the gradient of x, of which
-        two would write parts that another pass adds. The columns of the two weights lie
-        by key head, each with the queries that read it, so that an axis of the mesh
-        that splits the heads splits the joined weight as well.
-        """
-        split = self.kv_heads, -1, self.head_dim
+    @property
+    def _by_key_head(self) -> tuple[int, int, int]:
+        """The shape of the features of joined queries and keys: key heads, each with
+        the queries that read it and then itself, features of a head."""
+        return self.kv_heads, -1, self.head_dim
 
-        def joined(weights: Iterable[jax.Array]) -> jax.Array:
-            by_key_head = [w.reshape(w.shape[0], *split) for w in weights]
-            both = jnp.concatenate(by_key_head, axis=-2)
-            return both.reshape(both.shape[0], -1)
-
-        names = "w_query", "w_key"
-        read = joined(self._read_weight(name, None, "tensor") for name in names)
-        both = linear(x, joined(getattr(self, name)[...] for name in names), read)
-        both = both.reshape(*both.shape[:-1], *split)
-        query, key = both[..., :-1, :], both[..., -1, :]
-        flat = lambda heads: heads.reshape(*x.shape[:-1], -1)
-        return flat(query), flat(key)
+    def _weight(self, name: str) -> jax.Array:
+        """Returns a weight, or for `QUERY_AND_KEY` the columns of W_query and of W_key
+        by key head, so that an axis of the mesh that splits the heads splits those of
+        both."""
+        if name != QUERY_AND_KEY:
+            return getattr(self, name)[...]
+        weights = self.w_query[...], self.w_key[...]
+        parts = [w.reshape(*w.shape[:-1], *self._by_key_head) for w in weights]
+        both = jnp.concatenate(parts, axis=-2)
+        return both.reshape(*both.shape[:-3], -1)
 
     def _by_head(
         self, projected: jax.Array, bias: nnx.Param | None, heads: int
@@ -308,7 +316,7 @@ class Attention(nnx.Module):
         """Returns the product of x with a weight, whose two axes the mesh splits over
         `axes` while it is read: over fsdp it is gathered as it is read, and not
         before."""
-        w = getattr(self, name)[...]
+        w = self._weight(name)
         if precision != "dtype":
             quantised = self._made_before(name)
             if quantised is None:
@@ -325,8 +333,8 @@ class Attention(nnx.Module):
 
     def _read_weight(self, name: str, *axes: str | None) -> jax.Array:
         """Returns a weight in the compute dtype, split over `axes`."""
-        w, copy = getattr(self, name)[...], self._made_before(name)
-        return constrain(as_read(w, copy, self.dtype), self.mesh, *axes)
+        read = as_read(self._weight(name), self._made_before(name), self.dtype)
+        return constrain(read, self.mesh, *axes)
 
     def _made_before(self, name: str) -> Any:
         """Returns a weight as `weights_as_read` made it; None where it did not."""
@@ -338,14 +346,16 @@ class Attention(nnx.Module):
         """Returns the weights in the form that the calls read, by name: in 8-bit floats
         or in the compute dtype, and None where that is the parameter itself. With
         `whole` all are returned, gathered over fsdp."""
-        axes = dict.fromkeys(("w_query", "w_key", "w_value"), (None, "tensor"))
+        joined = self._joins_query_and_key
+        of_x = (QUERY_AND_KEY,) if joined else ("w_query", "w_key")
+        axes = dict.fromkeys((*of_x, "w_value"), (None, "tensor"))
         axes |= {"w_out": ("tensor", None)}
         return {name: self._as_read(name, of, whole) for name, of in axes.items()}
 
     def _as_read(
         self, name: str, axes: tuple[str | None, ...], whole: bool
     ) -> QuantisedWeight | jax.Array | None:
-        w = getattr(self, name)[...]
+        w = self._weight(name)
         if self.groups > 1:
             axes = "tensor", None, None
         held = partial(gathered, mesh=self.mesh) if whole else lambda w, *_: w
