@@ -15,10 +15,11 @@ text, and on the same weights and moments but for those with static weights, whi
 their own; where there are experts the neurons have been clustered first. The loss and
 the gradient norm of every sparse step are compared with those of the masked dense path
 (`xla`) in the same precision before it is timed, those of static weights with whole
-ones that are zero where they have no entry. The dense step and every other are timed
-with 8-bit floats too, in attention's four weights and, where it is dense, in the FFN;
-the dense one with 8-bit floats is compared with the dense one without. With `--profile`
-the time of a step is split by kind of GPU kernel.
+ones that are zero where they have no entry; so are those of a dense step whose FFN runs
+on kernels (`--backend mosaic_sm90`). The dense step and every other are timed with
+8-bit floats too, in attention's four weights and, where it is dense, in the FFN; the
+dense one with 8-bit floats is compared with the dense one without. With `--profile` the
+time of a step is split by kind of GPU kernel.
 
 The dense steps are timed alone, before the process runs any sparse kernel, which is
 what a dense run sees; in turn with the sparse ones; and the first alone again. After a
@@ -66,7 +67,7 @@ from sparsejax.feed_forward.packing import rows_of_token
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.sparse_ffn import sparse_ffns
 from sparsejax.models.transformer import Transformer
-from sparsejax.ops.backend import Backend
+from sparsejax.ops.backend import Backend, Decision
 from sparsejax.reports import metrics
 from sparsejax.reports.provenance import commit
 from sparsejax.sparsity.patterns import name_of
@@ -159,7 +160,22 @@ class Steps:
             lambda phase: self.run.of_phase(phase).step(phase.sparsity)
         )
         masked = partial(masked_step, self.run)
-        self.compiled_masked = self._compiled(masked, without=DENSE_STEP)
+        apart = None if self.on_kernels(DENSE_STEP) else DENSE_STEP
+        self.compiled_masked = self._compiled(masked, without=apart)
+
+    def decisions(self, name: str) -> tuple[Decision, ...]:
+        """Returns what runs the GEMMs of the FFN in a step."""
+        config, phase = self.run.config, self.modes[name]
+        return metrics.ffn_decisions(
+            model_of(phase, config.model),
+            phase.sparsity,
+            config.batch_size // config.micro_batches * config.data.sequence_length,
+            config.backend,
+        )
+
+    def on_kernels(self, name: str) -> bool:
+        """Returns whether a set of kernels runs a GEMM of the FFN in a step."""
+        return any(decision.on_kernels for decision in self.decisions(name))
 
     def _run_with_state(self, name: str) -> Run:
         """Returns the run whose state a step reads: steps that differ in their
@@ -247,7 +263,7 @@ def main(config: Config) -> list[dict]:
         alone, before = _by_itself(in_turn, calls[DENSE_STEP], power)
         if DENSE_FP8_STEP in calls:
             alone_fp8, _ = _by_itself(in_turn, calls[DENSE_FP8_STEP], power)
-        errors = {name: _check(steps, name) for name in modes}
+        errors = {name: _check(steps, name) for name in steps.compiled_masked}
         timings = in_turn(calls)
         again, after = _by_itself(in_turn, calls[DENSE_STEP], power)
     rows = []
@@ -262,7 +278,7 @@ def main(config: Config) -> list[dict]:
                 "alone": _of(config, alone, before),
                 "alone_after_sparse": _of(config, again, after),
             }
-        else:
+        if timing.name in errors:
             row |= {"error": errors[timing.name]}
         if config.profile:
             by_name = kernel_times(partial(steps.call, timing.name))
@@ -343,12 +359,7 @@ def _row(config: Config, steps: Steps, timing: Timing, alone: Timing) -> dict:
     sequence = train.data.sequence_length
     phase = steps.modes[timing.name]
     sparsity, model = phase.sparsity, model_of(phase, train.model)
-    decisions = metrics.ffn_decisions(
-        model,
-        sparsity,
-        config.batch_size // config.micro_batches * sequence,
-        train.backend,
-    )
+    decisions = steps.decisions(timing.name)
     memory = steps.compiled[timing.name].memory_analysis()
     assert memory is not None
     static = model.static_weights
