@@ -55,6 +55,14 @@ class Config:
     grid_tile_width: int = 16
     """The number of tiles along m that are visited before the next ones along n, so
     that both operands stay in the L2 cache."""
+    epi_at_once: bool = False
+    """Whether a warpgroup has shared memory for all epilogue tiles of its rows, and
+    writes them together. It then goes on to its next tile while they are copied to main
+    memory; else it waits for copies in between, but there is memory for more stages."""
+    begin_step: int = 0
+    """The step of a tile behind whose product a warpgroup starts the copies that its
+    epilogue reads; 0: before the first product, where it waits until all that it has
+    just written has left shared memory."""
 
     @property
     def tile_m(self) -> int:
@@ -222,7 +230,8 @@ def dense_kernel(
             task, row, column = own_tasks.task(tile)
             origin = row + warpgroup * own_rows, column
             count = steps_of(task)
-            if epilogue.begin is not None:
+            later = epilogue.begin is not None and config.begin_step > 0
+            if epilogue.begin is not None and not later:
                 epilogue.begin(task, origin, *own)
 
             def multiply_all(acc_ref):
@@ -230,6 +239,12 @@ def dense_kernel(
                     slot = slot_of(before + index)
                     plgpu.barrier_wait(full.at[slot])
                     plgpu.wgmma(acc_ref, rows_of_a(slot), columns_of_b(slot))
+                    if later:
+
+                        @pl.when(index == jnp.minimum(config.begin_step, count - 1))
+                        def _():
+                            epilogue.begin(task, origin, *own)
+
                     # The one before has read its slot.
                     plgpu.wgmma_wait(1)
 

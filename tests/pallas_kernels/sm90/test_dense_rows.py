@@ -20,6 +20,7 @@ MULTIPROCESSORS = 132
 CONFIGS = [
     Config(cluster_axis="n"),
     Config(cluster=1, stages=3),
+    Config(cluster=1, stages=3, epi_at_once=True),
     Config(tile_n=128, cluster=1, grid_tile_width=1),
 ]
 WIDE = [Config(), Config(row_blocks=2, tile_n=128, cluster=1)]
@@ -198,9 +199,14 @@ def test_float32_results_are_not_rounded_to_bfloat16():
 
 
 @pytest.mark.newest_jax
-def test_epilogues_without_races():
-    run, operands, expected = case([1, 2], 128, 320)
-    run = partial(run, config=Config(cluster=1, stages=2), multiprocessors=2)
+@pytest.mark.parametrize("k", [128, 384])
+@pytest.mark.parametrize(
+    "options", [{}, {"epi_at_once": True}, {"begin_step": 2, "epi_at_once": True}]
+)
+def test_epilogues_without_races(options, k):
+    run, operands, expected = case([1, 2], k, 320)
+    config = Config(cluster=1, stages=2, **options)
+    run = partial(run, config=config, multiprocessors=2)
     a = np.random.default_rng(1).integers(0, 5, (len(operands[0]), 320)) ** 2
     other = OtherRows(jnp.asarray(a, jnp.bfloat16), gradient)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
