@@ -6,6 +6,7 @@
     uv run --extra cuda experiments/bench/gemm.py --case experts
     uv run --extra cuda experiments/bench/gemm.py --case experts \\
         --shapes 16384,4096,16384,8 --share-of-first 0.9
+    uv run --extra cuda experiments/bench/gemm.py --case squares
     uv run --extra cuda experiments/bench/gemm.py --case energies
     uv run --extra cuda experiments/bench/gemm.py --case grouped
     uv run --extra cuda experiments/bench/gemm.py --case grouped \\
@@ -18,9 +19,12 @@ others are listed in `ffn_gemms`. "experts": the same over E experts, one for ea
 (V:2:M with M = 4 E). "grouped": dense GEMMs over unequal groups of rows, 1 to 4 (rows @
 weights of the row's expert, in each order of W1 and W2) and 5 (summed over the rows),
 by `jax.lax.ragged_dot`, by the `xla` backend and, on a Hopper GPU, by the kernels of
-V:4:M. Their executed TFLOP/s are those of the tokens' own experts. "energies": the
-energies of experts from 8-bit floats, by which the router activation_energy_fp8
-chooses, against GEMM 1 of all neurons, which activation_energy needs.
+V:4:M. Their executed TFLOP/s are those of the tokens' own experts. "squares": GEMMs 1
+and 3 of a dense FFN (E = 1) or by expert, whose kernel applies the squared ReLU, or its
+gradient, before it writes, against a dense GEMM and the pass after it; with the default
+config, and with the fastest of those that are tried. "energies": the energies of
+experts from 8-bit floats, by which the router activation_energy_fp8 chooses, against
+GEMM 1 of all neurons, which activation_energy needs.
 
 Operands are random bfloat16; every result is compared with an independent one before
 anything is timed; all that is compared runs in turn, calls following each other as in a
@@ -49,15 +53,9 @@ from pathlib import Path
 import jax
 import tyro
 
-from experiments.bench.gemm_cases import (
-    CASES,
-    PACK,
-    PACK_AND_SPARSE,
-    SCALED_COPY,
-    CaseName,
-    size_of,
-)
-from experiments.bench.gemm_comparison import Comparison, Number, Setting, Size
+from experiments.bench.gemm_cases.cases import CASES, CaseName, size_of
+from experiments.bench.gemm_cases.comparison import Comparison, Number, Setting, Size
+from experiments.bench.gemm_cases.two_four import PACK, PACK_AND_SPARSE, SCALED_COPY
 from experiments.bench.power import PowerSampler
 from experiments.bench.references import cusparselt
 from experiments.bench.rows import append_rows

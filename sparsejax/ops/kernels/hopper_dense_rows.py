@@ -73,7 +73,7 @@ class HopperDenseRows:
         k_major: bool,
     ) -> Float[Array, "rows n"]:
         how = {"expert_axis": expert_axis, "b_k_major": k_major}
-        return self._dense_rows(activation=_squared_relu, **how)(x, w, *used(rows))
+        return self._dense_rows(activation=squared_relu, **how)(x, w, *used(rows))
 
     def dense_rows_activation_gradient(
         self,
@@ -86,7 +86,7 @@ class HopperDenseRows:
         k_major: bool,
     ) -> Float[Array, "rows n"]:
         how = {"expert_axis": expert_axis, "b_k_major": k_major}
-        return self._dense_rows(combine=_gradient_at, **how)(dy, w, *used(rows), a)
+        return self._dense_rows(combine=gradient_at, **how)(dy, w, *used(rows), a)
 
     def _dense_rows(self, **options: Any) -> Callable[..., Any]:
         """Returns the kernel of `dense_rows` as a function of x, the weights, what
@@ -145,9 +145,11 @@ class HopperDenseRows:
         return run(x, w_transposed)
 
 
-def _squared_relu(y_up: jax.Array) -> jax.Array:
+def squared_relu(y_up: jax.Array) -> jax.Array:
+    """Returns A = relu(Y1)^2."""
     return jnp.square(jnp.maximum(y_up, 0.0))
 
 
-def _gradient_at(da: jax.Array, a: jax.Array) -> jax.Array:
+def gradient_at(da: jax.Array, a: jax.Array) -> jax.Array:
+    """Returns dY1 = dA 2 sqrt(A)."""
     return da * 2 * jnp.sqrt(a)

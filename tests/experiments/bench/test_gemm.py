@@ -2,12 +2,16 @@
 
 import json
 from dataclasses import fields, replace
+from functools import cache, partial
 from typing import get_args
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from experiments.bench import gemm, gemm_cases
+from experiments.bench import gemm
+from experiments.bench.gemm_cases import energies, squares
+from experiments.bench.gemm_cases import grouped as grouped_cases
 from experiments.bench.sparse_modes import sparse_modes
 from pallas_kernels import tuning, tuning_cache
 from pallas_kernels.sm90.sparse_matmul_configs import default_config
@@ -256,18 +260,72 @@ def test_dense_gemms_are_grouped_in_both_forms(grouped):
 
 
 def test_the_first_group_may_have_nearly_all_rows(grouped, monkeypatch):
-    found, routed = [], gemm_cases.routed
+    found, routed = [], grouped_cases.routed
 
     def noted(*args):
         found.append(routed(*args))
         return found[-1]
 
-    monkeypatch.setattr(gemm_cases, "routed", noted)
+    monkeypatch.setattr(grouped_cases, "routed", noted)
     rows = gemm.main(replace(grouped, share_of_first=0.9))
     assert [row["share_of_first"] for row in rows] == [0.9] * 10
     assert found[0].group_sizes[0] > 0.7 * 40
     with pytest.raises(ValueError, match=r"share_of_first=1\.5 of 4 experts"):
         gemm.main(replace(grouped, share_of_first=1.5))
+
+
+@pytest.mark.parametrize("experts", [1, 4])
+def test_squares_by_the_kernel_are_timed_with_every_config_that_fits(
+    grouped, monkeypatch, experts
+):
+    config = replace(
+        grouped,
+        case="squares",
+        gemms=None,
+        v=128,
+        shapes=(f"512,128,{256 * experts},{experts}",),
+    )
+    with pytest.raises(ValueError, match="it needs a Hopper GPU, and this is cpu"):
+        gemm.main(config)
+    hopper.see_device(monkeypatch)
+    tried: dict[bool, set] = {False: set(), True: set()}
+
+    @cache
+    def result(reads, factor):
+        a, b, tile_expert, other, activation, axis = operands[reads]
+        of_row = np.repeat(tile_expert, len(a) // len(tile_expert))
+        w = jnp.moveaxis(b, axis, 0)[of_row].astype(jnp.float32)
+        equation = "rk,rnk->rn" if reads else "rk,rkn->rn"
+        acc = jnp.einsum(equation, a.astype(jnp.float32), w)
+        if not reads:
+            return activation(acc).astype(jnp.bfloat16)
+        entries = other.combine(acc, other.entries.astype(jnp.float32))
+        return (factor * entries).astype(jnp.bfloat16)
+
+    def emulated(a, b, tile_expert, used, *, expert_axis, b_k_major, **options):
+        other, activation = options["other"], options["activation"]
+        assert b_k_major == (other is not None) and options["multiprocessors"] == 132
+        tried[b_k_major].add(options["config"])
+        operands[b_k_major] = a, b, tile_expert, other, activation, expert_axis
+        return result(b_k_major, factor)
+
+    operands: dict[bool, tuple] = {}
+    factor = 1.0
+    monkeypatch.setattr(squares.dense_rows, "dense_rows", emulated)
+    monkeypatch.setattr(squares, "compile_all", as_they_are)
+    names = [(row["gemm"], row["implementation"]) for row in gemm.main(config)]
+    kernels = "mosaic_sm90", "mosaic_sm90, fastest config"
+    assert names == [(number, name) for number in "13" for name in kernels]
+    for reads, configs in tried.items():
+        assert None in configs and len(configs) > 5
+        assert reads == any(of.begin_step for of in configs - {None})
+    factor = 1.05
+    with pytest.raises(AssertionError, match="relative error"):
+        gemm.main(config)
+
+
+def as_they_are(calls):
+    return {name: partial(run, *operands) for name, (run, operands) in calls.items()}
 
 
 def test_energies_are_compared_with_those_of_rounded_operands(grouped, monkeypatch):
@@ -278,7 +336,7 @@ def test_energies_are_compared_with_those_of_rounded_operands(grouped, monkeypat
     with pytest.raises(ValueError, match="'energies' has no GEMM 2; choose from 1"):
         gemm.main(replace(config, gemms=("2",)))
     monkeypatch.setattr(
-        gemm_cases, "rounded_product", lambda x, w: x @ w.values.astype(x.dtype) + 1
+        energies, "rounded_product", lambda x, w: x @ w.values.astype(x.dtype) + 1
     )
     with pytest.raises(AssertionError, match="relative error"):
         gemm.main(config)
@@ -292,7 +350,7 @@ def test_energies_by_the_kernel_have_every_config_that_fits(grouped, monkeypatch
         tried.append(config.tile_n)
         return plain.expert_energies(a, b, experts=experts)
 
-    monkeypatch.setattr(gemm_cases.expert_energies, "expert_energies", emulated)
+    monkeypatch.setattr(energies.expert_energies, "expert_energies", emulated)
     for width, tiles in ((512, {128}), (1024, {128, 256})):
         tried: list[int] = []
         shape = f"64,128,{width},4"

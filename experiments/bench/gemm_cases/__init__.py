@@ -1,0 +1,1 @@
+"""What the GEMM benchmark compares, a file for each kind of GEMM."""
