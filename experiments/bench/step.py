@@ -169,7 +169,7 @@ class Steps:
         return metrics.ffn_decisions(
             model_of(phase, config.model),
             phase.sparsity,
-            config.batch_size // config.micro_batches * config.data.sequence_length,
+            config.tokens_per_step // self.run.micro_batches,
             config.backend,
         )
 

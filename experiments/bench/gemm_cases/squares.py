@@ -10,7 +10,7 @@ which is one expert with all neurons, or of one expert for each token.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,62 @@ CONFIGS = tuple(
 """The configs that are tried besides the default one."""
 
 
+class _Operands(NamedTuple):
+    """One of the two GEMMs with random operands."""
+
+    lhs: jax.Array
+    """X or dY: (tokens, d), bfloat16, as the other operands."""
+    stored: jax.Array
+    """W1 (d, E, F / E), or W2 (E, F / E, d)."""
+    hidden: jax.Array | None
+    """relu(Y1) of each row's own expert, (rows, F / E), which GEMM 3 reads; None for
+    GEMM 1."""
+
+    @property
+    def by_expert(self) -> jax.Array:
+        """The weights as (E, d, F / E)."""
+        if self.hidden is None:
+            return jnp.moveaxis(self.stored, 1, 0)
+        return self.stored.swapaxes(1, 2)
+
+    def run(self, config: Config | None, *arrays: jax.Array) -> jax.Array:
+        """Returns the kernel's result for rows, weights, the lookups of the rows, and
+        for GEMM 3 A."""
+        lhs, stored, tile_expert, used_tiles, *others = arrays
+        a = others[0] if others else None
+        return dense_rows.dense_rows(
+            lhs,
+            stored,
+            tile_expert,
+            used_tiles,
+            expert_axis=1 if a is None else 0,
+            b_k_major=a is not None,
+            activation=squared_relu if a is None else None,
+            other=None if a is None else dense_rows.OtherRows(a, gradient_at),
+            config=config,
+            multiprocessors=current_device().count_multiprocessors(),
+        )
+
+
+def _operands(gemm: Number, size: Size, rows: int) -> _Operands:
+    tokens, d_model, d_hidden, experts = size
+    assert experts is not None
+    own, keys = d_hidden // experts, jax.random.split(jax.random.key(0), 3)
+    normal = partial(jax.random.normal, dtype=jnp.bfloat16)
+    is_first = gemm == "1"
+    stored = (d_model, experts, own) if is_first else (experts, own, d_model)
+    return _Operands(
+        normal(keys[0], (tokens, d_model)),
+        normal(keys[1], stored) / d_model**0.5,
+        None if is_first else jnp.maximum(normal(keys[2], (rows, own)), 0),
+    )
+
+
+def _after(product: jax.Array, hidden: jax.Array | None) -> jax.Array:
+    """Returns A of Y1, or dY1 of dA and relu(Y1)."""
+    return squared_relu(product) if hidden is None else product * 2 * hidden
+
+
 def compare_squares(gemm: Number, size: Size, setting: Setting) -> Comparison:
     """Returns the comparison of GEMM 1 or 3. Raises ValueError where no kernel runs
     it."""
@@ -71,64 +127,30 @@ def compare_squares(gemm: Number, size: Size, setting: Setting) -> Comparison:
         shares = expert_shares(experts, setting.share_of_first)
     rows = routed(tokens, shares, setting.v)
     group_sizes = -(-rows.group_sizes // setting.v) * setting.v
+    of = _operands(gemm, size, len(rows.tile_expert) * setting.v)
+    lhs, hidden = gather_rows(of.lhs, rows), of.hidden
     used_tiles = jnp.sum(group_sizes) // setting.v
-    normal = partial(jax.random.normal, dtype=jnp.bfloat16)
-    keys = jax.random.split(jax.random.key(0), 4)
-    x = normal(keys[0], (tokens, d_model))
-    lhs = gather_rows(x, rows)
-    # W1 (d, E, F / E), or W2 (E, F / E, d), which is read transposed.
-    reads = gemm == "3"
-    stored = (experts, own, d_model) if reads else (d_model, experts, own)
-    w = normal(keys[1], stored) / d_model**0.5
-    by_expert = w.swapaxes(1, 2) if reads else jnp.moveaxis(w, 1, 0)
-    hidden = jnp.maximum(normal(keys[2], (len(lhs), own)), 0)
-    whole = normal(keys[3], (d_model, d_hidden)) / d_model**0.5
-    of_all = jnp.maximum(normal(keys[2], (tokens, d_hidden)), 0) if reads else None
-
-    def after(product: jax.Array, hidden: jax.Array | None) -> jax.Array:
-        if hidden is None:
-            return squared_relu(product)
-        return product * 2 * hidden
-
-    def right(lhs: jax.Array, rhs: jax.Array, hidden: jax.Array | None) -> jax.Array:
-        wide = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
-        precision = lax.Precision.HIGHEST
-        return after(
-            lax.ragged_dot(*wide, group_sizes, precision=precision),
-            None if hidden is None else hidden.astype(jnp.float32),
-        )
-
-    def by_kernel(config: Config | None, *operands: jax.Array) -> jax.Array:
-        *operands, a = operands
-        other = dense_rows.OtherRows(a, gradient_at)
-        return dense_rows.dense_rows(
-            *operands,
-            expert_axis=0 if reads else 1,
-            b_k_major=reads,
-            activation=None if reads else squared_relu,
-            other=other if reads else None,
-            config=config,
-            multiprocessors=device.count_multiprocessors(),
-        )
-
-    operands = lhs, w, rows.tile_expert, used_tiles, jnp.square(hidden)
+    arrays = lhs, of.stored, rows.tile_expert, used_tiles
+    if hidden is not None:
+        arrays = *arrays, jnp.square(hidden)
     configs = [
         config
         for config in CONFIGS
-        if (reads or not config.begin_step)
-        and dense_rows.why_invalid(config, setting.v, reads=reads) is None
+        if (hidden is not None or not config.begin_step)
+        and dense_rows.why_invalid(config, setting.v, reads=hidden is not None) is None
     ]
     runs: dict[Any, tuple[Callable[..., Any], tuple]] = {
-        config: (partial(by_kernel, config), operands) for config in (None, *configs)
+        config: (partial(of.run, config), arrays) for config in (None, *configs)
     }
-    calls = compile_all(
-        {"dense": (lambda x, w, hidden: after(x @ w, hidden), (x, whole, of_all))}
-        | runs
-    )
+    whole = jax.random.normal(jax.random.key(1), (d_model, d_hidden), jnp.bfloat16)
+    of_all = None if hidden is None else jnp.ones((tokens, d_hidden), jnp.bfloat16)
+    runs["dense"] = lambda x, w, hidden: _after(x @ w, hidden), (of.lhs, whole, of_all)
+    calls = compile_all(runs)
     # Beyond the used tiles a kernel writes nothing.
     written = slice(int(used_tiles) * setting.v)
-    expected = right(lhs, by_expert, hidden if reads else None)
-    expected = np.asarray(expected[written], np.float64)
+    wide = lhs.astype(jnp.float32), of.by_expert.astype(jnp.float32)
+    product = lax.ragged_dot(*wide, group_sizes, precision=lax.Precision.HIGHEST)
+    expected = np.asarray(_after(product, hidden)[written], np.float64)
 
     def check(name: str, call: Call) -> Error:
         got = np.asarray(call()[written], np.float64)

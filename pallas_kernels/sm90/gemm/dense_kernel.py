@@ -230,20 +230,18 @@ def dense_kernel(
             task, row, column = own_tasks.task(tile)
             origin = row + warpgroup * own_rows, column
             count = steps_of(task)
-            later = epilogue.begin is not None and config.begin_step > 0
-            if epilogue.begin is not None and not later:
-                epilogue.begin(task, origin, *own)
+            begin = epilogue.begin
+            if begin is not None and not config.begin_step:
+                begin(task, origin, *own)
 
             def multiply_all(acc_ref):
                 def multiply_step(index, carry):
                     slot = slot_of(before + index)
                     plgpu.barrier_wait(full.at[slot])
                     plgpu.wgmma(acc_ref, rows_of_a(slot), columns_of_b(slot))
-                    if later:
-
-                        @pl.when(index == jnp.minimum(config.begin_step, count - 1))
-                        def _():
-                            epilogue.begin(task, origin, *own)
+                    if begin is not None and config.begin_step:
+                        is_then = index == jnp.minimum(config.begin_step, count - 1)
+                        pl.when(is_then)(partial(begin, task, origin, *own))
 
                     # The one before has read its slot.
                     plgpu.wgmma_wait(1)
