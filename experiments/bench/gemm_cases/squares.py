@@ -9,6 +9,7 @@ which is one expert with all neurons, or of one expert for each token.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,17 +40,17 @@ SQUARES_ERROR = 1e-2
 after the square."""
 
 CONFIGS = tuple(
-    Config(epi_at_once=at_once, begin_step=later, **tiles)
+    replace(tiles, epi_at_once=at_once, begin_step=later)
     for at_once in (False, True)
     for later in (0, 3)
     for tiles in (
-        {"stages": 3},
-        {"stages": 4},
-        {"cluster_axis": "n", "stages": 3},
-        {"cluster_axis": "n", "stages": 4},
-        {"cluster": 1, "stages": 3},
-        {"cluster": 1, "stages": 4},
-        {"tile_n": 128, "cluster_axis": "n", "stages": 5},
+        Config(stages=3),
+        Config(),
+        Config(cluster_axis="n", stages=3),
+        Config(cluster_axis="n"),
+        Config(cluster=1, stages=3),
+        Config(cluster=1),
+        Config(tile_n=128, cluster_axis="n", stages=5),
     )
 )
 """The configs that are tried besides the default one."""
