@@ -19,7 +19,7 @@ others are listed in `ffn_gemms`. "experts": the same over E experts, one for ea
 (V:2:M with M = 4 E). "grouped": dense GEMMs over unequal groups of rows, 1 to 4 (rows @
 weights of the row's expert, in each order of W1 and W2) and 5 (summed over the rows),
 by `jax.lax.ragged_dot`, by the `xla` backend and, on a Hopper GPU, by the kernels of
-V:4:M. Their executed TFLOP/s are those of the tokens' own experts. "squares": GEMMs 1
+V:4:M, GEMM 5 also with each expert's rows in several parts. Their executed TFLOP/s are those of the tokens' own experts. "squares": GEMMs 1
 and 3 of a dense FFN (E = 1) or by expert, whose kernel applies the squared ReLU, or its
 gradient, before it writes, against a dense GEMM and the pass after it; with the default
 config, and with the fastest of those that are tried. "energies": the energies of

@@ -65,14 +65,16 @@ def why_unsupported(sizes: Sequence[int], group_tile: int, dtype: str) -> str | 
     return None
 
 
-def default_config(m: int, n: int, experts: int, multiprocessors: int) -> Config:
+def default_config(
+    m: int, n: int, experts: int, multiprocessors: int, *, parts_of_share: int = 1
+) -> Config:
     """Returns the config that needs the least time for all rounds of the
     multiprocessors, in proportion to the size of a tile; per accumulator, smaller tiles
     took 1.07 times as long (H200)."""
 
     def cost(config: Config) -> float:
         tiling = config.tiling(m, n)
-        tiles = experts * tiling.rows * tiling.columns
+        tiles = experts * parts_of_share * tiling.rows * tiling.columns
         rounds = pl.cdiv(tiles, multiprocessors // config.cluster)
         slower = 1.0 if config.tile_n == 256 else 1.07
         return rounds * config.tile_m * config.tile_n * slower
@@ -89,14 +91,15 @@ def dense_over_rows(
     group_tile: int,
     expert_axis: int = 0,
     joined: Joined | None = None,
+    parts_of_share: int = 1,
     config: Config | None = None,
     multiprocessors: int,
 ) -> Float[Array, "_ _ _"]:
     """Returns `C[e] = A[rows of e]^T B[rows of e]` in float32; zeros for an expert
     without rows.
 
-    The sums are taken in one order, whatever the config: the same inputs give the same
-    bits.
+    The sums are taken in one order, whatever the config: the same inputs, and
+    `parts_of_share`, give the same bits.
 
     Args:
       a, b: bfloat16 or float16. What padding rows hold is multiplied, so they are zero
@@ -109,6 +112,8 @@ def dense_over_rows(
         weight lie in memory.
       joined: where each expert's rows and columns lie, if a row has several experts; m
         or n is then the number of columns of one of them.
+      parts_of_share: how many parts an expert with an equal share of the rows is summed
+        in; see `RowParts.of`.
       config: how the work is cut up; None for `default_config`.
       multiprocessors: their number in the GPU that will run the kernel.
     Raises:
@@ -129,9 +134,10 @@ def dense_over_rows(
             n = _of_each(n, joined.parts)
     if reason := why_unsupported((m, n), group_tile, str(a.dtype)):
         raise ValueError(f"no C (m, n) = {(m, n)} of each expert: {reason}")
-    parts = RowParts.of(m, n, tiles, experts, multiprocessors)
+    finer = {"parts_of_share": parts_of_share}
+    parts = RowParts.of(m, n, tiles, experts, multiprocessors, **finer)
     if config is None:
-        config = default_config(m, n, experts, multiprocessors)
+        config = default_config(m, n, experts, multiprocessors, **finer)
     if reason := config.why_too_large(EPI_TILES):
         raise ValueError(reason)
     tiling = config.tiling(m, n)

@@ -18,7 +18,7 @@ from experiments.bench.gemm_cases.comparison import (
     Setting,
     Size,
 )
-from pallas_kernels.sm90 import dense_rows
+from pallas_kernels.sm90 import dense_over_rows, dense_rows
 from sparsejax.ops import grouped_matmul
 from sparsejax.ops.backend import Backend, current_device
 from sparsejax.ops.expert_rows import looked_up
@@ -92,6 +92,18 @@ def compare_grouped(gemm: Number, size: Size, setting: Setting) -> Comparison:
         operands = x_rows, normal(keys[2], (len(x_rows), own))
         if current_device().is_hopper:
             backends.append(HOPPER.name)
+            over_rows = partial(
+                dense_over_rows.dense_over_rows,
+                group_tile=setting.v,
+                multiprocessors=current_device().count_multiprocessors(),
+            )
+            of_kernel = {
+                f"{HOPPER.name}, {parts} parts of a share": (
+                    partial(over_rows, parts_of_share=parts),
+                    (*operands, looked_up(rows).ends),
+                )
+                for parts in (2, 3, 4)
+            }
 
         def ragged(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
             return lax.ragged_dot_general(

@@ -58,7 +58,14 @@ class RowParts:
 
     @classmethod
     def of(
-        cls, m: int, n: int, tiles: int, experts: int, multiprocessors: int
+        cls,
+        m: int,
+        n: int,
+        tiles: int,
+        experts: int,
+        multiprocessors: int,
+        *,
+        parts_of_share: int = 1,
     ) -> "RowParts":
         """Returns the parts for C (m, n) of each expert.
 
@@ -67,12 +74,18 @@ class RowParts:
         one expert with half of the rows still fills it, but into no parts shorter than
         an equal share. Where C had tiles for more than half, adding the parts took what
         the idle multiprocessors gained (H200).
+
+        With two or more `parts_of_share` an expert with an equal share of the rows has
+        as many parts. Where the tiles of all experts need a second round of the
+        multiprocessors for a few of them, the last round is then shorter.
         """
         tiles_of_c = pl.cdiv(m, TILE) * pl.cdiv(n, TILE)
         at_once = multiprocessors // 2
         parts = 1
         if 2 * tiles_of_c <= at_once:
             parts = min(2 * at_once // tiles_of_c, MOST_PARTS, experts)
+        if parts_of_share > 1:
+            parts = max(parts, parts_of_share * experts)
         return cls(experts, tiles, pl.cdiv(tiles, parts))
 
     @property

@@ -50,8 +50,17 @@ def grouped(monkeypatch, tmp_path):
     )
 
 
-def test_all_cases_write_rows_of_one_format(tuned, grouped):
-    results = grouped.results
+def test_all_cases_write_rows_of_one_format(tuned, grouped, monkeypatch):
+    results, parts = grouped.results, []
+    plain = hopper.PlainKernels(hopper.H200)
+
+    def over_rows(a, b, ends, *, group_tile, parts_of_share, multiprocessors):
+        parts.append(parts_of_share)
+        return plain.dense_expert_weight_gradient(
+            a, b, ends, group_tile=group_tile, expert_axis=0
+        )
+
+    monkeypatch.setattr(grouped_cases.dense_over_rows, "dense_over_rows", over_rows)
     configs = (
         replace(MATRIX, results=results),
         replace(EXPERTS, gemms=("2",), results=results),
@@ -62,6 +71,9 @@ def test_all_cases_write_rows_of_one_format(tuned, grouped):
     assert [json.loads(line) for line in results.read_text().splitlines()] == rows
     names = [field.name for field in fields(gemm.Row)]
     assert all(list(row) == names for row in rows)
+    assert sorted(parts) == [2, 3, 4]  # traced side by side
+    in_parts = [row for row in rows if row["implementation"].endswith("of a share")]
+    assert {row["gemm"] for row in in_parts} == {"5"} and len(in_parts) == 3
     ran = [(row["case"], row["gemm"], row["implementation"]) for row in rows]
     assert ran == [
         ("matrix", "1", "mosaic_sm90"),

@@ -69,7 +69,7 @@ def test_lowers_for_hopper(config, expert_axis):
 def test_every_config_and_grid_is_a_kernel_of_its_own():
     """So that those which give the same bits on a GPU are not one."""
     options = [{"config": config} for config in CONFIGS]
-    options += [{"group_tile": 64}, {"multiprocessors": 4}]
+    options += [{"group_tile": 64}, {"multiprocessors": 4}, {"parts_of_share": 3}]
     run, operands, _ = case([3, 1, 2], 320, 576)
     texts = set()
     for chosen in options:
@@ -190,16 +190,20 @@ def test_random_groups_on_a_gpu():
             expert_axis=seed % 2,
             seed=seed,
         )
+        run = partial(run, parts_of_share=1 + seed % 4)
         np.testing.assert_array_equal(jax.jit(run)(*operands), expected)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("parts_of_share", [1, 4])
 @pytest.mark.parametrize("config", CONFIGS)
-def test_the_parts_of_an_experts_rows_are_added_in_their_order_on_a_gpu(config):
+def test_the_parts_of_an_experts_rows_are_added_in_their_order_on_a_gpu(
+    config, parts_of_share
+):
     """More tasks than blocks, and each time the blocks come in another order."""
     counts = [1, 61, 0, 2]
     run, (a, b, ends), expected = case(counts, 640, 832, group_tile=64)
-    run = jax.jit(partial(run, config=config))
+    run = jax.jit(partial(run, config=config, parts_of_share=parts_of_share))
     np.testing.assert_array_equal(run(a, b, ends), expected)
     a, b = (
         jax.random.normal(jax.random.key(i), x.shape, x.dtype)
@@ -312,6 +316,7 @@ def test_ten_random_cases_of_joined_rows_on_a_gpu(first):
             used_tiles=int(generator.integers(0, 30)),
             seed=seed,
         )
+        run = partial(run, parts_of_share=1 + seed % 4)
         got, again = (jax.jit(run)(*operands) for _ in range(2))
         np.testing.assert_array_equal(got, expected)
         np.testing.assert_array_equal(got, again)

@@ -92,6 +92,16 @@ def test_no_part_is_shorter_than_a_group_tile():
         assert RowParts.of(64, 64, tiles, 3, MULTIPROCESSORS).size >= 1
 
 
+@pytest.mark.parametrize("parts_of_share", [1, 2, 4])
+@pytest.mark.parametrize(("m", "n"), [(768, 768), (2048, 2048)])
+def test_equal_shares_have_as_many_parts_as_asked_for(m, n, parts_of_share):
+    parts = RowParts.of(m, n, 8 * 24, 8, MULTIPROCESSORS, parts_of_share=parts_of_share)
+    own = jnp.asarray(24 * (1 + np.arange(8)), jnp.int32)
+    table, count = cut(parts, own)
+    counts = np.bincount(np.asarray(table.expert)[:count])
+    assert list(counts) == [parts_of_share] * 8
+
+
 class Blocked(Exception):
     """A block has to wait."""
 
