@@ -26,7 +26,6 @@ from sparsejax.models.block_diagonal import (
 from sparsejax.models.ffn_state import WeightsAsRead
 from sparsejax.models.initializers import fan_in_normal
 from sparsejax.models.norm import RMSNorm
-from sparsejax.ops.dense_matmul import added_later
 from sparsejax.ops.fp8_linear import fp8_linear
 from sparsejax.ops.fp8_matmul import QuantisedWeight, quantise_weight
 from sparsejax.ops.linear import as_read, linear, rounded_copy
@@ -249,8 +248,9 @@ class Attention(nnx.Module):
         """Returns the product with W_out, (..., d_model)."""
         if self.groups > 1:
             mixed = contiguous_groups(mixed, self.groups)
-        out = self._multiply(mixed, "w_out", axes=("tensor", None), precision=precision)
-        return added_later(out)
+        return self._multiply(
+            mixed, "w_out", axes=("tensor", None), precision=precision
+        )
 
     def _query_key_value(
         self, x: jax.Array, *, precision: Precision = "dtype", joined: bool = False

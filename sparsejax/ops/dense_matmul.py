@@ -38,13 +38,6 @@ def dense_matmul(
     return out.astype(out_dtype)
 
 
-def added_later(product: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns the result of a GEMM that is added to a residual stream, for XLA to add
-    where the sum is read. On a GPU it would else have cuBLAS add to a copy of the
-    stream, which it makes before, for the stream is read again."""
-    return lax.optimization_barrier(product)
-
-
 def _reference(lhs: jax.Array, rhs: jax.Array, **kwargs) -> jax.Array:
     return dense_matmul(lhs, rhs, precision=lax.Precision.HIGHEST, **kwargs)
 

@@ -12,7 +12,6 @@ from sparsejax.feed_forward.frame import Execution, Static
 from sparsejax.feed_forward.operands.weights import FFNWeights, ReadWeights, multiply
 from sparsejax.feed_forward.passes.masked import weight_gradients
 from sparsejax.feed_forward.tiles import GROUP_TILE
-from sparsejax.ops.dense_matmul import added_later
 from sparsejax.ops.kernels.base import ExpertRows
 
 
@@ -29,7 +28,7 @@ def forward(
         x, w.up[:, None], _all_tokens(x), expert_axis=1, k_major=False
     )
     # (T, d) = (T, F) @ (F, d)
-    return added_later(multiply(plan.down, a, w.down)), a
+    return multiply(plan.down, a, w.down), a
 
 
 def backward(

@@ -24,7 +24,6 @@ from sparsejax.feed_forward.operands.weights import (
     multiply_by_weight,
 )
 from sparsejax.feed_forward.plan import FFNPlan
-from sparsejax.ops.dense_matmul import added_later
 from sparsejax.sparsity.masks import magnitude_mask, nm_mask
 from sparsejax.sparsity.patterns import NM
 
@@ -66,7 +65,6 @@ def forward(
     kept = kept_where_masked(activation, products, plan.sparsity.in_expert)
     # (T, d) = (T, F) @ (F, d)
     y = multiply(plan.down, activation.apply(kept), w.dense(plan.down, "down"))
-    y = added_later(y)
     return y, kept if plan.sparsity.mask_reuse else activation.keep(products)
 
 

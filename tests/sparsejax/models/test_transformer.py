@@ -376,15 +376,3 @@ def test_another_module_may_be_in_the_place_of_the_ffns():
 
 
 BY_EXPERT = FFNSparsity(activations=VNM(4, 4, 16), router=ActivationEnergy())
-
-
-@pytest.mark.parametrize(("sparsity", "count"), [(DENSE, 2), (BY_EXPERT, 1)])
-def test_gemms_do_not_add_to_the_residual_stream(sparsity, count):
-    """That of attention's output and, in a dense FFN, that of W2: XLA would copy the
-    stream for cuBLAS to add to it. The rows of experts are read where the stream is
-    added."""
-    config = dataclasses.replace(TINY, layers=3, scan_layers=False)
-    forward = nnx.jit(lambda model, tokens: model(tokens))
-    lowered = forward.lower(transformer(config, sparsity), some_tokens(2, 9))
-    text = lowered.as_text()
-    assert text.count("stablehlo.optimization_barrier") == config.layers * count
