@@ -4,8 +4,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.bench.expert_shares import drawn_shares, expert_shares, routed
 from pallas_kernels.sm90.gemm import dense_kernel
 from pallas_kernels.sm90.sparse_matmul_configs import Config
+from sparsejax.routing.dispatch import Dispatch
 from sparsejax.tuning.ffn_gemms import Gemm
 from sparsejax.tuning.tune import Trial
 
@@ -39,6 +45,43 @@ class Setting:
     config: Config | None = None
     """The config of the kernel with a 2:4 operand that a search has found; None without
     one."""
+
+
+class Rows(NamedTuple):
+    """Rows of tokens, sorted by expert and filled up to whole tiles."""
+
+    routed: Dispatch
+    """The rows, and where each token's is."""
+    group_sizes: jax.Array
+    """The number of rows of each expert, those that only fill up a tile included."""
+    used_tiles: jax.Array
+    """The number of tiles that have rows of tokens."""
+
+
+def rows_of(size: Size, setting: Setting) -> Rows:
+    """Returns the rows of the tokens that are sent to one expert each: with a share of
+    the first one that is given, or with shares that are drawn."""
+    assert size.experts is not None
+    shares = drawn_shares(size.experts)
+    if setting.share_of_first is not None:
+        shares = expert_shares(size.experts, setting.share_of_first)
+    found = routed(size.tokens, shares, setting.v)
+    tiles = -(-found.group_sizes // setting.v)
+    return Rows(found, tiles * setting.v, jnp.sum(tiles))
+
+
+def near(right: np.ndarray, bound: float, size: Size) -> Callable[[str, Call], "Error"]:
+    """Returns the check that a result differs from `right`, float64, by less than
+    `bound` of its norm. Of a result with more rows the first ones are compared: beyond
+    the used tiles a kernel writes nothing."""
+
+    def check(name: str, call: Call) -> Error:
+        got = np.asarray(call()[: len(right)], np.float64)
+        error = float(np.linalg.norm(got - right) / np.linalg.norm(right))
+        assert error < bound, f"{name} at {size}: relative error {error}"
+        return Error(error)
+
+    return check
 
 
 class Error(NamedTuple):

@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from experiments.bench.expert_shares import drawn_shares, expert_shares, routed
 from experiments.bench.gemm_cases.comparison import (
-    Call,
     Comparison,
-    Error,
     Number,
     Setting,
     Size,
+    near,
+    rows_of,
 )
 from pallas_kernels.sm90 import dense_over_rows, dense_rows
 from sparsejax.ops import grouped_matmul
@@ -38,14 +37,10 @@ CONTRACT_ROWS = lax.RaggedDotDimensionNumbers(
 
 
 def compare_grouped(gemm: Number, size: Size, setting: Setting) -> Comparison:
+    """Returns the comparison of one of GEMMs 1 to 5."""
     tokens, d_model, d_hidden, experts = size
     assert experts is not None
-    shares = drawn_shares(experts)
-    if setting.share_of_first is not None:
-        shares = expert_shares(experts, setting.share_of_first)
-    rows = routed(tokens, shares, setting.v)
-    used_tiles = jnp.sum(-(-rows.group_sizes // setting.v))
-    group_sizes = -(-rows.group_sizes // setting.v) * setting.v
+    rows, group_sizes, used_tiles = rows_of(size, setting)
     tiles, own = (rows.tile_expert, used_tiles), d_hidden // experts
     keys = jax.random.split(jax.random.key(0), 3)
     normal = partial(jax.random.normal, dtype=jnp.bfloat16)
@@ -120,20 +115,12 @@ def compare_grouped(gemm: Number, size: Size, setting: Setting) -> Comparison:
         | {backend: (partial(ours, backend), operands) for backend in backends}
         | of_kernel
     )
-    # Beyond the used tiles a kernel writes nothing.
     written = slice(int(used_tiles) * setting.v if gemm != "5" else None)
-    right = np.asarray(calls["ragged_dot"]()[written], np.float32)
-
-    def check(name: str, call: Call) -> Error:
-        got = np.asarray(call()[written], np.float32)
-        error = float(np.linalg.norm(got - right) / np.linalg.norm(right))
-        assert error < GROUPED_ERROR, f"{name} at {size}: relative error {error}"
-        return Error(error)
-
+    right = np.asarray(calls["ragged_dot"]()[written], np.float64)
     names = dict.fromkeys(("ragged_dot", *backends, *of_kernel))
     return Comparison(
         dense=calls["dense"],
         kernels={name: {None: calls[name]} for name in names},
-        check=check,
+        check=near(right, GROUPED_ERROR, size),
         executed_flops=2 * tokens * d_model * own,
     )

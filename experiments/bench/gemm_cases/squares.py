@@ -18,14 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from experiments.bench.expert_shares import drawn_shares, expert_shares, routed
 from experiments.bench.gemm_cases.comparison import (
-    Call,
     Comparison,
-    Error,
     Number,
     Setting,
     Size,
+    near,
+    rows_of,
 )
 from pallas_kernels.sm90 import dense_rows
 from pallas_kernels.sm90.gemm.dense_kernel import Config
@@ -57,7 +56,7 @@ CONFIGS = tuple(
 
 
 class _Operands(NamedTuple):
-    """One of the two GEMMs with random operands."""
+    """The random operands of GEMM 1 or GEMM 3, and the kernel's call on them."""
 
     lhs: jax.Array
     """X or dY: (tokens, d), bfloat16, as the other operands."""
@@ -123,14 +122,9 @@ def compare_squares(gemm: Number, size: Size, setting: Setting) -> Comparison:
         why_not = f"it needs a Hopper GPU, and this is {device.kind}"
     if why_not is not None:
         raise ValueError(f"no kernel squares the result at {size}: {why_not}")
-    shares = drawn_shares(experts)
-    if setting.share_of_first is not None:
-        shares = expert_shares(experts, setting.share_of_first)
-    rows = routed(tokens, shares, setting.v)
-    group_sizes = -(-rows.group_sizes // setting.v) * setting.v
+    rows, group_sizes, used_tiles = rows_of(size, setting)
     of = _operands(gemm, size, len(rows.tile_expert) * setting.v)
     lhs, hidden = gather_rows(of.lhs, rows), of.hidden
-    used_tiles = jnp.sum(group_sizes) // setting.v
     arrays = lhs, of.stored, rows.tile_expert, used_tiles
     if hidden is not None:
         arrays = *arrays, jnp.square(hidden)
@@ -147,17 +141,10 @@ def compare_squares(gemm: Number, size: Size, setting: Setting) -> Comparison:
     of_all = None if hidden is None else jnp.ones((tokens, d_hidden), jnp.bfloat16)
     runs["dense"] = lambda x, w, hidden: _after(x @ w, hidden), (of.lhs, whole, of_all)
     calls = compile_all(runs)
-    # Beyond the used tiles a kernel writes nothing.
     written = slice(int(used_tiles) * setting.v)
     wide = lhs.astype(jnp.float32), of.by_expert.astype(jnp.float32)
     product = lax.ragged_dot(*wide, group_sizes, precision=lax.Precision.HIGHEST)
     expected = np.asarray(_after(product, hidden)[written], np.float64)
-
-    def check(name: str, call: Call) -> Error:
-        got = np.asarray(call()[written], np.float64)
-        error = float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
-        assert error < SQUARES_ERROR, f"{name} at {size}: relative error {error}"
-        return Error(error)
 
     return Comparison(
         dense=calls["dense"],
@@ -165,6 +152,6 @@ def compare_squares(gemm: Number, size: Size, setting: Setting) -> Comparison:
             HOPPER.name: {None: calls[None]},
             f"{HOPPER.name}, fastest config": {of: calls[of] for of in configs},
         },
-        check=check,
+        check=near(expected, SQUARES_ERROR, size),
         executed_flops=2 * tokens * d_model * own,
     )

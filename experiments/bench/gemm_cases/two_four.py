@@ -31,10 +31,12 @@ SCALED_COPY, PACK = "scaled copy", "pack"
 
 
 def matrix_problem(gemm: Gemm, size: Size) -> ffn_gemms.Problem:
+    """Returns the GEMM without experts, with random operands."""
     return ffn_gemms.make_problem(gemm, size.tokens, size.d_model, size.d_hidden)
 
 
 def compare_matrix(gemm: Gemm, size: Size, setting: Setting) -> Comparison:
+    """Returns the comparison of a GEMM without experts, and of packing its operand."""
     problem = matrix_problem(gemm, size)
     config = setting.config or tuning.config_for(current_device(), problem.shape)
     source, b = problem.source, problem.b
@@ -89,6 +91,7 @@ def experts_problem(gemm: Gemm, size: Size, setting: Setting) -> expert_gemms.Pr
 
 
 def compare_experts(gemm: Gemm, size: Size, setting: Setting) -> Comparison:
+    """Returns the comparison of a GEMM over experts, and of packing its operand."""
     problem = experts_problem(gemm, size, setting)
     configs = _candidates(problem) if setting.config is None else [setting.config]
     calls = compile_all(
