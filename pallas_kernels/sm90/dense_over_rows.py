@@ -134,10 +134,13 @@ def dense_over_rows(
             n = _of_each(n, joined.parts)
     if reason := why_unsupported((m, n), group_tile, str(a.dtype)):
         raise ValueError(f"no C (m, n) = {(m, n)} of each expert: {reason}")
-    finer = {"parts_of_share": parts_of_share}
-    parts = RowParts.of(m, n, tiles, experts, multiprocessors, **finer)
+    parts = RowParts.of(
+        m, n, tiles, experts, multiprocessors, parts_of_share=parts_of_share
+    )
     if config is None:
-        config = default_config(m, n, experts, multiprocessors, **finer)
+        config = default_config(
+            m, n, experts, multiprocessors, parts_of_share=parts_of_share
+        )
     if reason := config.why_too_large(EPI_TILES):
         raise ValueError(reason)
     tiling = config.tiling(m, n)
