@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments.bench import gemm
-from experiments.bench.gemm_cases import energies, squares
+from experiments.bench.gemm_cases import comparison, energies, squares
 from experiments.bench.gemm_cases import grouped as grouped_cases
 from experiments.bench.sparse_modes import sparse_modes
 from pallas_kernels import tuning, tuning_cache
@@ -274,13 +274,13 @@ def test_dense_gemms_are_grouped_in_both_forms(grouped):
 
 
 def test_the_first_group_may_have_nearly_all_rows(grouped, monkeypatch):
-    found, routed = [], grouped_cases.routed
+    found, routed = [], comparison.routed
 
     def noted(*args):
         found.append(routed(*args))
         return found[-1]
 
-    monkeypatch.setattr(grouped_cases, "routed", noted)
+    monkeypatch.setattr(comparison, "routed", noted)
     rows = gemm.main(replace(grouped, share_of_first=0.9))
     assert [row["share_of_first"] for row in rows] == [0.9] * 10
     assert found[0].group_sizes[0] > 0.7 * 40

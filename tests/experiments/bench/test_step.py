@@ -262,6 +262,27 @@ def test_the_sparse_step_runs_on_the_kernels_of_a_gpu_that_has_them(
     assert sparse["mfu_executed"] < sparse["mfu_dense_equivalent"]
 
 
+def test_a_dense_step_on_kernels_is_compared_with_that_of_xla(config, monkeypatch):
+    tiny = PRESETS["tiny"]()
+    bfloat16 = replace(tiny, model=replace(tiny.model, dtype="bfloat16"))
+    monkeypatch.setitem(PRESETS, "tiny", lambda: bfloat16)
+    calls = hopper.pretend(monkeypatch)
+    config = replace(config, backend="mosaic_sm90", modes=())
+    (dense,) = step.main(config)
+    assert "squared relu of dense_rows" in calls
+    backends = [gemm.split(": ")[1] for gemm in dense["gemms"]]
+    assert backends == ["mosaic_sm90", "xla"] * 2 + ["xla"] * 2
+    assert dense["error"].keys() == {"loss", "gradient_norm"}
+    right = step.Steps.masked
+    monkeypatch.setattr(
+        step.Steps,
+        "masked",
+        lambda self, mode: {k: 1.01 * v for k, v in right(self, mode).items()},
+    )
+    with pytest.raises(AssertionError, match=r"dense: loss \d.*, not \d"):
+        step.main(config)
+
+
 COMPARISON = """
 seeds = [0]
 [base]

@@ -112,6 +112,9 @@ def test_every_config_order_and_epilogue_is_a_kernel_of_its_own():
     options += [{"activation": relu2}, {"multiprocessors": 4}, {"b_k_major": True}]
     entries = jnp.ones((len(operands[0]), 256), jnp.bfloat16)
     options += [{"other": OtherRows(entries, gradient)}, {"out_dtype": jnp.float32}]
+    for later in ({}, {"begin_step": 2}, {"begin_step": 3}):
+        config = Config(cluster=1, stages=2, **later)
+        options.append({"other": OtherRows(entries, gradient), "config": config})
     texts = set()
     for chosen in options:
         traced = jax.jit(partial(run, **chosen)).trace(*operands)
