@@ -4,7 +4,7 @@ The parameters are float32 masters; the layer computes in its `dtype`.
 """
 
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,10 +81,6 @@ def attention_implementation(
             f"on this GPU, not {head_dim}"
         )
     return "cudnn", f"{dtype}, head_dim={head_dim}: flash attention is available"
-
-
-QUERY_AND_KEY = "w_query and w_key"
-"""The name of the weights of queries and keys where one GEMM reads both."""
 
 
 class KVCache(NamedTuple):
@@ -188,11 +184,7 @@ class Attention(nnx.Module):
         shape, x = x.shape, self._read(x)
         positions = offset + jnp.arange(x.shape[1])
         rotate = partial(rotary_embedding, positions=positions, base=self.rope_base)
-        query, key, value = self._query_key_value(
-            x,
-            precision=self.precision,
-            joined=self._joins_query_and_key,
-        )
+        query, key, value = self._query_key_value(x, precision=self.precision)
         query, key = rotate(query), rotate(key)
         implementation, _ = attention_implementation(self.head_dim, self.dtype)
         mixed = jax.nn.dot_product_attention(
@@ -248,57 +240,30 @@ class Attention(nnx.Module):
         """Returns the product with W_out, (..., d_model)."""
         if self.groups > 1:
             mixed = contiguous_groups(mixed, self.groups)
-        return self._multiply(
-            mixed, "w_out", axes=("tensor", None), precision=precision
-        )
+        return self._multiply(mixed, "w_out", "tensor", None, precision=precision)
 
     def _query_key_value(
-        self, x: jax.Array, *, precision: Precision = "dtype", joined: bool = False
+        self, x: jax.Array, *, precision: Precision = "dtype"
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the heads of queries, keys and values, not rotated yet. With `joined`
-        one GEMM makes queries and keys: it reads x once, and in the backward one GEMM
-        writes the gradient of x, of which two would write parts that another pass
-        adds."""
-        project = partial(self._multiply, x, axes=(None, "tensor"), precision=precision)
-        if joined:
-            both = project(QUERY_AND_KEY)
-            by_key_head = both.reshape(*x.shape[:-1], *self._by_key_head)
-            parts = by_key_head[..., :-1, :], by_key_head[..., -1, :]
-            query, key = (part.reshape(*x.shape[:-1], -1) for part in parts)
-        else:
-            query, key = project("w_query"), project("w_key")
-        query = self._by_head(query, self.bias_query, self.heads)
-        key = self._by_head(key, self.bias_key, self.kv_heads)
-        value = self._by_head(project("w_value"), self.bias_value, self.kv_heads)
+        """Returns the heads of queries, keys and values, not rotated yet."""
+        project = partial(self._project, x, precision=precision)
+        query = project("w_query", self.bias_query, self.heads)
+        key = project("w_key", self.bias_key, self.kv_heads)
+        value = project("w_value", self.bias_value, self.kv_heads)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         return query, key, value
 
-    @property
-    def _joins_query_and_key(self) -> bool:
-        """Whether a call multiplies by the weights of queries and keys together."""
-        return self.groups == 1
-
-    @property
-    def _by_key_head(self) -> tuple[int, int, int]:
-        """The shape of the features of joined queries and keys: key heads, each with
-        the queries that read it and then itself, features of a head."""
-        return self.kv_heads, -1, self.head_dim
-
-    def _weight(self, name: str) -> jax.Array:
-        """Returns a weight, or for `QUERY_AND_KEY` the columns of W_query and of W_key
-        by key head, so that an axis of the mesh that splits the heads splits those of
-        both."""
-        if name != QUERY_AND_KEY:
-            return getattr(self, name)[...]
-        weights = self.w_query[...], self.w_key[...]
-        parts = [w.reshape(*w.shape[:-1], *self._by_key_head) for w in weights]
-        both = jnp.concatenate(parts, axis=-2)
-        return both.reshape(*both.shape[:-3], -1)
-
-    def _by_head(
-        self, projected: jax.Array, bias: nnx.Param | None, heads: int
+    def _project(
+        self,
+        x: jax.Array,
+        name: str,
+        bias: nnx.Param | None,
+        heads: int,
+        *,
+        precision: Precision,
     ) -> jax.Array:
+        projected = self._multiply(x, name, None, "tensor", precision=precision)
         if bias is not None:
             along = jnp.expand_dims(bias[...], range(projected.ndim - 1))
             projected = projected + along.astype(self.dtype)
@@ -306,19 +271,15 @@ class Attention(nnx.Module):
         return constrain(by_head, self.mesh, BATCH, None, "tensor", None)
 
     def _multiply(
-        self,
-        x: jax.Array,
-        name: str,
-        *,
-        axes: tuple[str | None, ...],
-        precision: Precision,
+        self, x: jax.Array, name: str, *axes: str | None, precision: Precision
     ) -> jax.Array:
         """Returns the product of x with a weight, whose two axes the mesh splits over
         `axes` while it is read: over fsdp it is gathered as it is read, and not
         before."""
-        w = self._weight(name)
+        w = getattr(self, name)[...]
+        all_read = {} if self.as_read is None else self.as_read.get_value()
         if precision != "dtype":
-            quantised = self._made_before(name)
+            quantised = all_read.get(name)
             if quantised is None:
                 quantised = quantise_weight(w)
             quantised = QuantisedWeight(
@@ -327,18 +288,10 @@ class Attention(nnx.Module):
                 quantised.step,
             )
             return fp8_linear(x, w, quantised, precision=precision)
+        read = as_read(w, all_read.get(name), self.dtype)
         if self.groups > 1:
-            return multiply(x, w, self._read_weight(name, "tensor", None, None))
-        return linear(x, w, self._read_weight(name, *axes))
-
-    def _read_weight(self, name: str, *axes: str | None) -> jax.Array:
-        """Returns a weight in the compute dtype, split over `axes`."""
-        read = as_read(self._weight(name), self._made_before(name), self.dtype)
-        return constrain(read, self.mesh, *axes)
-
-    def _made_before(self, name: str) -> Any:
-        """Returns a weight as `weights_as_read` made it; None where it did not."""
-        return None if self.as_read is None else self.as_read.get_value().get(name)
+            return multiply(x, w, constrain(read, self.mesh, "tensor", None, None))
+        return linear(x, w, constrain(read, self.mesh, *axes))
 
     def weights_as_read(
         self, *, whole: bool = False
@@ -346,16 +299,14 @@ class Attention(nnx.Module):
         """Returns the weights in the form that the calls read, by name: in 8-bit floats
         or in the compute dtype, and None where that is the parameter itself. With
         `whole` all are returned, gathered over fsdp."""
-        joined = self._joins_query_and_key
-        of_x = (QUERY_AND_KEY,) if joined else ("w_query", "w_key")
-        axes = dict.fromkeys((*of_x, "w_value"), (None, "tensor"))
+        axes = dict.fromkeys(("w_query", "w_key", "w_value"), (None, "tensor"))
         axes |= {"w_out": ("tensor", None)}
         return {name: self._as_read(name, of, whole) for name, of in axes.items()}
 
     def _as_read(
         self, name: str, axes: tuple[str | None, ...], whole: bool
     ) -> QuantisedWeight | jax.Array | None:
-        w = self._weight(name)
+        w = getattr(self, name)[...]
         if self.groups > 1:
             axes = "tensor", None, None
         held = partial(gathered, mesh=self.mesh) if whole else lambda w, *_: w

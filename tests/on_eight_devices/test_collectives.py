@@ -74,11 +74,11 @@ def test_replicas_and_tensor_receive_what_is_predicted(text):
     replicas = predicted.pop(("reduced_gradients", "data"))
     assert replicas == 2 * 3 * 4 * numbers // 4
     # Sums of activations of 64 tokens x 32: embedding, attention, FFN, attention again,
-    # their two gradients, the head's. XLA on CPUs sums the values' gradients apart from
-    # those of queries and keys, one more. A number per token is the softmax's.
+    # their two gradients, the head's. XLA on CPUs sums query's, key's and value's
+    # gradients one by one, two more. A number per token is the softmax's.
     over_tensor = [size for _, devices, _, size in arrays if devices == 2]
     assert set(over_tensor) == {64 * 32, 64}
-    assert over_tensor.count(64 * 32) - 1 == 7
+    assert over_tensor.count(64 * 32) - 2 == 7
     tensor = predicted.pop(("reduced_activations", "tensor"))
     assert tensor == 2 * 7 * 4 * 64 * 32 // 2
     assert predicted == {}
