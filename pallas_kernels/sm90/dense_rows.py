@@ -43,9 +43,8 @@ from pallas_kernels.sm90.gemm.tile_scheduler import ByExpert
 from pallas_kernels.sm90.sparse_matmul_configs import LINE_BYTES, ROWS
 
 EPI_TILES = 2
-"""The number of epilogue tiles that each warpgroup has in shared memory, where the
-epilogue reads none and the config does not say `epi_at_once`. Else all tiles of the
-warpgroup's rows are there."""
+"""The number of epilogue tiles that each warpgroup writes at a time, where the epilogue
+reads none. Where it does, all tiles of the warpgroup's rows are in shared memory."""
 
 
 class OtherRows(NamedTuple):
@@ -93,11 +92,11 @@ def why_invalid(
         return (
             f"a tile of {config.tile_n} columns does not divide the {part} of an expert"
         )
-    count, slots = len(epi_tiles(config, jnp.dtype("bfloat16"))), _slots(config, reads)
-    if count % slots:
+    count = len(epi_tiles(config, jnp.dtype("bfloat16")))
+    if not reads and count % EPI_TILES:
         # The next tile's first write would reuse a slot that its last still reads.
-        return f"{config} has {count} epilogue tiles, no multiple of {slots}"
-    return config.why_too_large(slots)
+        return f"{config} has {count} epilogue tiles, no multiple of {EPI_TILES}"
+    return config.why_too_large(_slots(config, reads))
 
 
 def default_config(
@@ -140,8 +139,7 @@ def default_config(
 
 def _slots(config: Config, reads: bool) -> int:
     """Returns the number of epilogue tiles that a warpgroup has in shared memory."""
-    every = reads or config.epi_at_once
-    return len(epi_tiles(config, jnp.dtype("bfloat16"))) if every else EPI_TILES
+    return len(epi_tiles(config, jnp.dtype("bfloat16"))) if reads else EPI_TILES
 
 
 def dense_rows(
@@ -268,10 +266,6 @@ def _kernel(
 ) -> None:
     *others, out_gmem = refs
     rows, k = a_gmem.shape
-    reads = combine is not None
-    slots = _slots(config, reads)
-    # How many epilogue tiles are written before their copies start.
-    together = slots if config.epi_at_once else 1
     tiling = config.tiling(rows, n)
     walk = ByExpert(
         tiling, tile_expert_gmem, used_tiles_gmem, group_tile, tokens_are_rows=True
@@ -309,24 +303,20 @@ def _kernel(
             acc = acc.astype(dtype)
         else:
             plgpu.barrier_wait(filled)
-        written = []
         for index, (row, column) in enumerate(tiles):
             part = acc[row : row + ROWS, column : column + line]
-            slot = out_smem.at[pl.ds(index % slots, 1)]
-            if combine is not None:
+            slot = out_smem.at[pl.ds(index if combine else index % EPI_TILES, 1)]
+            if combine is None:
+                # A slot is free once the write before the last has read it.
+                plgpu.wait_smem_to_gmem(EPI_TILES - 1, wait_read_only=True)
+            else:
                 entries = plgpu.load(out_smem.at[index], layout=plgpu.Layout.WGMMA)
                 part = combine(part, entries.astype(jnp.float32)).astype(dtype)
-            elif index % together == 0:
-                # Slots are free once the writes before the last ones have read them.
-                plgpu.wait_smem_to_gmem(slots - together, wait_read_only=True)
             slot[0] = part
-            written.append((slot, (origin[0] + row, origin[1] + column)))
-            if len(written) == together:
-                plgpu.commit_smem()
-                for slot, place in written:
-                    copy_epi_tile(slot, [out_gmem], place)
-                written = []
+            plgpu.commit_smem()
+            copy_epi_tile(slot, [out_gmem], (origin[0] + row, origin[1] + column))
 
+    reads = combine is not None
     dense_kernel(
         Operand(a_gmem, a_tile, True),
         Operand(b_gmem, b_tile, b_k_major),
@@ -334,7 +324,9 @@ def _kernel(
         config=config,
         clusters=clusters,
         steps=k // STEP,
-        epilogue=Epilogue(begin if reads else None, write, slots, dtype),
+        epilogue=Epilogue(
+            begin if reads else None, write, _slots(config, reads), dtype
+        ),
     )
 
 

@@ -55,10 +55,6 @@ class Config:
     grid_tile_width: int = 16
     """The number of tiles along m that are visited before the next ones along n, so
     that both operands stay in the L2 cache."""
-    epi_at_once: bool = False
-    """Whether a warpgroup has shared memory for all epilogue tiles of its rows, and
-    writes them together. It then goes on to its next tile while they are copied to main
-    memory; else it waits for copies in between, but there is memory for more stages."""
     begin_step: int = 0
     """The step of a tile behind whose product a warpgroup starts the copies that its
     epilogue reads; 0: before the first product, where it waits until all that it has
