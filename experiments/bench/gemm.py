@@ -19,12 +19,13 @@ are listed in `ffn_gemms`. "experts": the same over E experts, one for each toke
 with M = 4 E). "grouped": dense GEMMs over unequal groups of rows, 1 to 4 (rows @
 weights of the row's expert, in each order of W1 and W2) and 5 (summed over the rows),
 by `jax.lax.ragged_dot`, by the `xla` backend and, on a Hopper GPU, by the kernels of
-V:4:M, GEMM 5 also with each expert's rows in several parts. Their executed TFLOP/s are
-those of the tokens' own experts. "squares": GEMMs 1 and 3 of a dense FFN (E = 1) or by
-expert, whose kernel applies the squared ReLU, or its gradient, before it writes,
-against a dense GEMM and the pass after it; with the default config, and with the
-fastest of those that are tried. "energies": the energies of experts from 8-bit floats,
-by which the router activation_energy_fp8 chooses, against GEMM 1 of all neurons, which
+V:4:M, GEMM 5 also with an equal share of the rows in one part and in two. Their
+executed TFLOP/s are those of the tokens' own experts. "squares": GEMMs 1 and 3 of a
+dense FFN (E = 1) or by expert, whose kernel applies the squared ReLU, or its gradient,
+before it writes, against a dense GEMM and the pass after it; with the default config,
+with the fastest of those that are tried, and for GEMM 3 with the fastest of those whose
+epilogue's copies begin later. "energies": the energies of experts from 8-bit floats, by
+which the router activation_energy_fp8 chooses, against GEMM 1 of all neurons, which
 activation_energy needs.
 
 Operands are random bfloat16; every result is compared with an independent one before

@@ -97,7 +97,7 @@ def compare_grouped(gemm: Number, size: Size, setting: Setting) -> Comparison:
                     partial(over_rows, parts_of_share=parts),
                     (*operands, looked_up(rows).ends),
                 )
-                for parts in (2, 3, 4)
+                for parts in (1, 2)
             }
 
         def ragged(lhs: jax.Array, rhs: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ from pallas_kernels.sm90.dense_over_rows import (
     EPI_TILES,
     Joined,
     default_config,
+    default_parts,
     dense_over_rows,
     why_unsupported,
 )
@@ -71,11 +72,12 @@ def test_every_config_and_grid_is_a_kernel_of_its_own():
     options = [{"config": config} for config in CONFIGS]
     options += [{"group_tile": 64}, {"multiprocessors": 4}, {"parts_of_share": 3}]
     run, operands, _ = case([3, 1, 2], 320, 576)
-    texts = set()
-    for chosen in options:
-        traced = jax.jit(partial(run, **chosen)).trace(*operands)
-        texts.add(traced.lower(lowering_platforms=("cuda",)).as_text())
-    assert len(texts) == len(options)
+    kernels = [
+        str(jax.jit(partial(run, **chosen)).trace(*operands).jaxpr)
+        for chosen in (*options, options[0])
+    ]
+    assert kernels[-1] == kernels[0]  # Lowered, they differ at every call.
+    assert len(set(kernels)) == len(options)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +96,38 @@ def test_every_config_and_grid_is_a_kernel_of_its_own():
 def test_smaller_tiles_where_they_need_no_more_rounds(sizes, experts, tile_n):
     config = default_config(*sizes, experts, MULTIPROCESSORS)
     assert config.tile_n == tile_n
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "experts", "parts"),
+    [
+        # As timed on an H100.
+        ((768, 768), 65536, 8, 2),
+        ((2048, 1024), 16384, 8, 1),
+        # Two tiles for a multiprocessor in either case, and the same with few rows.
+        ((768, 1536), 65536, 8, 1),
+        ((768, 768), 16384, 8, 1),
+        # One round, which two parts would not fill.
+        ((512, 512), 65536, 4, 1),
+    ],
+)
+def test_an_equal_share_has_two_parts_where_they_fill_the_last_round(
+    sizes, rows, experts, parts
+):
+    assert default_parts(*sizes, rows, experts, MULTIPROCESSORS) == parts
+
+
+@pytest.mark.parametrize("config", [None, *CONFIGS])
+def test_without_a_number_there_are_as_many_parts_as_by_default(config):
+    """Whatever the config, so that the bits are the same."""
+    rows = jax.ShapeDtypeStruct((65536, 768), jnp.bfloat16)
+    operands = rows, rows, jax.ShapeDtypeStruct((8,), jnp.int32)
+    run = partial(dense_over_rows, group_tile=64, multiprocessors=MULTIPROCESSORS)
+
+    def kernel(**parts):
+        return str(jax.jit(partial(run, config=config, **parts)).trace(*operands).jaxpr)
+
+    assert kernel() == kernel(parts_of_share=2) != kernel(parts_of_share=1)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
