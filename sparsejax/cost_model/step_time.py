@@ -181,7 +181,10 @@ def _ffn_gemm_seconds(
     spec, times = decision.spec, decision.times
     runs = 1
     if spec.role in ("up", "gate"):
-        kernel_again = config.remat == "dots" and decision.on_kernels
+        # What a kernel of a dense FFN writes is kept as XLA's GEMMs are.
+        kernel_again = (
+            config.remat == "dots" and decision.on_kernels and not spec.squares
+        )
         runs += config.remat == "full" or kernel_again
     if decision.on_kernels and times is not None:
         # A weight is packed once for all micro-batches of a step.

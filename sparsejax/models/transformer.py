@@ -24,6 +24,7 @@ from sparsejax.explicit_axes import (
     inside_automatic_axes,
     with_automatic_axes,
 )
+from sparsejax.feed_forward.passes.dense_on_kernels import ACTIVATIONS
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.attention import Attention, KVCache
 from sparsejax.models.ffn_state import (
@@ -346,7 +347,8 @@ def rematerialise(
     dots = plain if groups == 1 else _has_one_batch_axis
     policy = routes
     if remat == "dots":
-        policy = policies.save_from_both_policies(dots, routes)
+        named = policies.save_only_these_names(ROUTES, ACTIVATIONS)
+        policy = policies.save_from_both_policies(dots, named)
     # The body of a loop cannot be merged with its recomputation, so that barriers
     # against that would only cost.
     return jax.checkpoint(block, policy=policy, prevent_cse=not in_loop)

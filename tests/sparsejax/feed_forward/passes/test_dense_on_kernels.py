@@ -1,5 +1,7 @@
 """Dense squared-ReLU FFNs whose activation is in the epilogues of GEMMs 1 and 3."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.gated_ffn import GatedFFNSpec
 from sparsejax.feed_forward.plan import FFNPlan
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
+from sparsejax.models.transformer import rematerialise
 from sparsejax.sparsity.patterns import TWO_FOUR
 from tests.sparsejax.feed_forward.operands.test_packed_activations import (
     operands,
@@ -26,13 +29,41 @@ def fuses(backend=NAMED, sparsity=DENSE, **changes) -> bool:
     return FFNPlan.of(spec(sparsity, **sizes | changes), backend).fuses_activation
 
 
-def test_kernels_have_to_be_named_for_a_dense_ffn(untuned):
-    assert fuses()
+TIMED = {"device": hopper.H100, "tokens": 65536, "d_model": 768, "d_hidden": 3072}
+"""A dense FFN whose steps were timed with and without kernels."""
+
+
+def test_kernels_run_unasked_where_whole_steps_were_faster(untuned):
+    assert fuses(None, **TIMED) and not fuses("xla", **TIMED)
+    assert fuses(None, **TIMED | {"tokens": 16384, "d_model": 2048, "d_hidden": 8192})
+    # What counts is what one device has.
+    assert fuses(None, **TIMED | {"tokens": 2**18, "token_shards": 4})
+    assert not fuses(None, **TIMED, token_shards=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": hopper.H200}, "were timed on NVIDIA H100 80GB HBM3 alone"),
+        ({"d_model": 512}, "were timed with d_model 768 to 2048, not 512"),
+        ({"d_model": 4096}, "were timed with d_model 768 to 2048, not 4096"),
+        (
+            {"tokens": 32768},
+            "were timed with 134217728 activations and more, not 100663296",
+        ),
+    ],
+)
+def test_kernels_have_to_be_named_where_nothing_was_timed(untuned, changes, reason):
+    sizes = TIMED | changes
+    assert fuses(**sizes) and not fuses(None, **sizes)
+    up, *_ = spec(DENSE, **sizes).explain()
+    assert f"mosaic_sm90: its dense steps {reason}" in up.reason
+
+
+def test_named_kernels_run_a_dense_ffn(untuned):
+    assert fuses() and not fuses(None) and not fuses("xla")
     assert fuses(tokens=2 * TOKENS, token_shards=2) and fuses(hidden_shards=2)
-    assert not fuses(None) and not fuses("xla")
     of = spec(DENSE, d_model=D, d_hidden=F, tokens=TOKENS)
-    up, *_ = of.explain()
-    assert "mosaic_sm90: no GPU has compared its dense steps with XLA's" in up.reason
     first, _, third, *others = (of.path for of in of.explain(NAMED))
     assert first == "dense GEMM on the tensor cores, writes A"
     assert third == "dense GEMM on the tensor cores, writes dY1"
@@ -85,19 +116,22 @@ def assert_near_the_reference() -> None:
         assert np.linalg.norm(ours - right) <= 2**-6 * np.linalg.norm(right)
 
 
-def test_a_step_lowers_for_hopper(monkeypatch, untuned):
+@pytest.mark.parametrize(("remat", "kernels"), [("none", 2), ("dots", 2), ("full", 3)])
+def test_gemm_1_runs_again_where_everything_is_recomputed(
+    remat, kernels, monkeypatch, untuned
+):
     jax.clear_caches()  # of traces made with the emulated kernels
     hopper.see_device(monkeypatch)
     (x, w_up, w_down), dy = operands(TOKENS, d=D, f=F)
+    block = rematerialise(partial(ffn, backend=NAMED), remat, in_loop=False)
 
     def both(x, w_up, w_down, dy):
-        run = lambda *operands: ffn(*operands, backend=NAMED)
-        y, pull_back = jax.vjp(run, x, w_up, w_down)
+        y, pull_back = jax.vjp(block, x, w_up, w_down)
         return y, pull_back(dy)
 
     traced = jax.jit(both).trace(x, w_up, w_down, dy)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 2
+    assert text.count("custom_call @mosaic_gpu") == kernels
 
 
 @pytest.mark.gpu
