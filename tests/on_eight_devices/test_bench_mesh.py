@@ -16,6 +16,7 @@ from tests.support.micro_run import write_text
 def config(tmp_path):
     return mesh.Config(
         preset="tiny",
+        layers=1,
         meshes=((2, 2, 2),),
         batch_size=8,
         text=write_text(tmp_path),
@@ -42,7 +43,7 @@ def test_rows(config):
 def test_a_batch_for_every_device_is_checked_against_one_device(config, recipe, meshes):
     trace = config.results.parent / "trace"
     config = replace(
-        config, recipe=recipe, layers=1, meshes=meshes, batch_size=4, per_device=True
+        config, recipe=recipe, meshes=meshes, batch_size=4, per_device=True
     )
     config = replace(config, saves=0, trace=trace)
     one, *others = rows = mesh.main(config)

@@ -186,6 +186,31 @@ def test_rows_of_all_experts_of_a_token_are_those_of_one_device(calls, mesh, spa
         assert np.linalg.norm(ours - theirs) <= 2**-8 * np.linalg.norm(theirs)
 
 
+def dense_step(layout):
+    """A step of 128 tokens for each of eight devices, on kernels that are named."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = (8 * 128, 128), (8 * 128, 128), (128, 1024), (1024, 128)
+    x, dy, up, down = (
+        jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)
+    )
+    x, dy = (of.astype(jnp.bfloat16) for of in (x, dy))
+    run = partial(ffn, layout=layout, backend="mosaic_sm90")
+    y, pull_back = jax.vjp(run, x, up / 128**0.5, down / 32)
+    return y, *pull_back(dy)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_dense_ffn_on_kernels_is_that_of_one_device(calls, mesh):
+    got = jax.jit(partial(dense_step, layout_of(MESHES[mesh])))()
+    used = {"squared relu of dense_rows", "gradient of dense_rows"}
+    assert used <= set(calls)
+    expected = jax.jit(partial(dense_step, None))()
+    for ours, theirs in zip(got, expected, strict=True):
+        ours, theirs = (np.asarray(a, np.float64) for a in (ours, theirs))
+        # Parts of a sum are rounded to bfloat16 by themselves.
+        assert np.linalg.norm(ours - theirs) <= 2**-7 * np.linalg.norm(theirs)
+
+
 def test_each_device_estimates_from_packed_activations_with_its_own_key(
     calls, monkeypatch
 ):
