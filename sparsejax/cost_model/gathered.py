@@ -34,8 +34,9 @@ def gathered_bytes(config: ModelConfig, sparsity: FFNSparsity = DENSE) -> Gather
     """Returns the bytes of the weights that one layer and the head read.
 
     With remat GEMM 1 runs again in the backward. Where its weight is dense that costs
-    no gather: GEMM 4 reads the same one, or ("dots") the output was kept. In a sparse
-    FFN with GEMM 1 in 8-bit floats GEMM 4 reads another form of it.
+    no gather: GEMM 4 reads the same one, or ("dots") the output was kept, as it is of
+    an FFN by expert. In a sparse FFN with GEMM 1 in 8-bit floats GEMM 4 reads another
+    form of it.
     """
     element, layers = element_bytes(config), config.layers
     parameters = parameter_count(config)
@@ -52,6 +53,8 @@ def gathered_bytes(config: ModelConfig, sparsity: FFNSparsity = DENSE) -> Gather
     # An exact GEMM 4 reads what a recomputed GEMM 1 has gathered.
     exact = sparsity.d_input_weights is not None
     recomputes = config.remat != "none" and sparsity.weights is not None and not exact
+    if config.remat == "dots" and sparsity.experts:
+        recomputes = False
     if up < dense and sparsity.weights is None:
         recomputes = config.remat == "full"
     return GatheredBytes(

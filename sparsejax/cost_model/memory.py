@@ -77,9 +77,9 @@ def memory_bytes(
         where the weight gradients are dense; gated: gate and up).
       remat "full": x; and one layer's "none" while it is recomputed.
       remat "dots": x and the outputs of the plain GEMMs: query, key, value, attention's
-        projection, and the FFN's hidden values of all neurons; and one layer's "none".
-        A GEMM that a kernel of ours runs is recomputed instead: for a sparse FFN this
-        is an upper bound.
+        projection, and the FFN's hidden values as above; and one layer's "none". In a
+        sparse FFN without experts a GEMM that a kernel of ours runs is recomputed
+        instead: there this is an upper bound.
     The embedding's rows and what the head reads are one x each. Logits are float32,
     their gradient is of the compute dtype.
 
@@ -106,7 +106,7 @@ def memory_bytes(
     per_layer, recomputed = {
         "none": (everything, 0),
         "full": (element * d, everything),
-        "dots": (element * (2 * d + qkv + hidden), everything),
+        "dots": (element * (2 * d + qkv + kept_hidden), everything),
     }[config.remat]
     saved = config.layers * per_layer + recomputed + 2 * d * element
     is_whole = mesh.fsdp > 1 and mesh.zero_stage < 3

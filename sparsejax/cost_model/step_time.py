@@ -76,8 +76,8 @@ def predicted_step(
     GEMMs run at `speeds`, or take the time that was measured for their kernel. Once a
     GEMM runs on sparse tensor cores all other computation has the lower clock. With
     remat "full" the backward computes again what attention and the GEMMs into the
-    hidden layer gave; with "dots" attention's mixing, and those GEMMs that run on
-    kernels of ours.
+    hidden layer gave; with "dots" attention's mixing, and in a sparse FFN without
+    experts those GEMMs that run on kernels of ours.
 
     Where layers are compiled one by one, gathers of weights hide behind computation:
     those of the forward, taken as half of them, behind a third of it, the others, and
@@ -103,7 +103,10 @@ def predicted_step(
         projections *= 1 - narrow + narrow / FP8_GAIN
     dense = tokens * (projections * (1 + again / 3) + flops.head) / mesh.tensor
     ffn = sum(
-        _ffn_gemm_seconds(of, config, speeds, micro_batches, slowed) for of in decisions
+        _ffn_gemm_seconds(
+            of, config, speeds, micro_batches, slowed, by_expert=bool(sparsity.experts)
+        )
+        for of in decisions
     )
     stride = sampling_stride(tokens_per_device * mesh.token_shards)
     dense += tokens * observed_flops(config, sparsity) / stride / mesh.tensor
@@ -175,16 +178,17 @@ def _ffn_gemm_seconds(
     speeds: Speeds,
     micro_batches: int,
     slowed: float,
+    *,
+    by_expert: bool,
 ) -> float:
     """Returns the seconds of one of the FFN's GEMMs in a micro-batch, run again where
     the backward needs what it gave."""
     spec, times = decision.spec, decision.times
     runs = 1
     if spec.role in ("up", "gate"):
-        # What a kernel of a dense FFN writes is kept as XLA's GEMMs are.
-        kernel_again = (
-            config.remat == "dots" and decision.on_kernels and not spec.squares
-        )
+        # Dense FFNs and those by expert keep what a kernel writes as they do XLA's.
+        keeps = spec.squares or by_expert
+        kernel_again = config.remat == "dots" and decision.on_kernels and not keeps
         runs += config.remat == "full" or kernel_again
     if decision.on_kernels and times is not None:
         # A weight is packed once for all micro-batches of a step.

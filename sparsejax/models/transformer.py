@@ -24,7 +24,7 @@ from sparsejax.explicit_axes import (
     inside_automatic_axes,
     with_automatic_axes,
 )
-from sparsejax.feed_forward.passes.dense_on_kernels import ACTIVATIONS
+from sparsejax.feed_forward.frame import ACTIVATIONS
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.attention import Attention, KVCache
 from sparsejax.models.ffn_state import (

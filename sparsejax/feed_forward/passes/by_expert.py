@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from sparsejax.dtypes import accumulation_dtype
 from sparsejax.feed_forward.activation import Hidden
-from sparsejax.feed_forward.frame import Execution, Static
+from sparsejax.feed_forward.frame import Execution, Static, under_name
 from sparsejax.feed_forward.layout import FFNLayout, gather_experts, own_experts
 from sparsejax.feed_forward.operands.experts import (
     ExpertOperands,
@@ -82,6 +82,18 @@ def forward(
     static: Static, x: jax.Array, w: ReadWeights, operands: ExpertOperands[jax.Array]
 ) -> tuple[jax.Array, Residuals | PackedRows | DenseRows | JoinedRows]:
     """Returns Y (tokens, d_model), and what the backward needs."""
+    y, residuals = _forward(static, x, w, operands)
+    named = {
+        field: under_name(of)
+        for field, of in residuals._asdict().items()
+        if field not in ("routed", "rows", "x_rows")
+    }
+    return y, residuals._replace(**named)
+
+
+def _forward(
+    static: Static, x: jax.Array, w: ReadWeights, operands: ExpertOperands[jax.Array]
+) -> tuple[jax.Array, Residuals | PackedRows | DenseRows | JoinedRows]:
     plan, layout = static.plan, static.layout
     sparsity, expert_index = plan.sparsity, operands.index
     if sparsity.chooses_in_fp8:

@@ -7,17 +7,12 @@ all tokens in their order.
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from sparsejax.feed_forward.frame import Execution, Static
+from sparsejax.feed_forward.frame import Execution, Static, under_name
 from sparsejax.feed_forward.operands.weights import FFNWeights, ReadWeights, multiply
 from sparsejax.feed_forward.passes.masked import weight_gradients
 from sparsejax.feed_forward.tiles import GROUP_TILE
 from sparsejax.ops.kernels.base import ExpertRows
-
-ACTIVATIONS = "ffn_activations"
-"""The name by which a policy of `jax.checkpoint` that keeps the outputs of GEMMs keeps
-A, since a kernel is no GEMM to it."""
 
 
 def forward(
@@ -32,9 +27,8 @@ def forward(
     a = plan.kernels.dense_rows_squared_relu(
         x, w.up[:, None], _all_tokens(x), expert_axis=1, k_major=False
     )
-    a = checkpoint_name(a, ACTIVATIONS)
     # (T, d) = (T, F) @ (F, d)
-    return multiply(plan.down, a, w.down), a
+    return multiply(plan.down, a, w.down), under_name(a)
 
 
 def backward(

@@ -27,6 +27,8 @@ from sparsejax.routing.routers import ActivationEnergyFP8, NearestCentre
 from sparsejax.sparsity.patterns import VNM
 from tests.support.oracles.cost_cases import CUBE, LLAMA_1B, SPLIT, WEIGHTS
 
+ROUTED = dataclasses.replace(WEIGHTS, activations=VNM(8, 4, 8))
+
 
 @pytest.mark.parametrize(
     ("dtype", "compressed", "of_dense"), [("bfloat16", 9, 16), ("float32", 17, 32)]
@@ -202,7 +204,9 @@ def collectives(jaxpr, sizes):
     return received
 
 
-@pytest.mark.parametrize("sparsity", [DENSE, WEIGHTS], ids=["dense", "2:4"])
+@pytest.mark.parametrize(
+    "sparsity", [DENSE, WEIGHTS, ROUTED], ids=["dense", "2:4", "V:N:M"]
+)
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 @pytest.mark.parametrize("activation", ["relu2", "swiglu", "reglu2"])
 def test_an_ffn_on_a_mesh_sends_what_is_planned(activation, remat, sparsity):
@@ -230,6 +234,8 @@ def test_an_ffn_on_a_mesh_sends_what_is_planned(activation, remat, sparsity):
         def layer(x, _):
             run = gated_ffn if gate else ffn
             facts = {"sparsity": sparsity, "layout": FFNLayout(mesh=mesh)}
+            if sparsity.experts:
+                facts["expert_index"] = jnp.zeros((tokens, 1), jnp.int32)
             return x + run(x, *weights, packed=packed, **facts), None
 
         x, _ = jax.lax.scan(rematerialise(layer, remat), x, length=1)
