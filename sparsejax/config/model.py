@@ -54,7 +54,8 @@ class ModelConfig:
     bfloat16 they have half as many bytes. The loss itself is computed in float32."""
     remat: Literal["none", "full", "dots"] = "none"
     """The part that a block recomputes in the backward: nothing ("none"), everything
-    ("full"), or all but the outputs of the plain GEMMs ("dots")."""
+    ("full"), or all but the outputs of the plain GEMMs and what an FFN by expert keeps
+    of its neurons ("dots")."""
     scan_layers: bool = True
     """Whether one block is compiled and a loop runs it for every layer. False: the
     program has all layers one after the other; it takes longer to compile, and nothing
