@@ -83,7 +83,7 @@ def forward(
 ) -> tuple[jax.Array, Residuals | PackedRows | DenseRows | JoinedRows]:
     """Returns Y (tokens, d_model), and what the backward needs."""
     y, residuals = _forward(static, x, w, operands)
-    # The dispatch has a name of its own, and to gather the rows of X again costs little.
+    # The dispatch has a name of its own, and to gather the rows of X again is cheap.
     named = {
         field: under_name(of)
         for field, of in residuals._asdict().items()
