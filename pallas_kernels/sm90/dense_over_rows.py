@@ -39,9 +39,9 @@ EPI_TILES = 2
 """The number of epilogue tiles that each warpgroup writes at a time."""
 
 STEPS_OF_A_TILE = 8
-"""The number of steps in whose time a tile is taken to be written, or added to the part
-before it. The second time in `default_parts` says two; by the first, parts gain less
-than that lets expect."""
+"""The number of steps that are taken to last as long as writing a tile, or adding it to
+the part before it. With 2 the second time in `default_parts` would be predicted right;
+it is 8 because the first one gained less than such a prediction says."""
 
 
 class Joined(NamedTuple):
@@ -83,8 +83,8 @@ def default_parts(m: int, n: int, rows: int, experts: int, multiprocessors: int)
 
     def time(parts: int) -> float:
         config = default_config(m, n, experts, multiprocessors, parts_of_share=parts)
-        tiles = _rounds(config, m, n, experts * parts, multiprocessors)
-        return tiles * _work(config) * (steps / parts + STEPS_OF_A_TILE)
+        rounds = _rounds(config, m, n, experts * parts, multiprocessors)
+        return rounds * _work(config) * (steps / parts + STEPS_OF_A_TILE)
 
     config = default_config(m, n, experts, multiprocessors)
     if _rounds(config, m, n, experts, multiprocessors) == 1:

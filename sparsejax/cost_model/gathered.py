@@ -52,9 +52,8 @@ def gathered_bytes(config: ModelConfig, sparsity: FFNSparsity = DENSE) -> Gather
     forward = into_hidden * (up + chosen) + dense
     # An exact GEMM 4 reads what a recomputed GEMM 1 has gathered.
     exact = sparsity.d_input_weights is not None
-    recomputes = config.remat != "none" and sparsity.weights is not None and not exact
-    if config.remat == "dots" and sparsity.experts:
-        recomputes = False
+    kept = config.remat == "none" or (config.remat == "dots" and sparsity.experts)
+    recomputes = sparsity.weights is not None and not (kept or exact)
     if up < dense and sparsity.weights is None:
         recomputes = config.remat == "full"
     return GatheredBytes(

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Key
 
@@ -38,15 +37,6 @@ from sparsejax.feed_forward.plan import FFNPlan
 from sparsejax.ops.fp8_matmul import QuantisedWeight
 from sparsejax.sparsity.compressed import Compressed
 from sparsejax.sparsity.packed import Packed
-
-ACTIVATIONS = "ffn_activations"
-"""The name by which a policy of `jax.checkpoint` that keeps the outputs of GEMMs keeps
-the activations that a backward reads: to such a policy a kernel is no GEMM."""
-
-
-def under_name[T](activations: T) -> T:
-    """Returns a pytree of arrays that have the name `ACTIVATIONS`."""
-    return jax.tree.map(partial(checkpoint_name, name=ACTIVATIONS), activations)
 
 
 class Execution(NamedTuple):

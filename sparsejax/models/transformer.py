@@ -24,8 +24,8 @@ from sparsejax.explicit_axes import (
     inside_automatic_axes,
     with_automatic_axes,
 )
-from sparsejax.feed_forward.frame import ACTIVATIONS
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
+from sparsejax.kept_names import HIDDEN, ROUTES
 from sparsejax.models.attention import Attention, KVCache
 from sparsejax.models.ffn_state import (
     EmbeddingAsHead,
@@ -39,7 +39,6 @@ from sparsejax.models.norm import RMSNorm
 from sparsejax.models.sparse_ffn import SparseFFN, sparse_ffns
 from sparsejax.ops.backend import Backend
 from sparsejax.ops.linear import as_read, linear, rounded_copy
-from sparsejax.routing.dispatch import ROUTES
 
 MOVED = nnx.Any(ObservedState, RouterState)
 """The state that calls of training steps move."""
@@ -347,7 +346,7 @@ def rematerialise(
     dots = plain if groups == 1 else _has_one_batch_axis
     policy = routes
     if remat == "dots":
-        named = policies.save_only_these_names(ROUTES, ACTIVATIONS)
+        named = policies.save_only_these_names(ROUTES, HIDDEN)
         policy = policies.save_from_both_policies(dots, named)
     # The body of a loop cannot be merged with its recomputation, so that barriers
     # against that would only cost.

@@ -11,20 +11,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from sparsejax.dtypes import accumulation_dtype
+from sparsejax.kept_names import ROUTES, under_name
 from sparsejax.routing.prefix_sums import sums_before
-
-ROUTES = "routes"
-"""The name by which a policy of `jax.checkpoint` keeps which rows the tokens got: a few
-whole numbers for each token, without which a backward has to choose experts anew."""
-
-
-def under_name[T](routes: T) -> T:
-    """Returns a pytree of arrays that have the name `ROUTES`."""
-    return jax.tree.map(partial(checkpoint_name, name=ROUTES), routes)
 
 
 @jax.tree_util.register_dataclass
@@ -125,7 +116,7 @@ def dispatch(
         v=v,
         experts=experts,
     )
-    return under_name(rows_of_tokens)
+    return under_name(ROUTES, rows_of_tokens)
 
 
 def _first_choices(expert_index: Int[Array, "tokens g"]) -> Int[Array, "tokens g"]:

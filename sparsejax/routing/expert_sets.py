@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from sparsejax.routing.dispatch import Dispatch, dispatch, under_name, used_tiles
+from sparsejax.kept_names import ROUTES, under_name
+from sparsejax.routing.dispatch import Dispatch, dispatch, used_tiles
 from sparsejax.routing.prefix_sums import sums_before
 
 
@@ -84,7 +85,8 @@ def rows_of_sets(
     )
     places = jnp.zeros(tiles * choices, jnp.int32)
     places = places.at[place].set(entries, mode="drop", unique_indices=True)
-    return under_name(RowsOfSets(of_sets, tile_experts, places, ends, experts))
+    rows = RowsOfSets(of_sets, tile_experts, places, ends, experts)
+    return under_name(ROUTES, rows)
 
 
 def _number_of_set(expert_index: Int[Array, "tokens g"], experts: int) -> Array:

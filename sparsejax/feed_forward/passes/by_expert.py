@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from sparsejax.dtypes import accumulation_dtype
 from sparsejax.feed_forward.activation import Hidden
-from sparsejax.feed_forward.frame import Execution, Static, under_name
+from sparsejax.feed_forward.frame import Execution, Static
 from sparsejax.feed_forward.layout import FFNLayout, gather_experts, own_experts
 from sparsejax.feed_forward.operands.experts import (
     ExpertOperands,
@@ -55,6 +55,7 @@ from sparsejax.feed_forward.passes.packed_by_expert import (
     down_of_packed,
 )
 from sparsejax.feed_forward.plan import FFNPlan
+from sparsejax.kept_names import HIDDEN, under_name
 from sparsejax.ops.expert_rows import gather_rows, looked_up
 from sparsejax.ops.fp8_matmul import quantise_rows, rounded_product
 from sparsejax.routing.dispatch import Dispatch
@@ -85,7 +86,7 @@ def forward(
     y, residuals = _forward(static, x, w, operands)
     # The dispatch has a name of its own, and to gather the rows of X again is cheap.
     named = {
-        field: under_name(of)
+        field: under_name(HIDDEN, of)
         for field, of in residuals._asdict().items()
         if field not in ("routed", "rows", "x_rows")
     }

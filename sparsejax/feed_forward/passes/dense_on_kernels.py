@@ -8,10 +8,11 @@ all tokens in their order.
 import jax
 import jax.numpy as jnp
 
-from sparsejax.feed_forward.frame import Execution, Static, under_name
+from sparsejax.feed_forward.frame import Execution, Static
 from sparsejax.feed_forward.operands.weights import FFNWeights, ReadWeights, multiply
 from sparsejax.feed_forward.passes.masked import weight_gradients
 from sparsejax.feed_forward.tiles import GROUP_TILE
+from sparsejax.kept_names import HIDDEN, under_name
 from sparsejax.ops.kernels.base import ExpertRows
 
 
@@ -28,7 +29,7 @@ def forward(
         x, w.up[:, None], _all_tokens(x), expert_axis=1, k_major=False
     )
     # (T, d) = (T, F) @ (F, d)
-    return multiply(plan.down, a, w.down), under_name(a)
+    return multiply(plan.down, a, w.down), under_name(HIDDEN, a)
 
 
 def backward(
