@@ -136,8 +136,13 @@ def _say_reasons(decisions: tuple[Decision, ...]) -> None:
             "  GEMMs by expert that nobody timed at this size on this device: "
             "experiments/bench/ffn.py tells whether they are faster than dense"
         )
-    for reason in dict.fromkeys(f"{d.backend}: {d.reason}" for d in decisions):
-        say(f"  why: {reason}")
+    gemms: dict[str, list[str]] = {}
+    for decision in decisions:
+        number = decision.spec.name.partition(" ")[0]
+        gemms.setdefault(f"{decision.backend}: {decision.reason}", []).append(number)
+    for reason, numbers in gemms.items():
+        which = f" ({', '.join(numbers)})" if len(gemms) > 1 else ""
+        say(f"  why{which}: {reason}")
 
 
 def _untimed_by_expert(decision: Decision) -> bool:

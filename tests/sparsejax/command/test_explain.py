@@ -45,7 +45,8 @@ def test_experts_that_are_skipped_elsewhere_are_told_with_what_runs_them(
     assert main.run([*few, "NVIDIA A100-SXM4-80GB"]) == 0
     shown = capsys.readouterr().out
     assert "100% of the dense FLOPs executed" in shown
-    assert "why: xla: dense: XLA's loop over chunks of 2048 rows executes" in shown
+    assert "why (1, 2, 3, 4): xla: dense: XLA's loop over chunks of 2048 rows" in shown
+    assert "why (5, 6): xla: dense: XLA's loop over chunks of 2048 rows" in shown
     assert "no faster than dense: none of its sparse GEMMs runs on sparse" in shown
 
 
