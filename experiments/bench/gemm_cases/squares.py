@@ -9,7 +9,6 @@ which is one expert with all neurons, or of one expert for each token.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -48,9 +47,6 @@ CONFIGS = (
     Config(tile_n=128, cluster_axis="n", stages=5),
 )
 """The configs that are tried besides the default one."""
-
-BEGIN_STEP = 3
-"""The `begin_step` of the configs that are tried for GEMM 3 as well."""
 
 
 class _Operands(NamedTuple):
@@ -133,10 +129,6 @@ def compare_squares(gemm: Number, size: Size, setting: Setting) -> Comparison:
         if dense_rows.why_invalid(config, setting.v, reads=reads) is None
     ]
     tried = {HOPPER.name: [None], f"{HOPPER.name}, fastest config": configs}
-    if reads:
-        tried[f"{HOPPER.name}, fastest config, copies begin later"] = [
-            replace(config, begin_step=BEGIN_STEP) for config in configs
-        ]
     runs: dict[Any, tuple[Callable[..., Any], tuple]] = {
         config: (partial(of.run, config), arrays)
         for configs in tried.values()

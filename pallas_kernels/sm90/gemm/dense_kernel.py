@@ -55,10 +55,6 @@ class Config:
     grid_tile_width: int = 16
     """The number of tiles along m that are visited before the next ones along n, so
     that both operands stay in the L2 cache."""
-    begin_step: int = 0
-    """The step of a tile behind whose product a warpgroup starts the copies that its
-    epilogue reads; 0: before the first product, where it waits until all that it has
-    just written has left shared memory."""
 
     @property
     def tile_m(self) -> int:
@@ -226,19 +222,14 @@ def dense_kernel(
             task, row, column = own_tasks.task(tile)
             origin = row + warpgroup * own_rows, column
             count = steps_of(task)
-            begin = epilogue.begin
-            if begin is not None and not config.begin_step:
-                begin(task, origin, *own)
+            if epilogue.begin is not None:
+                epilogue.begin(task, origin, *own)
 
             def multiply_all(acc_ref):
                 def multiply_step(index, carry):
                     slot = slot_of(before + index)
                     plgpu.barrier_wait(full.at[slot])
                     plgpu.wgmma(acc_ref, rows_of_a(slot), columns_of_b(slot))
-                    if begin is not None and config.begin_step:
-                        is_then = index == jnp.minimum(config.begin_step, count - 1)
-                        pl.when(is_then)(partial(begin, task, origin, *own))
-
                     # The one before has read its slot.
                     plgpu.wgmma_wait(1)
 
