@@ -331,8 +331,8 @@ def test_squares_by_the_kernel_are_timed_with_every_config_that_fits(
     kernels = ["mosaic_sm90", "mosaic_sm90, fastest config"]
     assert names == [(number, name) for number in ("1", "3") for name in kernels]
     for reads, configs in tried.items():
-        why_invalid = partial(squares.dense_rows.why_invalid, v=config.v, reads=reads)
-        fitting = [of for of in squares.CONFIGS if why_invalid(of) is None]
+        why = partial(squares.dense_rows.why_invalid, group_tile=config.v, reads=reads)
+        fitting = [of for of in squares.CONFIGS if why(of) is None]
         assert len(fitting) > 2 and configs == {None, *fitting}
     factor = 1.05
     with pytest.raises(AssertionError, match="relative error"):
