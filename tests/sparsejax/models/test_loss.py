@@ -27,7 +27,7 @@ def normaliser(logits: np.ndarray) -> np.ndarray:
 
 
 @REDUCTIONS
-@pytest.mark.parametrize("vocab", [1, 2, 255, 1000])
+@pytest.mark.parametrize("vocab", [1, 2, 64, 255, 1000, 1024])
 def test_reductions_give_the_normaliser_and_the_targets_logit(reduce, vocab):
     logits, targets = logits_and_targets(2, 5, vocab=vocab)
     total, of_target = jax.jit(reduce)(logits, targets)
@@ -48,8 +48,21 @@ def test_logits_may_be_far_apart_and_minus_infinity(reduce):
 
 
 @REDUCTIONS
-def test_a_nan_stays_one(reduce):
-    logits = np.float32([[1, np.nan, 2]])
+@pytest.mark.parametrize("at", [0, 1, 9, 63])
+def test_one_finite_logit_among_neighbours_is_the_normaliser(reduce, at):
+    logits = np.full((3, 64), -np.inf, np.float32)
+    logits[:, at] = [5, -3e38, 3e38]
+    logits[1, 63 - at] = -3e38
+    total, of_target = jax.jit(reduce)(logits, np.full(3, at, np.int32))
+    np.testing.assert_allclose(total, logits[:, at])
+    np.testing.assert_array_equal(of_target, logits[:, at])
+
+
+@REDUCTIONS
+@pytest.mark.parametrize(("vocab", "at"), [(3, 1), (64, 0), (64, 13)])
+def test_a_nan_stays_one(reduce, vocab, at):
+    logits = np.ones((1, vocab), np.float32)
+    logits[0, at] = np.nan
     total, _ = reduce(logits, np.zeros(1, np.int32))
     assert np.isnan(total).all()
 
