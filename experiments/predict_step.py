@@ -66,6 +66,8 @@ LAST_OF_OTHER_GEMM_1 = "2026-11-25"
 """The last date of rows of sparse steps in `fp8` whose GEMM 1 was in bfloat16."""
 LAST_OF_OTHER_ROWS = "2026-11-25"
 """The last date of runs whose tokens had a row for each of their experts."""
+LAST_OF_XLA_SQUARES = "2026-11-26"
+"""The last date of runs whose dense FFNs had their squares from XLA on every GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,7 @@ class Measured:
     def kind(self) -> tuple:
         """What a newer row has to share with this one to take its place."""
         ran = (self.name, self.model, self.sparsity, self.micro_batches)
-        return (*ran, self.device, self.mesh)
+        return (*ran, self.device, self.mesh, self.backend)
 
     def decisions(self) -> tuple[Decision, ...]:
         """Returns what runs the GEMMs of the FFN today."""
@@ -193,7 +195,7 @@ def measured_steps(config: Config) -> Iterator[Measured | None]:
             sequence_length=given.data.sequence_length,
             tokens_per_device=row["tokens_per_micro_batch"],
             micro_batches=row["micro_batches"],
-            backend=None,
+            backend=_backend_of_dense(row) if sparsity.is_dense else None,
             date=row["date"],
             step_ms=row["step_ms"],
         )
@@ -233,7 +235,7 @@ def measured_meshes(config: Config) -> Iterator[Measured | None]:
             sequence_length=preset.data.sequence_length,
             tokens_per_device=sequences * preset.data.sequence_length,
             micro_batches=micro_batches,
-            backend=row["backend"],
+            backend=row["backend"] or _backend_on(row["date"], sparsity),
             date=row["date"],
             step_ms=row["step_ms"],
         )
@@ -280,10 +282,21 @@ def _phases_of(
             sequence_length=given.data.sequence_length,
             tokens_per_device=given.tokens_per_step // micro_batches,
             micro_batches=micro_batches,
-            backend=None,
+            backend=_backend_on(session["date"], phase.sparsity),
             date=session["date"],
             step_ms=1e3 * given.tokens_per_step / median(speeds),
         )
+
+
+def _backend_of_dense(row: dict) -> str:
+    """Returns what has run GEMMs 1 and 3 of a dense step of `bench/step.py`."""
+    _, _, backend = row.get("gemms", ["1: xla"])[0].rpartition(": ")
+    return backend
+
+
+def _backend_on(date: str, sparsity: FFNSparsity) -> str | None:
+    """Returns the backend of a step of that day, None for what is planned today."""
+    return "xla" if sparsity.is_dense and date <= LAST_OF_XLA_SQUARES else None
 
 
 def _settings_of(row: dict) -> TrainConfig:

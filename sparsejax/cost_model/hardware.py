@@ -44,6 +44,10 @@ FP8_GAIN = 1.93
 """The speed of GEMMs of 8-bit floats over those of bfloat16: the same step with
 `precision` "fp8" took 294 ms in GEMMs."""
 
+SQUARES_SLOWER = 1.17
+"""The time of GEMMs 1 and 3 of a dense FFN on kernels that square the activations, over
+that of cuBLAS's, which do not: those of `llama-1b` took 82 ms for 70 on an H100."""
+
 SLOWED_BESIDE = 1.0
 """The seconds by which computation takes longer for each second of the collectives that
 run beside it, which take multiprocessors and memory. Steps of `llama-1b` on fsdp of two

@@ -7,7 +7,7 @@ import pytest
 from pallas_kernels.device import Device
 from sparsejax.config import MeshConfig, ModelConfig
 from sparsejax.cost_model import Links, Speeds, predicted_step
-from sparsejax.cost_model.hardware import FP8_GAIN, SLOWED_BESIDE
+from sparsejax.cost_model.hardware import FP8_GAIN, SLOWED_BESIDE, SQUARES_SLOWER
 from sparsejax.cost_model.step_time import (
     elementwise_bytes,
     observed_flops,
@@ -141,6 +141,31 @@ def test_gemms_of_narrow_experts_take_longer_per_flop():
     ffn = 4096 * 12 * 1024 * 4096 / 1e6
     dense, narrow = ((1 + 256 / width) / (1 + 256 / 2048) for width in (1024, 512))
     assert gemms[0] - gemms[1] == pytest.approx(ffn * (dense - narrow / 8))
+
+
+def test_a_dense_ffn_on_kernels_moves_no_hidden_values_but_its_gemms_take_longer():
+    sizes = {"d_model": 1024, "heads": 8, "kv_heads": 8, "d_hidden": 4096}
+    wide = dataclasses.replace(MODEL, dtype="bfloat16", **sizes)
+    device, tokens = Device.named("NVIDIA H100 80GB HBM3"), 32768
+    on_kernels, by_xla = (
+        predicted_step(
+            wide,
+            sequence_length=4,
+            tokens_per_device=tokens,
+            micro_batches=1,
+            sparsity=DENSE,
+            decisions=ffn_decisions(wide, DENSE, tokens, backend, device=device),
+            speeds=SPEEDS,
+            mesh=ONE,
+            links=Links(),
+        )
+        for backend in (None, "xla")
+    )
+    moved = tokens * 2 * 7 * 4096 / 1e6
+    assert by_xla.elementwise - on_kernels.elementwise == pytest.approx(moved)
+    two_gemms = 2 * tokens * 2 * 1024 * 4096 / 1e6 * (1 + 256 / 1024) / 1.125
+    longer = on_kernels.gemms - by_xla.gemms
+    assert longer == pytest.approx((SQUARES_SLOWER - 1) * two_gemms)
 
 
 def test_what_is_recomputed_is_paid_again():
