@@ -17,11 +17,11 @@ from sparsejax.interchange.sparsify import explain as explain
 from sparsejax.interchange.sparsify import sparsify as sparsify
 from sparsejax.models.attention import Attention as Attention
 from sparsejax.models.generation import generate as generate
+from sparsejax.models.generation import greedy_sample as greedy_sample
 from sparsejax.models.norm import RMSNorm as RMSNorm
 from sparsejax.models.sparse_ffn import SparseFFN as SparseFFN
 from sparsejax.models.transformer import Transformer as Transformer
 from sparsejax.models.transformer import cross_entropy as cross_entropy
-from sparsejax.models.transformer import greedy_sample as greedy_sample
 from sparsejax.ops.backend import Decision as Decision
 from sparsejax.ops.grouped_matmul import grouped_matmul as grouped_matmul
 from sparsejax.ops.sparse_matmul import sparse_matmul as sparse_matmul

@@ -14,7 +14,7 @@ from sparsejax.data.corpus import Corpus
 from sparsejax.distributed.processes import Exchange
 from sparsejax.interchange.dense_weights import export
 from sparsejax.interchange.pretrained import Pretrained
-from sparsejax.models.transformer import greedy_sample
+from sparsejax.models.generation import greedy_sample
 from sparsejax.reports.loss_figure import plot_run
 from sparsejax.reports.profile import ProfiledSteps
 from sparsejax.reports.records import Record, check_writable, read_metrics

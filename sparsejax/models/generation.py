@@ -1,8 +1,8 @@
 """Text from a model: sampled continuations of a batch of prompts, with a KV cache.
 
 The prompts are run once; then every step computes one token of each sequence, and reads
-the keys and values of those before from a cache. `transformer.greedy_sample`, which
-runs a model on a mesh and lets a long text slide through a window, has none.
+the keys and values of those before from a cache. `greedy_sample`, which runs a model on
+a mesh and lets a long text slide through a window, has none.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
+from sparsejax.distributed.mesh import batch_parts
 from sparsejax.models.attention import KVCache
 from sparsejax.models.transformer import Transformer
 
@@ -122,12 +123,65 @@ def generate_in_parts(
     fixed = {"vocab_size": vocab_size, "greedy": greedy}
     texts = _begin(model, tokens, lengths, how, length=length, **fixed)
     upto = 0
-    while upto < length and int(texts.number) >= upto:
+    ended = False
+    while upto < length and not ended:
         upto = min(upto + every, length)
         texts, drawn = _go_on(model, texts, np.int32(upto), how, **fixed)
         tokens = np.asarray(drawn)[:, :upto]
         _check_drawn(tokens)
+        ended = bool(np.isin(tokens[:, -1], end_tokens).all())
         yield tokens
+
+
+def greedy_sample(
+    model: Transformer,
+    prompt: Int[Array, " prompt"] | Int[np.ndarray, " prompt"],
+    length: int,
+    *,
+    window: int = 256,
+) -> Int[Array, " length"]:
+    """Returns the `length` most likely next tokens after the prompt, taken one after
+    the other.
+
+    The model sees the last `window` tokens (give it the sequence length of training),
+    and is run anew on all of them for every token. Ties go to the lower id. It is
+    compiled once per `length` and `window`, for prompts of any length.
+
+    Raises:
+      ValueError: an argument is out of its range.
+    """
+    _check_prompts(model, [prompt])
+    if window < 1 or length < 1:
+        raise ValueError(
+            f"window={window} and length={length} must be 1 or more tokens"
+        )
+    seen = np.asarray(prompt, np.int32)[-window:]
+    buffer = np.zeros(window, np.int32)
+    buffer[: seen.size] = seen
+    return _continue(model, buffer, np.int32(seen.size), length)
+
+
+@partial(nnx.jit, static_argnums=3)
+def _continue(
+    model: Transformer, buffer: jax.Array, filled: jax.Array, length: int
+) -> jax.Array:
+    window = buffer.size
+    # A mesh splits the batch: the same sequence for each of its parts.
+    rows = batch_parts(model.mesh)
+
+    def step(carry, _):
+        buffer, filled = carry
+        # Causality makes whatever stands behind the `filled` tokens irrelevant. Only a
+        # backward draws from the key.
+        tokens = jnp.broadcast_to(buffer, (rows, window))
+        features, _ = model.features(tokens, key=jax.random.key(0))
+        token = jnp.argmax(model.logits(features[0, filled - 1])).astype(jnp.int32)
+        full = filled == window
+        buffer = jnp.where(full, jnp.roll(buffer, -1), buffer)
+        filled = jnp.where(full, filled - 1, filled)
+        return (buffer.at[filled].set(token), filled + 1), token
+
+    return jax.lax.scan(step, (buffer, filled), length=length)[1]
 
 
 def _check(
@@ -138,6 +192,32 @@ def _check(
     top_p: float,
     vocab_size: int,
 ) -> None:
+    _check_prompts(model, prompts)
+    whole = model.config.vocab_size
+    if length < 1:
+        raise ValueError(f"length={length} must be 1 or more tokens")
+    if not (0 <= temperature < np.inf and 0 < top_p <= 1):
+        raise ValueError(
+            f"temperature={temperature} must be 0 or more, and top_p={top_p} above 0 "
+            f"and at most 1"
+        )
+    if not 0 < vocab_size <= whole:
+        raise ValueError(
+            f"vocab_size={vocab_size} must be from 1 to the model's {whole}; give the "
+            f"tokenizer that the model was trained with"
+        )
+    if model.mesh is not None and model.mesh.size > 1:
+        raise ValueError(
+            f"the model lies on a mesh of {model.mesh.size} devices, and a cache is on "
+            f"one; load it with load_trained_model, or use greedy_sample"
+        )
+
+
+def _check_prompts(
+    model: Transformer, prompts: Sequence[Sequence[int] | np.ndarray | jax.Array]
+) -> None:
+    """Raises ValueError where the model has no embedding for a prompt's ids, or where
+    one has none."""
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise ValueError(
             f"{len(prompts)} prompts, of {[len(prompt) for prompt in prompts]} tokens: "
@@ -155,23 +235,6 @@ def _check(
         raise ValueError(
             f"a prompt has ids outside of the model's vocab_size={whole}; encode it "
             f"with the tokenizer that the model was trained with"
-        )
-    if length < 1:
-        raise ValueError(f"length={length} must be 1 or more tokens")
-    if not (0 <= temperature < np.inf and 0 < top_p <= 1):
-        raise ValueError(
-            f"temperature={temperature} must be 0 or more, and top_p={top_p} above 0 "
-            f"and at most 1"
-        )
-    if not 0 < vocab_size <= whole:
-        raise ValueError(
-            f"vocab_size={vocab_size} must be from 1 to the model's {whole}; give the "
-            f"tokenizer that the model was trained with"
-        )
-    if model.mesh is not None and model.mesh.size > 1:
-        raise ValueError(
-            f"the model lies on a mesh of {model.mesh.size} devices, and a cache is on "
-            f"one; load it with load_trained_model, or use greedy_sample"
         )
 
 

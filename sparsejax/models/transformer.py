@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.extend.core import Primitive
 from jax.sharding import Mesh, PartitionSpec
@@ -15,7 +14,6 @@ from jaxtyping import Array, Float, Int, Key
 from sparsejax.config import ModelConfig
 from sparsejax.distributed.mesh import (
     BATCH,
-    batch_parts,
     constrain,
     ffn_layout,
     gathered,
@@ -119,7 +117,9 @@ class Block(nnx.Module):
             self.attention_norm(x), cache, positions
         )
         x = x + mixed
-        return x + self.ffn(self.ffn_norm(x), token_ids=token_ids), cache
+        # Only a backward draws from the key.
+        key = jax.random.key(0)
+        return x + self.ffn(self.ffn_norm(x), token_ids=token_ids, key=key), cache
 
 
 class Transformer(nnx.Module):
@@ -372,57 +372,6 @@ def cross_entropy(
     features, _ = model.features(tokens[:, :-1], key=key)
     logits = model.logits(features, of_loss=True)
     return token_losses(logits, tokens[:, 1:]).mean()
-
-
-def greedy_sample(
-    model: Transformer,
-    prompt: Int[Array, " prompt"] | Int[np.ndarray, " prompt"],
-    length: int,
-    *,
-    window: int = 256,
-) -> Int[Array, " length"]:
-    """Returns the `length` most likely next tokens after the prompt, taken one after
-    the other.
-
-    The model sees the last `window` tokens (give it the sequence length of training),
-    and is run anew on all of them for every token. Ties go to the lower id. It is
-    compiled once per `length` and `window`, for prompts of any length.
-
-    Raises:
-      ValueError: the prompt is empty.
-    """
-    seen = np.asarray(prompt, np.int32)[-window:]
-    if seen.size == 0:
-        raise ValueError(
-            "prompt of 0 tokens: the model predicts from at least one; pass e.g. the "
-            "id of a separator"
-        )
-    buffer = np.zeros(window, np.int32)
-    buffer[: seen.size] = seen
-    return _continue(model, buffer, np.int32(seen.size), length)
-
-
-@partial(nnx.jit, static_argnums=3)
-def _continue(
-    model: Transformer, buffer: jax.Array, filled: jax.Array, length: int
-) -> jax.Array:
-    window = buffer.size
-    # A mesh splits the batch: the same sequence for each of its parts.
-    rows = batch_parts(model.mesh)
-
-    def step(carry, _):
-        buffer, filled = carry
-        # Causality makes whatever stands behind the `filled` tokens irrelevant. Only a
-        # backward draws from the key.
-        tokens = jnp.broadcast_to(buffer, (rows, window))
-        features, _ = model.features(tokens, key=jax.random.key(0))
-        token = jnp.argmax(model.logits(features[0, filled - 1])).astype(jnp.int32)
-        full = filled == window
-        buffer = jnp.where(full, jnp.roll(buffer, -1), buffer)
-        filled = jnp.where(full, filled - 1, filled)
-        return (buffer.at[filled].set(token), filled + 1), token
-
-    return jax.lax.scan(step, (buffer, filled), length=length)[1]
 
 
 def graph_on(

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +13,7 @@ from sparsejax.models.generation import (
     empty_cache,
     generate,
     generate_in_parts,
+    greedy_sample,
     nucleus,
 )
 from sparsejax.sparsity.patterns import NM, VNM
@@ -27,13 +29,15 @@ def recomputed(model, prompt):
     whole[0, : len(prompt)] = prompt
     for place in range(len(prompt), whole.size):
         # Causality makes the zeros behind irrelevant, and the program one.
-        whole[0, place] = np.argmax(model(jnp.asarray(whole))[0, place - 1])
+        logits = model(jnp.asarray(whole), key=jax.random.key(0))
+        whole[0, place] = np.argmax(logits[0, place - 1])
     return whole[0, len(prompt) :]
 
 
 CASES = {name: (config, DENSE) for name, config in MODELS.items()} | {
     "2:4": (SMALL, FFNSparsity(weights=NM(2, 4), activations=NM(2, 4))),
     "experts": (SMALL, FFNSparsity(activations=VNM(4, 2, 8))),
+    "drawn in the backward": (SMALL, FFNSparsity(token_sparsity="mvue")),
 }
 
 
@@ -45,6 +49,29 @@ def test_greedy_tokens_of_a_batch_are_those_of_full_recomputation(name):
     assert found.shape == (3, LENGTH)
     for row, prompt in zip(found, PROMPTS, strict=True):
         assert row.tolist() == recomputed(model, prompt).tolist()
+
+
+@pytest.mark.parametrize("prompt_length", [3, 12])
+def test_greedy_sample_repeats_the_most_likely_token(prompt_length):
+    window = 6
+    model = some_model(SMALL, FFNSparsity(token_sparsity="mvue"))
+    seen = [place * 7 % 256 for place in range(prompt_length)]
+    sampled = greedy_sample(model, np.array(seen), 8, window=window)
+    apply = nnx.jit(type(model).__call__)
+    for token in sampled.tolist():
+        logits = apply(model, jnp.asarray([seen[-window:]]), key=jax.random.key(0))
+        assert token == int(logits[0, -1].argmax())
+        seen.append(token)
+
+
+def test_greedy_sample_refuses_what_it_cannot_continue():
+    model = some_model(SMALL)
+    for prompt, match in (([], "of \\[0\\] tokens"), ([300], "vocab_size=256")):
+        with pytest.raises(ValueError, match=match):
+            greedy_sample(model, np.array(prompt, np.int32), 3)
+    for wrong in ({"window": 0, "length": 3}, {"length": 0}):
+        with pytest.raises(ValueError, match="must be 1 or more tokens"):
+            greedy_sample(model, np.array([1]), **wrong)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -157,3 +184,12 @@ def test_logits_that_are_not_finite_are_no_text(temperature, value):
     norm[...] = norm[...] * value
     with pytest.raises(ValueError, match="token 0 after prompt 0 are not finite"):
         generate(model, PROMPTS, LENGTH, temperature=temperature)
+
+
+def test_nothing_comes_after_the_part_in_which_all_have_ended():
+    model = some_model(MODELS["reglu2"])
+    free = generate(model, PROMPTS[:1], LENGTH)[0].tolist()
+    end = next(place for place in range(1, LENGTH) if free[place] not in free[:place])
+    how = {"every": end + 1, "end_tokens": [free[end]]}
+    parts = list(generate_in_parts(model, PROMPTS[:1], LENGTH, **how))
+    assert [part.tolist() for part in parts] == [[free[: end + 1]]]

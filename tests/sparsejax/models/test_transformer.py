@@ -14,7 +14,7 @@ from sparsejax.config import ModelConfig
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.ffn_state import WeightsAsRead
 from sparsejax.models.sparse_ffn import SparseFFN, sparse_ffns
-from sparsejax.models.transformer import Transformer, cross_entropy, greedy_sample
+from sparsejax.models.transformer import Transformer, cross_entropy
 from sparsejax.routing.routers import (
     ActivationEnergy,
     ActivationEnergyFP8,
@@ -329,25 +329,6 @@ def test_sparsity_is_set_on_the_whole_stack():
     assert abs(float(loss(model, tokens) - dense)) > 1e-3
     set_sparsity(model, DENSE)
     np.testing.assert_array_equal(loss(model, tokens), dense)
-
-
-@pytest.mark.parametrize("prompt_length", [3, 12])
-def test_greedy_sample_repeats_the_most_likely_token(prompt_length):
-    window = 6
-    model = transformer(sparsity=SPARSITIES["token_sparsity"])
-    prompt = some_tokens(prompt_length, seed=prompt_length)
-    sampled = greedy_sample(model, prompt, 8, window=window)
-    seen = prompt.tolist()
-    apply = nnx.jit(Transformer.__call__)
-    for token in sampled.tolist():
-        logits = apply(model, jnp.asarray([seen[-window:]]), key=jax.random.key(0))
-        assert token == int(logits[0, -1].argmax())
-        seen.append(token)
-
-
-def test_greedy_sample_needs_a_prompt():
-    with pytest.raises(ValueError, match="prompt of 0 tokens"):
-        greedy_sample(transformer(), jnp.zeros((0,), jnp.int32), 3)
 
 
 def test_another_module_may_be_in_the_place_of_the_ffns():
