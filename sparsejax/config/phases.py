@@ -151,8 +151,9 @@ class PhaseConfig:
                 value = value.name if isinstance(value, Router) else value
                 raise ValueError(
                     f"{name}={value!r} has no meaning in phase {self.name!r}, with "
-                    f"weights={_name_of(sparsity.weights)} and "
-                    f"activations={_name_of(sparsity.activations)}; leave it out"
+                    f"weights={_name_of(sparsity.weights)}, "
+                    f"activations={_name_of(sparsity.activations)} and "
+                    f"token_sparsity={sparsity.token_sparsity!r}; leave it out"
                 )
 
     @property
@@ -232,6 +233,12 @@ class RecipeConfig:
                     f"{recipe!r}, which has {_name_of(wanted)}; leave it out, use "
                     f"another --recipe, or write the phases as a --schedule"
                 )
+        if own.is_dense and not chosen.is_dense:
+            raise ValueError(
+                f"phases.sparsity.token_sparsity={chosen.token_sparsity!r} makes "
+                f"another recipe of {recipe!r}, whose GEMMs are dense; leave it out, "
+                f"or use another --recipe"
+            )
         given = {
             f"sparsity.{field.name}": getattr(chosen, field.name)
             for field in fields(FFNSparsity)
@@ -250,16 +257,14 @@ class RecipeConfig:
             if not is_read(chosen):
                 value = value.name if isinstance(value, Router) else value
                 recipes = [name for name, of in RECIPES.items() if is_read(of)]
+                where = f"in recipe {recipe!r}"
+                way = f"use --recipe {' or '.join(recipes)}"
+                if is_read is _has_token_sparsity:
+                    kinds = ", ".join(map(repr, get_args(TokenSparsity)))
+                    where, way = "without token_sparsity", f"set that to one of {kinds}"
                 raise ValueError(
-                    f"phases.{name}={value!r} has no meaning in recipe {recipe!r}; "
-                    f"leave it out or use --recipe {' or '.join(recipes)}"
-                )
-        for name in ("sparsity.dense_features", "sparsity.permute_tokens"):
-            if name in given and chosen.token_sparsity is None:
-                raise ValueError(
-                    f"phases.{name}={given[name]!r} has no meaning without "
-                    f"token_sparsity; leave it out or set that to one of "
-                    f"{', '.join(map(repr, get_args(TokenSparsity)))}"
+                    f"phases.{name}={value!r} has no meaning {where}; leave it out or "
+                    f"{way}"
                 )
 
     def _check_schedule(self) -> None:
@@ -309,13 +314,18 @@ def _has_sparse_activations(sparsity: FFNSparsity) -> bool:
     return sparsity.activations is not None
 
 
+def _has_token_sparsity(sparsity: FFNSparsity) -> bool:
+    return sparsity.token_sparsity is not None
+
+
 READ_WHERE = {
     "recluster_every": _has_experts,
     "sparsity.router": _has_experts,
     "sparsity.experts_per_token": _has_experts,
     "sparsity.most_experts_per_token": _has_experts,
     "sparsity.skipped_energy": _has_experts,
-    "sparsity.token_sparsity": _has_sparse_activations,
+    "sparsity.dense_features": _has_token_sparsity,
+    "sparsity.permute_tokens": _has_token_sparsity,
     "sparsity.mask_reuse": _has_sparse_activations,
     "sparsity.exact_gradients": _has_sparse_weights,
 }

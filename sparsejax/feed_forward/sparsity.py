@@ -7,10 +7,10 @@ are numbered as in `spec`.
 from dataclasses import dataclass
 from typing import Literal
 
-from sparsejax.annotations import check_fields
+from sparsejax.annotations import check_fields, check_value
 from sparsejax.dtypes import Precision
 from sparsejax.routing.named_routers import named_router, names_where
-from sparsejax.routing.routers import NEAREST_CENTRE, Router
+from sparsejax.routing.routers import NEAREST_CENTRE, Reads, Router
 from sparsejax.sparsity.patterns import NM, TWO_FOUR, VNM
 
 WeightGradients = Literal["dense", "expert_columns"]
@@ -227,8 +227,9 @@ def check_divisible(d_model: int, d_hidden: int, sparsity: FFNSparsity) -> None:
 
 
 def _check_router(router: Router) -> None:
-    """Raises ValueError where a router keeps arrays that nothing would read, or would
-    move arrays that it does not keep."""
+    """Raises ValueError where a router asks for what nobody gives it, keeps arrays that
+    nothing would read, or would move arrays that it does not keep."""
+    check_value(f"reads of router={router.name!r}", router.reads, Reads)
     if router.has_state and router.inside:
         raise ValueError(
             f"router={router.name!r} reads Y1, where a router is asked without the "

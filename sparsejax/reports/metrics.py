@@ -175,7 +175,7 @@ def router_seconds(
     kept = jax.eval_shape(partial(router.initial_state, experts=experts), w_up)
     state = {name: normal(of.shape).astype(of.dtype) for name, of in kept.items()}
     choose = partial(
-        router.choose, experts=experts, experts_per_token=sparsity.experts_per_token
+        router.choose, experts=experts, experts_per_token=sparsity.expert_choices
     )
 
     joins = rows_of_token(sparsity, decisions) < sparsity.expert_choices

@@ -55,9 +55,7 @@ def switch[O](
     """
     ffns = _ffns_to_change(model, sparsity)
     entering_experts = {
-        path: ffn
-        for path, ffn in ffns.items()
-        if sparsity.experts not in (None, ffn.sparsity.experts)
+        path: ffn for path, ffn in ffns.items() if _has_to_cluster(ffn, sparsity)
     }
     moments = _Moments.of(model, optimizer, entering_experts)
     entering_weights = []
@@ -88,7 +86,7 @@ def set_sparsity(model: nnx.Module, sparsity: FFNSparsity) -> None:
         them, and the moments of an optimiser would have to follow.
     """
     for path, ffn in _ffns_to_change(model, sparsity).items():
-        if sparsity.experts not in (None, ffn.sparsity.experts):
+        if _has_to_cluster(ffn, sparsity):
             raise ValueError(
                 f"activations={sparsity.activations} has {sparsity.experts} experts, "
                 f"for which the neurons of {_name_of(path)} have to be clustered and "
@@ -130,6 +128,15 @@ def relabel_neurons[O](
     return moments.follow(
         {path: ffn.cluster(warm_start=warm_start) for path, ffn in ffns.items()}
     )
+
+
+def _has_to_cluster(ffn: SparseFFN, sparsity: FFNSparsity) -> bool:
+    """Returns whether the neurons of an FFN that enters `sparsity` are not grouped for
+    it yet: it has no experts, others, or a router that left like neurons apart."""
+    if sparsity.experts is None:
+        return False
+    apart = sparsity.router.clusters and not ffn.sparsity.router.clusters
+    return apart or sparsity.experts != ffn.sparsity.experts
 
 
 def fold_weights(ffn: SparseFFN) -> None:

@@ -54,7 +54,7 @@ class Standing:
         self.step = record["step"]
         if record["event"] == "step_times":
             for of in record["sparse"]:
-                self.timed[of["phase"]] = record["dense_ms"] / of["step_ms"]
+                self.timed[of["phase"]] = of["dense_ms"] / of["step_ms"]
         if record["event"] == "step":
             self.last = record
             rate = record.get("tokens_per_second", math.nan)

@@ -76,14 +76,21 @@ def begin_or_resume(
             _leave_out_slower_phases(progress, step_times)
             progress.wall_seconds_before = step_times.seconds
         if init_from is None:
-            held = progress.phase.held
-            progress.state = progress.run_of_phase.initial_state(held)
+            progress.state = _first_state(progress.run_of_phase, progress.phase.held)
             _record_start(progress, step_times)
         else:
             _begin_with(progress, init_from, step_times)
     for checkpoint in damaged:
         path, reason = str(checkpoint.path), checkpoint.reason
         progress.observe_only("damaged", checkpoint=path, reason=reason)
+
+
+def _first_state(run: Run, sparsity: FFNSparsity) -> TrainState:
+    """Returns the state before the first step, drawn from the seed; where its phase has
+    experts, their neurons are clustered as in a switch."""
+    if sparsity.experts is None:
+        return run.initial_state(sparsity)
+    return run.switch(run.initial_state(DENSE), DENSE, sparsity)
 
 
 def _refuse_other_beginning(folder: Path) -> None:

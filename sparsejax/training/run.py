@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int, Key
 
-from sparsejax.config import ModelConfig, TrainConfig
+from sparsejax.config import MeshConfig, ModelConfig, TrainConfig
 from sparsejax.config.optimizer_limits import check_optimizer
 from sparsejax.config.ranges import largest_divisor
 from sparsejax.config.schedule import Phase, model_of, phases
@@ -63,6 +63,7 @@ class Run:
         resolved = config.mesh.resolve(self.mesh.size)
         self.micro_batches = config.micro_batches_on(resolved)
         self.check_shardable(*(of for phase in self.phases for of in phase.sparsities))
+        self._check_gemms(resolved)
         check_optimizer(config, self.phases, resolved)
         if corpus is None:
             corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
@@ -119,6 +120,17 @@ class Run:
         check_shardable(
             self.config.model, sparsities, resolved, micro_batch=self._micro_batch
         )
+
+    def _check_gemms(self, mesh: MeshConfig) -> None:
+        """Raises ValueError or NotImplementedError where a phase has GEMMs that this
+        device, or the backend that is named, cannot run: before anything is trained."""
+        tokens = self._micro_batch * self.config.data.sequence_length
+        for phase in self.phases:
+            model = model_of(phase, self.config.model)
+            for sparsity in phase.sparsities:
+                metrics.ffn_decisions(
+                    model, sparsity, tokens, self.config.backend, mesh=mesh
+                )
 
     def phase_ends(self) -> list[int]:
         """Returns for each phase the number of steps that are done at its end."""

@@ -50,6 +50,9 @@ class PhaseTime:
     """The time of one step in milliseconds, the median over the rounds."""
     fastest_ms: float
     slowest_ms: float
+    dense_ms: float
+    """The time of a dense step of the phase's precision before any sparse one, in
+    milliseconds, the median over the rounds."""
     dense_after_ms: float
     """The time of a dense step right after, in milliseconds, in the same process and so
     at its clock."""
@@ -64,7 +67,7 @@ class StepTimes:
     devices: int
     dense_ms: float
     """The time of a dense step before any sparse one, in milliseconds, the median over
-    the rounds."""
+    the rounds; in the precision of the first sparse phase."""
     fastest_dense_ms: float
     slowest_dense_ms: float
     sparse: tuple[PhaseTime, ...]
@@ -75,8 +78,8 @@ class StepTimes:
     def speedup(self, phase: int) -> float | None:
         """Returns how many times as fast as a dense step a step of the phase is; None
         where the phase was not timed."""
-        times = [of.step_ms for of in self.sparse if of.phase == phase]
-        return self.dense_ms / times[0] if times else None
+        found = [of.dense_ms / of.step_ms for of in self.sparse if of.phase == phase]
+        return found[0] if found else None
 
 
 def to_json(times: StepTimes) -> dict[str, Any]:
@@ -115,9 +118,9 @@ def phases_run_dense(
         dense_later = sum(
             phase.steps for phase in takewhile(lambda phase: phase.is_dense, later)
         )
-        saved = own * (times.dense_ms - of.step_ms)
-        lost = dense_later * max(0.0, of.dense_after_ms - times.dense_ms)
-        tail_minutes = dense_later * times.dense_ms / 60_000
+        saved = own * (of.dense_ms - of.step_ms)
+        lost = dense_later * max(0.0, of.dense_after_ms - of.dense_ms)
+        tail_minutes = dense_later * of.dense_ms / 60_000
         if new_process_minutes is not None and tail_minutes >= new_process_minutes:
             lost = min(lost, 1e3 * NEW_PROCESS_SECONDS)
         if own and saved <= lost:
@@ -129,10 +132,10 @@ def time_steps(config: TrainConfig, corpus: Corpus) -> StepTimes:
     """Returns the times of a run's steps on all devices, on the first tokens of a
     corpus.
 
-    First come dense steps, then those of each sparse phase, entered by the switch that
-    the run will make, each followed by dense ones again. The state is dropped
-    afterwards, but what the driver does to the clock stays with the process: call this
-    in one of its own.
+    First come dense steps, in each precision of a sparse phase, then those of each
+    sparse phase, entered by the switch that the run will make, each followed by dense
+    ones again. The state is dropped afterwards, but what the driver does to the clock
+    stays with the process: call this in one of its own.
 
     Args:
       config: the settings of the run.
@@ -142,37 +145,44 @@ def time_steps(config: TrainConfig, corpus: Corpus) -> StepTimes:
     run = Run(config, corpus=corpus)
     batches = run.batches()
     tokens = run.place(next(batches)["tokens"])
-    # Sparse phases have the whole model, whatever the first of all has, and dense steps
-    # are timed in their precision: trained dense they would keep it.
-    precision = next((of.precision for of in run.phases if not of.is_dense), None)
+    # Sparse phases have the whole model, whatever the first of all has; trained dense
+    # each of them would keep its precision.
     whole = {"d_hidden": None, "layers": None, "static_weights": None}
-    first = replace(run.phases[0], precision=precision, **whole)
+    first = replace(run.phases[0], **whole)
     stepper = _Stepper(run, run.initial_state(), first, tokens)
-    all_dense = first.as_dense()
-    stepper.switch(all_dense)
-    dense = stepper.time()
+    all_dense = {
+        of.precision: replace(first.as_dense(), precision=of.precision)
+        for of in run.phases
+        if not of.is_dense
+    } or {first.precision: first.as_dense()}
+    dense = {}
+    for precision, phase in all_dense.items():
+        stepper.switch(phase)
+        dense[precision] = stepper.time()
     sparse = []
     for number, phase in enumerate(run.phases):
         if phase.is_dense:
             continue
         stepper.switch(phase)
         own = stepper.time()
-        stepper.switch(all_dense)
+        stepper.switch(all_dense[phase.precision])
         sparse.append(
             PhaseTime(
                 phase=number,
                 step_ms=statistics.median(own),
                 fastest_ms=min(own),
                 slowest_ms=max(own),
+                dense_ms=statistics.median(dense[phase.precision]),
                 dense_after_ms=statistics.median(stepper.time()),
             )
         )
+    of_first = next(iter(dense.values()))
     return StepTimes(
         device=jax.devices()[0].device_kind,
         devices=run.mesh.size,
-        dense_ms=statistics.median(dense),
-        fastest_dense_ms=min(dense),
-        slowest_dense_ms=max(dense),
+        dense_ms=statistics.median(of_first),
+        fastest_dense_ms=min(of_first),
+        slowest_dense_ms=max(of_first),
         sparse=tuple(sparse),
         seconds=time.perf_counter() - begin,
     )

@@ -139,8 +139,8 @@ def paper(**changes):
             "phases.sparsity.weights='2:4' makes another recipe of 'activations'",
         ),
         (
-            lambda: changed("weights", token_sparsity="mvue"),
-            "token_sparsity='mvue' has no meaning .* --recipe experts or two-four or",
+            lambda: changed("dense", token_sparsity="mvue"),
+            "token_sparsity='mvue' makes another recipe of 'dense', whose GEMMs are",
         ),
         (
             lambda: changed("dense", mask_reuse=False),

@@ -159,6 +159,15 @@ def test_arrays_that_nothing_would_read_or_move_are_refused():
         FFNSparsity(activations=VNM(8, 2, 8), router=LearnsNothing())
 
 
+def test_a_router_that_asks_for_what_nobody_gives_is_refused():
+    @dataclass(frozen=True)
+    class Misspelt(TokenHash):
+        reads = "token_id"
+
+    with pytest.raises(ValueError, match="reads of router=.*'token_id' must be .*'x'"):
+        FFNSparsity(activations=VNM(8, 2, 8), router=Misspelt())
+
+
 def test_errors_offer_the_routers_that_can():
     with pytest.raises(ValueError, match="'same_experts' or 'learned', or skip_blocks"):
         FFNSparsity(

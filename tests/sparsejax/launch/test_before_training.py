@@ -38,6 +38,7 @@ def times_of(step_ms: float) -> StepTimes:
         step_ms=step_ms,
         fastest_ms=step_ms - 1,
         slowest_ms=step_ms + 1,
+        dense_ms=100.0,
         dense_after_ms=100.0,
     )
     return StepTimes(

@@ -336,6 +336,17 @@ def test_every_router_is_timed(router, monkeypatch):
     assert metrics.router_seconds(MODEL, without, 24, decisions) == 0
 
 
+def test_a_router_is_timed_with_as_many_experts_as_a_token_can_have(monkeypatch):
+    seen = []
+    monkeypatch.setattr(metrics, "dispatch", lambda *a: seen.append(a) or dispatch(*a))
+    sparsity = FFNSparsity(
+        activations=VNM(8, 2, 16), router="activation_energy", most_experts_per_token=3
+    )
+    metrics.router_seconds(MODEL, sparsity, 24, [decision(1.0)] * 6)
+    ((index, *_),) = seen
+    assert index.shape == (24, 3)
+
+
 def test_a_dense_network_executes_what_it_is_equivalent_to():
     decisions = ffn_decisions(MODEL, DENSE, tokens=64)
     assert len(decisions) == 6

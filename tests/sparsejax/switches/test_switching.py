@@ -103,6 +103,24 @@ def test_clustering_relabels_weights_and_moments_alike():
     np.testing.assert_allclose(model(tokens), dense_before, rtol=1e-4, atol=1e-5)
 
 
+def test_neurons_that_a_router_left_apart_are_grouped_for_one_that_wants_it():
+    control, directly = (SparseFFN(16, 64, rngs=nnx.Rngs(1)) for _ in range(2))
+    apart = replace(VENOM, weights=None, router="same_experts")
+    grouped = replace(apart, router="nearest_centre")
+    first = np.asarray(control.w_up[...])
+    switch(control, None, apart)
+    np.testing.assert_array_equal(control.w_up[...], first)
+    with pytest.raises(ValueError, match="have to be clustered and renumbered"):
+        set_sparsity(control, grouped)
+    switch(control, None, grouped)
+    switch(directly, None, grouped)
+    assert not np.array_equal(control.w_up[...], first)
+    np.testing.assert_array_equal(control.w_up[...], directly.w_up[...])
+    # Back and forth between routers that want them grouped they stay.
+    switch(control, None, replace(grouped, router="token_hash"))
+    np.testing.assert_array_equal(control.w_up[...], directly.w_up[...])
+
+
 def test_each_layer_gets_its_own_order():
     order = jnp.array([[1, 0, 2, 3], [3, 2, 1, 0]])
     w_up = jnp.arange(2 * 3 * 4.0).reshape(2, 3, 4)

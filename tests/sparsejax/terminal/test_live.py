@@ -50,7 +50,7 @@ TIMED = {
     "event": "step_times",
     "step": 0,
     "dense_ms": 30.0,
-    "sparse": [{"phase": 1, "step_ms": 20.0}],
+    "sparse": [{"phase": 1, "step_ms": 20.0, "dense_ms": 30.0}],
     "run_dense": (),
 }
 

@@ -289,7 +289,8 @@ def test_weights_are_folded_where_the_phase_leaves_them_and_not_its_steps_betwee
 
 def test_a_first_phase_that_is_left_out_begins_dense(whole, text, tmp_path):
     config = with_schedule(micro_config(text, steps=4), *STAGED_EXIT)
-    slow = {"fastest_ms": 9.0, "slowest_ms": 9.0, "dense_after_ms": 1.0}
+    slow = {"fastest_ms": 9.0, "slowest_ms": 9.0, "dense_ms": 1.0}
+    slow["dense_after_ms"] = 1.0
     times = step_times(PhaseTime(phase=0, step_ms=9.0, **slow))
     outcome = train(config, tmp_path, step_times=times)
     assert outcome.completed

@@ -98,8 +98,14 @@ def test_a_pattern_has_a_name_and_a_name_a_pattern():
         (
             "[[phase]]\nname = 'a'\nsparsity.weights = '2:4'\n"
             "sparsity.router = 'learned'",
-            "router='learned' has no meaning in phase 'a', with weights='2:4' and "
-            "activations=None; leave it out",
+            "router='learned' has no meaning in phase 'a', with weights='2:4', "
+            "activations=None and token_sparsity=None; leave it out",
+        ),
+        (
+            "[[phase]]\nname = 'a'\nsparsity.activations = '2:4'\n"
+            "sparsity.dense_features = 0.5",
+            "dense_features=0.5 has no meaning in phase 'a', with weights=None, "
+            "activations='2:4' and token_sparsity=None",
         ),
         (
             "[[phase]]\nname = 'a'\nevery.steps = 4\n"

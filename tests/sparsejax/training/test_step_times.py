@@ -36,23 +36,26 @@ pytestmark = pytest.mark.usefixtures("quick_loop")
 SPARSE = FFNSparsity(weights=NM(2, 4))
 
 
-def phase_time(phase=1, step_ms=80.0, dense_after_ms=100.0) -> PhaseTime:
+def phase_time(
+    phase=1, step_ms=80.0, dense_after_ms=100.0, dense_ms=100.0
+) -> PhaseTime:
     return PhaseTime(
         phase=phase,
         step_ms=step_ms,
         fastest_ms=step_ms - 1,
         slowest_ms=step_ms + 1,
+        dense_ms=dense_ms,
         dense_after_ms=dense_after_ms,
     )
 
 
-def times_of(*sparse: PhaseTime, dense_ms=100.0) -> StepTimes:
+def times_of(*sparse: PhaseTime) -> StepTimes:
     return StepTimes(
         device="a GPU",
         devices=1,
-        dense_ms=dense_ms,
-        fastest_dense_ms=dense_ms - 1,
-        slowest_dense_ms=dense_ms + 1,
+        dense_ms=100.0,
+        fastest_dense_ms=99.0,
+        slowest_dense_ms=101.0,
         sparse=sparse,
         seconds=9.0,
     )
@@ -161,6 +164,36 @@ def test_a_phase_with_steps_in_between_takes_their_weighted_mean(tmp_path, monke
         ("mixed", DENSE, SPARSE),
         ("mixed", DENSE, DENSE),
     ]
+
+
+def test_each_phase_is_held_against_dense_steps_of_its_own_precision(
+    tmp_path, monkeypatch
+):
+    seen = []
+
+    def time_one(self, sparsity):
+        seen.append((self.phase.precision, sparsity.is_dense))
+        fp8 = self.phase.precision == "fp8"
+        return [70.0 if fp8 else 100.0] if sparsity.is_dense else [80.0]
+
+    monkeypatch.setattr(step_times._Stepper, "time_one", time_one)
+    config = micro_config(write_text(tmp_path)).with_schedule(
+        (
+            PhaseConfig(name="warm-up", share=0.25),
+            PhaseConfig(name="a", share=0.25, sparsity=SPARSE, precision="fp8"),
+            PhaseConfig(name="b", share=0.25, sparsity=SPARSE),
+            PhaseConfig(name="tail"),
+        )
+    )
+    corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
+    times = time_steps(config, corpus.head(500))
+    assert [(of.phase, of.dense_ms) for of in times.sparse] == [(1, 70), (2, 100)]
+    assert [of.dense_after_ms for of in times.sparse] == [70, 100]
+    assert (times.dense_ms, times.speedup(1), times.speedup(2)) == (70, 70 / 80, 1.25)
+    of_run = steps_left(phases(config), 0)
+    assert phases_run_dense(times, of_run, new_process_minutes=None) == (1,)
+    dense = [("fp8", True), (None, True)]
+    assert seen == [*dense, ("fp8", False), dense[0], (None, False), dense[1]]
 
 
 def test_times_survive_json_and_damaged_ones_are_refused():

@@ -12,7 +12,9 @@ import pytest
 
 from sparsejax.checkpoints import manifest
 from sparsejax.checkpoints.checkpoint import Checkpoints
+from sparsejax.config import PhaseConfig
 from sparsejax.config.config_file import to_json
+from sparsejax.feed_forward.sparsity import DENSE
 from sparsejax.training import throughput
 from sparsejax.training import train as loop
 from sparsejax.training.run import Run
@@ -88,6 +90,43 @@ def test_steps_go_on_while_a_checkpoint_is_written(
     outcome = train(config, tmp_path, observe=observe)
     assert stepped.is_set()
     assert_same_bits(outcome.state, expected.state)
+
+
+def test_a_run_that_begins_with_experts_begins_with_their_neurons_clustered(
+    text, tmp_path, monkeypatch
+):
+    config = with_phases(micro_config(text, recipe="paper"), warmup_share=0.0)
+    events, switch_of = [], Run.switch
+
+    def switch(run, state, before, after, **options):
+        events.append((before, after))
+        return switch_of(run, state, before, after, **options)
+
+    monkeypatch.setattr(Run, "switch", switch)
+    train(config, tmp_path, observe=lambda record: events.append(record["event"]))
+    held = Run(config).phases[0].held
+    assert held.experts and events[:2] == [(DENSE, held), "start"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"backend": "mosaic_sm90"}, NotImplementedError, "needs a Hopper GPU"),
+        ({"recipe": "experts"}, ValueError, "training steps observe penalty"),
+    ],
+)
+def test_gemms_that_a_later_phase_cannot_have_are_refused_before_the_first_step(
+    changes, error, match, text, tmp_path
+):
+    config = micro_config(text, **changes)
+    if "recipe" in changes:
+        sparse = PhaseConfig(name="sparse", sparsity=config.sparsity)
+        warm_up = PhaseConfig(name="warm-up", share=0.5)
+        gated = replace(config.model, activation="swiglu")
+        config = replace(config.with_schedule((warm_up, sparse)), model=gated)
+    with pytest.raises(error, match=match):
+        train(config, tmp_path / "run")
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
 def test_reclustering_happens_when_it_is_due_and_not_at_the_switch(uninterrupted):
