@@ -3,6 +3,7 @@ that are killed, branches, and what is refused."""
 
 from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,7 +11,7 @@ from sparsejax.config import ModelConfig, PhaseConfig, TrainConfig
 from sparsejax.config.config_file import from_json, to_json
 from sparsejax.config.schedule import Phase, model_of, phases
 from sparsejax.cost_model import flops_per_token
-from sparsejax.feed_forward.sparsity import FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.transformer import Transformer
 from sparsejax.sparsity.patterns import NM, VNM, BlockDiagonal
 from sparsejax.training.branch import Branch
@@ -139,17 +140,19 @@ def test_what_is_new_learns(text):
     assert np.abs(new["w_out"][1:]).mean() > 0
 
 
-def test_new_neurons_depend_on_the_seed_and_on_nothing_else(text):
+def test_new_neurons_depend_on_the_seed_and_the_step_of_growth(text):
     config = growing(text, "neurons")
 
-    def new_neurons(config: TrainConfig) -> bytes:
+    def new_neurons(config: TrainConfig, step: int = 6) -> bytes:
         run = Run(config)
-        first, second, state = before_and_after(run)
-        after = run.switch_phase(state, first, second)
-        return by_name(run.model(after, second.sparsity))["w_up"][..., 16:].tobytes()
+        state = run.of_phase(run.phases[0]).initial_state()
+        grown = run.grow(replace(state, step=jnp.int32(step)))
+        return by_name(run.model(grown, DENSE))["w_up"][..., 16:].tobytes()
 
-    assert new_neurons(config) == new_neurons(config)
-    assert new_neurons(config) != new_neurons(replace(config, seed=1))
+    first = new_neurons(config)
+    assert first == new_neurons(config)
+    assert first != new_neurons(replace(config, seed=1))
+    assert first != new_neurons(config, step=7)
 
 
 # Whole runs.
