@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from sparsejax.config import Interleaved, PhaseConfig, RecipeConfig, TrainConfig
-from sparsejax.feed_forward.experts.observed import initial, moved, sampled
+from sparsejax.feed_forward.experts.observed import Sample, initial, moved, sampled
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.routing.routers import ActivationEnergy
@@ -36,7 +36,7 @@ AFTER = PhaseConfig(name="dense")
 
 @pytest.mark.parametrize("target", [1, 2, 3])
 def test_the_threshold_moves_until_tokens_use_as_many_as_asked_for(target):
-    """Two micro-batches a step, as one would."""
+    """Each call is one of two micro-batches of a step."""
     sparsity = replace(OBSERVED, experts_per_token=target, skipped_energy=None)
     x, w_up, _, _ = (jnp.asarray(a, jnp.float32) for a in make_inputs(tokens=3200))
     kept = initial(sparsity)
@@ -55,6 +55,17 @@ def test_the_threshold_moves_until_tokens_use_as_many_as_asked_for(target):
         assert np.mean(used) < 1.05
     else:
         assert abs(np.mean(used) - target) < 0.05 and len(np.unique(used)) > 1
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_the_threshold_moves_as_far_as_a_call_is_of_its_step(share):
+    """Tokens use three experts on average, where two are asked for."""
+    used = jnp.arange(4)[None] < jnp.array([4, 4, 3, 1])[:, None]
+    sample = Sample(jnp.ones((4, 8)), jnp.ones((4, 32)), used)
+    kept = initial(OBSERVED)
+    after = moved(OBSERVED, kept, sample, share)
+    expected = kept["energy_threshold"] * np.exp(0.1 * share * (3 / 2 - 1))
+    np.testing.assert_allclose(after["energy_threshold"], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
