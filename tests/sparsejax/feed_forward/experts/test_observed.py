@@ -19,6 +19,7 @@ from sparsejax.training.run import Run
 from tests.support.devices import hopper
 from tests.support.micro_run import assert_same_bits, micro_config
 from tests.support.oracles.ffn_cases import make_inputs
+from tests.support.oracles.ffn_oracle import soft_threshold
 from tests.support.whole_runs import kills_at_switches, trained_through_kills
 
 OBSERVED = FFNSparsity(
@@ -66,6 +67,16 @@ def test_the_threshold_moves_as_far_as_a_call_is_of_its_step(share):
     after = moved(OBSERVED, kept, sample, share)
     expected = kept["energy_threshold"] * np.exp(0.1 * share * (3 / 2 - 1))
     np.testing.assert_allclose(after["energy_threshold"], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("weights", [None, NM(2, 4)])
+def test_a_sample_is_computed_with_the_weights_that_calls_read(weights):
+    sparsity, beta = replace(OBSERVED, weights=weights), 1.5
+    x, w_up, _, _ = (a.astype(np.float32) for a in make_inputs())
+    sample = sampled(x, w_up, jnp.float32(beta), sparsity, None, initial(sparsity))
+    read = w_up if weights is None else beta * soft_threshold(w_up, axis=0)
+    # float32 sums of 8 products of numbers near 1
+    np.testing.assert_allclose(sample.y_up, x[::16] @ read, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
