@@ -299,6 +299,24 @@ def test_random_estimators_draw_anew_each_step_and_the_same_when_repeated(run_of
     assert np.isfinite(float(report["loss"]))
 
 
+def test_micro_batches_of_equal_tokens_draw_each_their_own_numbers(run_of):
+    run = run_of("two-four", token_sparsity="mvue")
+    state, sparsity = state_in(run, sparse=True)
+    twin = jax.tree.map(jnp.copy, state)
+    tokens = next(run.batches())["tokens"]
+    step = run.step(sparsity)
+    once, report = step(state, tokens)
+    twice, twin_report = step(twin, jnp.concatenate([tokens, tokens]))
+    assert float(twin_report["loss"]) == pytest.approx(float(report["loss"]), rel=1e-5)
+    ours, theirs = arrays_of(once.moments), arrays_of(twice.moments)
+    changed = [name for name in ours if "w_up" in name and "mu" in name]
+    assert changed
+    for name in changed:
+        # The mean of two equal draws would be each of them, up to rounding.
+        difference = np.linalg.norm(theirs[name] - ours[name])
+        assert difference > 0.01 * np.linalg.norm(ours[name])
+
+
 # The run.
 
 
