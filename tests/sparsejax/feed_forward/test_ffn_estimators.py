@@ -107,3 +107,21 @@ def test_mvue_draws_from_its_key_alone(sparsity):
         np.testing.assert_array_equal(first[i], again[i])
         # Few groups have more than two non-zeros to draw from.
         assert any(np.any(first[i] != other[i]) for other in others)
+
+
+@STOCHASTIC
+def test_mvue_draws_of_a_what_it_does_not_of_dy1(sparsity):
+    """X and dY are the identity, so that dW1 is what is left of dY1, and dW2 of A^T;
+    with W2 half of W1^T, A and dY1 are the same numbers."""
+    x = dy = np.eye(32, dtype=np.float32)
+    w_up = np.random.default_rng(0).uniform(1, 2, (32, D_HIDDEN)).astype(np.float32)
+    experts = np.zeros((32, 1), int) if sparsity.experts else None
+
+    def kept(sparsity, key=None):
+        *_, dw_up, dw_down = jitted(sparsity, x, w_up, w_up.T / 2, dy, experts, key=key)
+        return dw_up != 0, dw_down.T != 0
+
+    by_size = dataclasses.replace(sparsity, token_sparsity="magnitude")
+    np.testing.assert_array_equal(*kept(by_size))
+    of_dy1, of_a = kept(sparsity, jax.random.key(0))
+    assert np.any(of_dy1 != of_a)

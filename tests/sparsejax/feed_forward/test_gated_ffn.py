@@ -324,6 +324,28 @@ def test_the_random_estimator_is_right_on_average():
         assert np.all(error <= 5 * deviation + 1e-6 * np.abs(theirs))
 
 
+def test_the_random_estimator_draws_anew_for_each_matrix():
+    """X and dY are the identity, so that the gradients of the weights are what is left
+    of dG, dU and A^T; with G = 2 U and dA = U the three are the same numbers."""
+    x = dy = jnp.eye(8)
+    u = np.random.default_rng(0).uniform(1, 2, (8, D_HIDDEN)).astype(np.float32)
+    weights = 2 * u, u, u.T
+
+    def kept(method):
+        sparsity = FFNSparsity(token_sparsity=method, dense_features=0.0)
+        options = {"activation": "reglu2", "sparsity": sparsity}
+        run = partial(gated_ffn, x, key=jax.random.key(0), **options)
+        dw_gate, dw_up, dw_down = jax.vjp(run, *weights)[1](dy)
+        return dw_gate != 0, dw_up != 0, dw_down.T != 0
+
+    of_gate, of_up, of_a = kept("magnitude")
+    np.testing.assert_array_equal(of_gate, of_up)
+    np.testing.assert_array_equal(of_up, of_a)
+    of_gate, of_up, of_a = kept("mvue")
+    assert np.any(of_gate != of_up) and np.any(of_up != of_a)
+    assert np.any(of_a != of_gate)
+
+
 @pytest.mark.parametrize(
     ("sparsity", "name"),
     [
