@@ -17,6 +17,7 @@ from sparsejax.models import sparse_ffn
 from sparsejax.models.transformer import cross_entropy
 from sparsejax.training.optimizer import learning_rate, make_optimizer
 from sparsejax.training.run import Run
+from sparsejax.training.step import with_model
 from tests.support.micro_run import (
     arrays_of,
     assert_same_bits,
@@ -382,3 +383,16 @@ def test_reclustering_keeps_the_dense_function(run_of):
         for layer, relabelled in zip(w, new[name], strict=True):
             columns = {column.tobytes() for column in layer.T}
             assert columns == {column.tobytes() for column in relabelled.T}
+
+
+def test_reclustering_begins_at_the_experts_that_are_there(run_of):
+    """Neurons in reverse have the same experts, numbered in reverse; from a spread-out
+    beginning these would get the numbers that they had."""
+    run = run_of("paper")
+    state, sparsity = state_in(run, sparse=True)
+    model = run.model(state, sparsity)
+    ffn = model.blocks.ffn
+    ffn.w_up[...], ffn.w_down[...] = ffn.w_up[..., ::-1], ffn.w_down[:, ::-1]
+    expected = np.array(ffn.w_up[...])
+    state = run.recluster(sparsity)(with_model(state, model, state.moments))
+    np.testing.assert_array_equal(state.params.blocks.ffn.w_up[...], expected)
