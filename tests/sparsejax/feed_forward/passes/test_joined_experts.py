@@ -1,6 +1,8 @@
 """FFNs where a token has one row for all of its experts: choice and values."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,9 @@ from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.gated_ffn import GatedFFNSpec, gated_ffn
 from sparsejax.feed_forward.plan import FFNPlan
 from sparsejax.feed_forward.sparsity import FFNSparsity
+from sparsejax.models.transformer import rematerialise
 from sparsejax.ops.backend import current_device
+from sparsejax.routing.expert_sets import rows_of_sets
 from sparsejax.routing.routers import (
     ActivationEnergy,
     ActivationEnergyFP8,
@@ -186,6 +190,20 @@ def test_random_numbers_are_near_the_reference(calls, sparsity):
     )
     assert_close(got, expected)
     assert "of several experts" in calls
+
+
+@EITHER
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_a_backward_keeps_the_rows_of_tokens_whatever_it_recomputes(
+    calls, remat, sparsity
+):
+    arguments, _ = operands(TOKENS, d=D, f=F)
+    run = rematerialise(partial(ffn, sparsity=sparsity), remat, in_loop=False)
+    _, residuals = jax.eval_shape(partial(jax.vjp, run), *arguments)
+    kept = Counter((of.shape, of.dtype) for of in jax.tree.leaves(residuals))
+    index = jax.ShapeDtypeStruct((TOKENS, 2), jnp.int32)
+    rows = jax.eval_shape(partial(rows_of_sets, experts=4, v=128), index)
+    assert Counter((of.shape, of.dtype) for of in jax.tree.leaves(rows)) <= kept
 
 
 def assert_gated_near_the_reference(activation, sparsity) -> None:
