@@ -180,6 +180,24 @@ def test_remat_and_unrolling_change_neither_loss_nor_gradients(name):
         )
 
 
+def test_what_is_recomputed_is_not_merged_with_the_forward():
+    """Without a loop barriers are against that; the body of a loop needs none."""
+    tokens = some_tokens(2, 9)
+
+    def lowered(remat, scan_layers=False):
+        sizes = {"layers": 1, "remat": remat, "scan_layers": scan_layers}
+        model = transformer(dataclasses.replace(TINY, **sizes))
+        return nnx.jit(nnx.value_and_grad(cross_entropy)).lower(model, tokens)
+
+    none, dots, full = (
+        lowered(remat).compile().as_text().count(" dot(")
+        for remat in ("none", "dots", "full")
+    )
+    assert none < dots < full
+    for remat in ("dots", "full"):
+        assert "optimization_barrier" not in lowered(remat, True).as_text()
+
+
 def test_gradients_match_finite_differences_in_the_dense_model():
     model = transformer()
     tokens = some_tokens(1, 6)
