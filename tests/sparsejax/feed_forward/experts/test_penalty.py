@@ -77,7 +77,7 @@ def test_it_grows_until_the_skipped_energy_is_what_was_asked_for(skipped, sign):
     used = jnp.array([[True, False, False, False]])
     mass = jnp.array([1 - skipped, skipped, 0, 0]) ** 0.25
     sample = Sample(jnp.ones((1, D)), mass[None], used)
-    kept = initial(PENALISED, D)
+    kept = initial(PENALISED)
     first = kept["penalty_strength"]
     step = jax.jit(lambda kept: moved(PENALISED, kept, sample, 0.5))
     for _ in range(100):
