@@ -4,13 +4,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from sparsejax.sparsity.masks import ordered_keys
+
 
 def best_experts(
     scores: Float[Array, "tokens experts"] | Int[Array, "tokens experts"],
     experts_per_token: int,
 ) -> Int[Array, "tokens g"]:
     """Returns the experts of the g largest scores, best first; ties go to the lower
-    expert.
+    expert. -0.0 equals 0.0, and NaN is the largest score.
 
     Raises:
       ValueError: g is not in [1, experts].
@@ -21,8 +23,9 @@ def best_experts(
             f"experts_per_token={experts_per_token} is not in [1, {experts}], the "
             f"number of experts; choose fewer"
         )
-    scores = lax.stop_gradient(scores)
+    # Of floats top_k orders -0.0 below 0.0, which argmax takes for equal.
+    keys = ordered_keys(lax.stop_gradient(scores))
     if experts_per_token == 1:  # on a GPU top_k sorts
-        return jnp.argmax(scores, axis=-1, keepdims=True).astype(jnp.int32)
-    _, best = lax.top_k(scores, experts_per_token)
+        return jnp.argmax(keys, axis=-1, keepdims=True).astype(jnp.int32)
+    _, best = lax.top_k(keys, experts_per_token)
     return best

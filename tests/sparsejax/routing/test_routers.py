@@ -163,6 +163,21 @@ def test_a_threshold_leaves_the_experts_of_little_energy_out(threshold, counts):
     np.testing.assert_array_equal(capped, got[:, :2])
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32])
+@pytest.mark.parametrize("experts_per_token", [1, 2, 3, 4])
+def test_ties_go_to_the_lower_expert(experts_per_token, dtype):
+    """Also between zeros of both signs, and between several NaN, the largest scores."""
+    scores = [[-0.0, 0.0, -1.0, 0.0], [0.0, 1.0, -0.0, 1.0], [-0.0, -0.0, 0.0, -0.0]]
+    order = [[0, 1, 3, 2], [1, 3, 0, 2], [0, 1, 2, 3]]
+    if dtype != jnp.int32:
+        scores.append([1.0, np.nan, np.inf, -np.nan])
+        order.append([1, 3, 2, 0])
+    found = partial(best_experts, jnp.asarray(scores, dtype), experts_per_token)
+    expected = np.array(order)[:, :experts_per_token]
+    np.testing.assert_array_equal(found(), expected)
+    np.testing.assert_array_equal(jax.jit(found)(), expected)
+
+
 def test_scores_that_are_no_energies_have_no_shares():
     with pytest.raises(NotImplementedError, match="'token_hash' does not score"):
         TokenHash().of_scores(jnp.ones((2, 4)), 2, jnp.float32(0.5))
