@@ -132,11 +132,5 @@ class ModelConfig:
         pattern.check_divides(self.kv_width, "model.kv_heads x head_dim")
         pattern.check_divides(self.query_width, "model.heads x head_dim")
         pattern.check_divides(self.d_model, "model.d_model")
-        if self.d_model % self.groups**2:
-            raise ValueError(
-                f"model.d_model={self.d_model} is not a multiple of {self.groups}^2, "
-                f"required by {pattern}: a group reads as many features of every group "
-                f"that is written; pad to "
-                f"{-(-self.d_model // self.groups**2) * self.groups**2}, or use fewer "
-                f"groups"
-            )
+        if isinstance(pattern, BlockDiagonal):
+            pattern.check_divides_residual(self.d_model, "model.d_model")

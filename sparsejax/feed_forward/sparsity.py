@@ -258,6 +258,11 @@ def _check_experts(sparsity: FFNSparsity) -> None:
                 f"experts_per_token={sparsity.experts_per_token} is not in "
                 f"[1, {activations.experts}], the experts of {activations} (m / 4)"
             )
+    elif sparsity.experts_per_token < 1:
+        raise ValueError(
+            f"experts_per_token={sparsity.experts_per_token} must be at least 1; leave "
+            f"it out where activations={activations} has no experts"
+        )
     if sparsity.skip_blocks and not venom:
         raise ValueError(
             f"skip_blocks=True needs a V:N:M activation pattern, not {activations}; "

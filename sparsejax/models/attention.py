@@ -18,7 +18,7 @@ from sparsejax.distributed.mesh import BATCH, constrain, gathered
 from sparsejax.dtypes import Precision
 from sparsejax.explicit_axes import inside_automatic_axes
 from sparsejax.models.block_diagonal import (
-    check_precision,
+    check_groups,
     contiguous_groups,
     multiply,
     residual_groups,
@@ -140,7 +140,8 @@ class Attention(nnx.Module):
           rngs: random streams; `params` is drawn from.
         Raises:
           ValueError: `heads` does not divide d_model, `kv_heads` does not divide
-            `heads`, or block-diagonal weights are to be in 8-bit floats.
+            `heads`, the groups do not divide the widths, or block-diagonal weights are
+            to be in 8-bit floats.
         """
         self.heads = heads
         self.kv_heads = heads if kv_heads is None else kv_heads
@@ -151,8 +152,10 @@ class Attention(nnx.Module):
                 f"must be a multiple of heads, unless there is a head_dim, and heads "
                 f"one of kv_heads"
             )
-        check_precision(precision, groups)
         self.head_dim = head_dim or d_model // heads
+        width, kv_width = heads * self.head_dim, self.kv_heads * self.head_dim
+        widths = {"heads x head_dim": width, "kv_heads x head_dim": kv_width}
+        check_groups(groups, precision, d_model, widths)
         self.rope_base = rope_base
         self.dtype = jnp.dtype(dtype)
         self.groups = groups
@@ -160,7 +163,6 @@ class Attention(nnx.Module):
         self.mesh = mesh
         # Only in the copies of a model that `micro_batches` makes and drops.
         self.as_read: WeightsAsRead | None = nnx.data(None)
-        width, kv_width = heads * self.head_dim, self.kv_heads * self.head_dim
         initial = partial(fan_in_normal, groups=groups)
         self.w_query = nnx.Param(initial(rngs.params(), (d_model, width)))
         self.w_key = nnx.Param(initial(rngs.params(), (d_model, kv_width)))

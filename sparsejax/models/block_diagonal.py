@@ -21,7 +21,7 @@ anyway; its gradient stands before that of the normalisation, which reads it. Co
 groups need none: GEMMs read and write them with strides.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,16 +36,38 @@ from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.gated_ffn import gated_ffn
 from sparsejax.feed_forward.operands.weights import PackedFFN
 from sparsejax.ops.linear import linear
+from sparsejax.sparsity.patterns import BlockDiagonal
 
 ENDS_OF_BRANCHES = ("w_out", "w_down")
 """The names of the weights that write into the residual stream."""
 
 
-def check_precision(precision: Precision, groups: int) -> None:
-    """Raises ValueError where a layer of so many groups cannot multiply in that
-    precision."""
+def check_groups(
+    groups: int, precision: Precision, d_model: int, widths: Mapping[str, int]
+) -> None:
+    """Raises ValueError where a layer cannot have so many groups, or not with that
+    precision.
+
+    Args:
+      groups: the number of groups; 1 where the weights are whole.
+      precision: the precision of the layer's GEMMs.
+      d_model: the width of the residual stream.
+      widths: the widths inside of the branch, by their names.
+    """
     check_value("precision", precision, Precision)
-    if precision != "dtype" and groups > 1:
+    check_value("groups", groups, int)
+    if groups < 1:
+        raise ValueError(
+            f"groups={groups} must be at least 1: it counts the blocks on the diagonal "
+            f"of each weight; use 1 for whole weights"
+        )
+    if groups == 1:
+        return
+    pattern = BlockDiagonal(groups)
+    for name, width in widths.items():
+        pattern.check_divides(width, name)
+    pattern.check_divides_residual(d_model, "d_model")
+    if precision != "dtype":
         raise ValueError(
             f"precision={precision!r} with weights of {groups} blocks on a diagonal: "
             f"batched GEMMs of 8-bit floats are not built; use precision='dtype', or "

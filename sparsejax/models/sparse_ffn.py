@@ -37,7 +37,7 @@ from sparsejax.feed_forward.gated_ffn import check_gated, gated_ffn
 from sparsejax.feed_forward.layout import FFNLayout, check_placed
 from sparsejax.feed_forward.operands.weights import PackedFFN, pack_ffn
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity, check_divisible
-from sparsejax.models.block_diagonal import check_precision, dense_weight, ffn_of_groups
+from sparsejax.models.block_diagonal import check_groups, dense_weight, ffn_of_groups
 from sparsejax.models.ffn_state import (
     ObservedState,
     RouterState,
@@ -109,12 +109,12 @@ class SparseFFN(nnx.Module):
           layout: how the FFN lies on a mesh of several devices; None on one device.
           rngs: random streams; `params` is drawn from.
         Raises:
-          ValueError: an argument is none of its choices, or the sparsity does not fit:
-            `check`.
+          ValueError: an argument is none of its choices, the groups do not divide the
+            widths, or the sparsity does not fit: `check`.
         """
         check_value("activation", activation, ActivationName)
         check_value("backend", backend, Backend | None)
-        check_precision(precision, groups)
+        check_groups(groups, precision, d_model, {"d_hidden": d_hidden})
         self.d_model = d_model
         self.d_hidden = d_hidden
         self.activation = activation

@@ -44,25 +44,48 @@ def balanced_clusters(
       the expert of each neuron, int32, and the centres, float32, of unit norm (zero
       for a cluster whose columns cancel or are all zero).
     Raises:
-      ValueError: F is not a multiple of E, or `initial` is not balanced.
+      ValueError: E is below 1, F is not a multiple of it, or `initial` is not
+        balanced.
     Source: the clustering is that of arXiv 2110.01786 (MoEfication) with the warm start
       of arXiv 2410.03440. The placement differs: theirs is a constrained assignment.
     """
     d_hidden = w_up.shape[1]
+    if experts < 1:
+        raise ValueError(
+            f"experts={experts} must be at least 1, the clusters that the neurons are "
+            f"grouped in; use a divisor of d_hidden={d_hidden}"
+        )
     if d_hidden % experts:
         raise ValueError(
             f"d_hidden={d_hidden} is not a multiple of experts={experts}, required by "
             f"equal clusters; pad to {-(-d_hidden // experts) * experts}"
         )
     if initial is not None and not isinstance(initial, jax.core.Tracer):
-        sizes = np.bincount(np.asarray(initial), minlength=experts)
-        if initial.shape != (d_hidden,) or np.any(sizes != d_hidden // experts):
-            raise ValueError(
-                f"initial has shape {initial.shape}, cluster sizes {sizes.tolist()}, "
-                f"not {d_hidden // experts} neurons in each of {experts} experts; pass "
-                f"what balanced_clusters returned, or None"
-            )
+        _check_balanced(np.asarray(initial), d_hidden, experts)
     return _clusters(w_up, experts, iterations, initial)
+
+
+def _check_balanced(initial: np.ndarray, d_hidden: int, experts: int) -> None:
+    """Raises ValueError where an assignment does not give every expert as many
+    neurons."""
+    way_out = "pass what balanced_clusters returned, or None"
+    if not np.issubdtype(initial.dtype, np.integer) or initial.shape != (d_hidden,):
+        raise ValueError(
+            f"initial of shape {initial.shape} and dtype {initial.dtype} must have one "
+            f"integer for each of {d_hidden} neurons; {way_out}"
+        )
+    outside = initial[(initial < 0) | (initial >= experts)]
+    if outside.size:
+        raise ValueError(
+            f"initial has the expert {outside[0]}, which is not in [0, {experts - 1}]; "
+            f"{way_out}"
+        )
+    sizes = np.bincount(initial, minlength=experts)
+    if np.any(sizes != d_hidden // experts):
+        raise ValueError(
+            f"initial has cluster sizes {sizes.tolist()}, not {d_hidden // experts} "
+            f"neurons in each of {experts} experts; {way_out}"
+        )
 
 
 @partial(jax.jit, static_argnames=("experts", "iterations"), inline=True)
@@ -119,9 +142,9 @@ def contiguous_order(
     the FFN's function unchanged. Expert e then has the neurons from e F / E.
 
     Raises:
-      ValueError: the number of neurons is not a multiple of `experts`.
+      ValueError: `experts` is below 1, or the number of neurons no multiple of it.
     """
-    if assignment.shape[0] % experts:
+    if experts < 1 or assignment.shape[0] % experts:
         raise ValueError(
             f"assignment has {assignment.shape[0]} neurons, not a multiple of "
             f"experts={experts}; use balanced_clusters"

@@ -145,6 +145,17 @@ class BlockDiagonal:
                 f"{self}; pad to {padded}, or use fewer groups"
             )
 
+    def check_divides_residual(self, size: int, name: str) -> None:
+        """Raises ValueError where the axis `name` of `size`, the width of the residual
+        stream, is not equal shares that each group reads of each group."""
+        square = self.groups**2
+        if size % square:
+            raise ValueError(
+                f"{name}={size} is not a multiple of {self.groups}^2, required by "
+                f"{self}: a group reads as many features of every group that is "
+                f"written; pad to {-(-size // square) * square}, or use fewer groups"
+            )
+
 
 Pattern = NM | VNM
 """A pattern of which a mask keeps so many of every group of an axis."""

@@ -78,6 +78,14 @@ VENOM = VNM(8, 2, 16)
         ),
         ({"experts_per_token": True}, "experts_per_token=True must be an int$"),
         (
+            {"experts_per_token": 0},
+            "experts_per_token=0 must be at least 1; leave it out where activations=N",
+        ),
+        (
+            {"activations": TWO_FOUR, "experts_per_token": -3},
+            "experts_per_token=-3 must be at least 1; leave it out",
+        ),
+        (
             {"activations": VENOM, "skip_blocks": "yes"},
             "skip_blocks='yes' must be True or False$",
         ),

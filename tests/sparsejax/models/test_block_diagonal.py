@@ -4,6 +4,7 @@ and that the compiled program moves no weight."""
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from flax import nnx
 
 from sparsejax.config import ModelConfig
 from sparsejax.feed_forward.sparsity import FFNSparsity
+from sparsejax.models.attention import Attention
 from sparsejax.models.block_diagonal import (
     contiguous_groups,
     dense_weight,
@@ -199,6 +201,23 @@ def test_the_backward_recomputes_no_linear_layer_where_it_keeps_their_outputs():
 def test_what_does_not_fit_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         replace(SMALL, **changes)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (0, "^groups=0 must be at least 1: .*; use 1 for whole weights"),
+        (-2, "^groups=-2 must be at least 1"),
+        (2.0, r"^groups=2\.0 must be an int"),
+        (300, r"^groups=300 is not in \[2, 256\]"),
+        (3, "is not a multiple of the 3 groups of"),
+        (8, r"^d_model=16 is not a multiple of 8\^2, .*; pad to 64, or use"),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused_where_a_layer_is_made(groups, message):
+    for build in (partial(SparseFFN, 16, 64), partial(Attention, 16, 8)):
+        with pytest.raises(ValueError, match=message):
+            build(groups=groups, rngs=nnx.Rngs(0))
 
 
 def test_blocks_have_no_other_sparsity():

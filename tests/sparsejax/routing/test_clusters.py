@@ -129,8 +129,26 @@ def test_clusters_that_do_not_fit_are_refused():
         balanced_clusters(gaussian((4, 10)), 4)
     with pytest.raises(ValueError, match=r"cluster sizes \[3, 1\]"):
         balanced_clusters(gaussian((4, 4)), 2, initial=jnp.array([0, 0, 0, 1]))
-    with pytest.raises(ValueError, match="10 neurons"):
-        contiguous_order(jnp.zeros(10, jnp.int32), 4)
+    for experts in (0, -2):
+        with pytest.raises(ValueError, match=rf"experts={experts} must be at least 1"):
+            balanced_clusters(gaussian((4, 8)), experts)
+    for experts in (4, 0):
+        with pytest.raises(ValueError, match=f"10 neurons, .* experts={experts}"):
+            contiguous_order(jnp.zeros(10, jnp.int32), experts)
+
+
+@pytest.mark.parametrize(
+    ("initial", "message"),
+    [
+        ([0, 0, -1, 1], r"the expert -1, which is not in \[0, 1\]; pass what"),
+        ([0, 0, 2, 1], r"the expert 2, which is not in \[0, 1\]; pass what"),
+        ([0, 0, 1], r"shape \(3,\) and dtype int32 must have one .* of 4 neurons"),
+        ([0.0, 0.0, 1.0, 1.0], r"dtype float32 must have one integer for each of 4"),
+    ],
+)
+def test_an_assignment_that_is_none_is_refused(initial, message):
+    with pytest.raises(ValueError, match=message):
+        balanced_clusters(gaussian((4, 4)), 2, initial=jnp.array(initial))
 
 
 def test_contiguous_order_is_stable_and_keeps_the_function():

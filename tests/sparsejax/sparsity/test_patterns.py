@@ -42,6 +42,9 @@ def test_blocks_on_a_diagonal_are_several_and_equal():
     BlockDiagonal(4).check_divides(12, "d_hidden")
     with pytest.raises(ValueError, match="d_hidden=10 is not a .* pad to 12, or use"):
         BlockDiagonal(4).check_divides(10, "d_hidden")
+    BlockDiagonal(4).check_divides_residual(32, "d_model")
+    with pytest.raises(ValueError, match=r"d_model=40 is not a .* 4\^2, .* pad to 48"):
+        BlockDiagonal(4).check_divides_residual(40, "d_model")
 
 
 def test_a_row_that_keeps_all_four_columns_is_dense_inside():
