@@ -38,7 +38,7 @@ class ModelConfig:
     """The entries that the weights of all linear layers have, chosen once and at random
     where there is a choice: BlockDiagonal(4), "diagonal:4" in files, computes a quarter
     of the FLOPs (`models.block_diagonal`); NM(2, 4) trains half of the entries, by
-    masks at dense cost (`training.static_weights`). None: all. A phase may have its
+    masks at dense cost (`switches.static_weights`). None: all. A phase may have its
     own, of a model that becomes dense."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; master weights and optimiser moments are always float32."""
