@@ -1,4 +1,4 @@
-"""Masks from scores: N:M, V:N:M, transposable; the soft threshold and its scale.
+"""Masks from scores: N:M and V:N:M; the soft threshold and its scale.
 
 Masks are boolean, True = kept. Everywhere ties go to the lower index, -0.0 equals
 0.0, NaN counts as largest, and a group keeps exactly `n` entries, zeros included.
@@ -8,12 +8,10 @@ is one program, not one per operation; inside it is traced once per shape, and b
 part of what calls it.
 """
 
-import itertools
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Num
 
@@ -90,44 +88,6 @@ def vnm_mask(
     candidates = jnp.where(chosen, ordered_keys(grouped), -1)
     ranks = group_ranks(candidates, candidates.ndim - 1)
     return (ranks < pattern.n).reshape(w.shape)
-
-
-def transposable_mask(
-    w: Float[Array, "... rows cols"],
-) -> Bool[Array, "... rows cols"]:
-    """Returns the mask that is 2:4 along the rows and along the columns.
-
-    In every 4x4 tile it takes the pattern of largest kept L1 norm, of the 90 patterns
-    with two ones per row and per column. Norms are summed in float32; ties go to the
-    pattern that comes first when read row by row with True before False. A tile with
-    NaN keeps at least one of them.
-
-    Raises:
-      ValueError: fewer than two axes, or a size that is not a multiple of four.
-    Source: arXiv 2404.01847.
-    """
-    if w.ndim < 2 or w.shape[-1] % 4 or w.shape[-2] % 4:
-        raise ValueError(
-            f"w has shape {w.shape}; its last two sizes must be multiples of 4, the "
-            f"tile of a transposable mask; pad them"
-        )
-    *batch, rows, cols = w.shape
-    tiles = w.reshape(*batch, rows // 4, 4, cols // 4, 4).swapaxes(-3, -2)
-    tiles = jnp.abs(tiles.astype(accumulation_dtype(w.dtype)))
-    patterns = jnp.asarray(_TRANSPOSABLE_PATTERNS)
-
-    # One pattern at a time: all 90 norms at once would be 90/16 times the weight.
-    def compare(index, best):
-        best_key, best_index = best
-        kept = jnp.where(patterns[index], tiles, 0)
-        key = ordered_keys(jnp.sum(kept, axis=(-2, -1)))
-        better = key > best_key
-        return jnp.where(better, key, best_key), jnp.where(better, index, best_index)
-
-    keys = ordered_keys(tiles[..., 0, 0])
-    start = (jnp.full_like(keys, -1), jnp.zeros(keys.shape, jnp.int32))
-    _, best_index = lax.fori_loop(0, len(_TRANSPOSABLE_PATTERNS), compare, start)
-    return patterns[best_index].swapaxes(-3, -2).reshape(w.shape)
 
 
 @partial(jax.jit, static_argnames="axis", inline=True)
@@ -257,12 +217,3 @@ def repeat_row_blocks(x: Num[Array, "... blocks groups m"], pattern: VNM, rows: 
     """Returns the values that belong to blocks of rows, repeated for each row of its
     block: (..., rows, groups, m)."""
     return jnp.repeat(x, pattern.v, axis=-3)[..., :rows, :, :]
-
-
-def _transposable_patterns() -> np.ndarray:
-    rows = [r for r in itertools.product([True, False], repeat=4) if sum(r) == 2]
-    tiles = np.array(list(itertools.product(rows, repeat=4)))
-    return tiles[(tiles.sum(axis=1) == 2).all(axis=1)]
-
-
-_TRANSPOSABLE_PATTERNS = _transposable_patterns()

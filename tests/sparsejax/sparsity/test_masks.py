@@ -17,7 +17,6 @@ from sparsejax.sparsity.masks import (
     nm_mask,
     soft_threshold,
     soft_threshold_scale,
-    transposable_mask,
     vnm_mask,
 )
 from sparsejax.sparsity.patterns import NM, VNM
@@ -153,42 +152,6 @@ def test_vnm_mask_keeps_nan_visible():
     np.testing.assert_array_equal(mask.sum(axis=1), 2)
 
 
-def brute_force_transposable(tile):
-    best, best_sum = None, -1.0
-    for bits in itertools.product([True, False], repeat=16):
-        pattern = np.array(bits).reshape(4, 4)
-        if (pattern.sum(0) == 2).all() and (pattern.sum(1) == 2).all():
-            kept = tile[pattern].sum()
-            if kept > best_sum:
-                best, best_sum = pattern, kept
-    return best
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_transposable_mask_matches_brute_force(dtype):
-    rng = np.random.default_rng(3)
-    # Few integers: exact sums and many ties.
-    w = rng.integers(-3, 4, (8, 12)).astype(np.float32)
-    mask = np.asarray(transposable_mask(jnp.asarray(w, dtype)))
-    for row, col in itertools.product(range(0, 8, 4), range(0, 12, 4)):
-        tile = np.abs(w[row : row + 4, col : col + 4])
-        np.testing.assert_array_equal(
-            mask[row : row + 4, col : col + 4], brute_force_transposable(tile)
-        )
-
-
-def test_transposable_mask_is_two_four_both_ways_for_any_values():
-    rng = np.random.default_rng(4)
-    w = rng.choice(np.array(AWKWARD, np.float32), size=(2, 16, 8))
-    mask = np.asarray(transposable_mask(jnp.asarray(w)))
-    np.testing.assert_array_equal(mask.reshape(2, 4, 4, 8).sum(axis=2), 2)
-    np.testing.assert_array_equal(mask.reshape(2, 16, 2, 4).sum(axis=3), 2)
-    tiles = (np.isnan(w) & mask).reshape(2, 4, 4, 2, 4).any(axis=(2, 4))
-    np.testing.assert_array_equal(
-        tiles, np.isnan(w).reshape(2, 4, 4, 2, 4).any(axis=(2, 4))
-    )
-
-
 def loop_soft_threshold(w, axis):
     moved = np.moveaxis(np.asarray(w, np.float64), axis, -1)
     out = np.zeros(moved.shape)
@@ -290,7 +253,6 @@ def test_flip_rate_is_the_changed_fraction():
         lambda: soft_threshold(jnp.zeros((6, 4)), axis=0),
         lambda: vnm_mask(jnp.zeros((4, 12)), VNM(4, 2, 8)),
         lambda: vnm_mask(jnp.zeros(8), VNM(4, 2, 8)),
-        lambda: transposable_mask(jnp.zeros((4, 6))),
         lambda: soft_threshold_scale(jnp.zeros(8)),
     ],
 )
