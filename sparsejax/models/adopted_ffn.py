@@ -230,7 +230,6 @@ def _kernel_property(attribute: str, role: str) -> property:
 for _role in ("up", "down", "gate"):
     setattr(AdoptedFFN, f"w_{_role}", _kernel_property(f"w_{_role}", _role))
 
-_WITH_KERNELS = ("w_up", "w_down", "w_gate")
 _STATE = (
     "scales",
     "router_state",
