@@ -179,12 +179,12 @@ class Attention(nnx.Module):
 
     @inside_automatic_axes(lambda spec: spec)
     def __call__(
-        self, x: Float[Array, "batch sequence d_model"], *, offset: int = 0
+        self, x: Float[Array, "batch sequence d_model"]
     ) -> Float[Array, "batch sequence d_model"]:
         """Returns the attention of every token to itself and to those before it, in the
-        compute dtype; `offset` is the position of the first token."""
+        compute dtype."""
         shape, x = x.shape, self._read(x)
-        positions = offset + jnp.arange(x.shape[1])
+        positions = jnp.arange(x.shape[1])
         rotate = partial(rotary_embedding, positions=positions, base=self.rope_base)
         query, key, value = self._query_key_value(x, precision=self.precision)
         query, key = rotate(query), rotate(key)

@@ -66,12 +66,12 @@ def test_no_pass_joins_the_halves_of_heads_or_of_their_gradient():
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_attention_matches_numpy(kv_heads):
-    heads, head_dim, sequence, offset = 4, 4, 6, 3
+    heads, head_dim, sequence = 4, 4, 6
     layer = Attention(D, heads, kv_heads=kv_heads, rngs=nnx.Rngs(0))
     x = normal(2, sequence, D)
 
     def rotate(v):
-        positions = offset + np.arange(sequence)
+        positions = np.arange(sequence)
         frequency = 10_000.0 ** (-np.arange(2) / 2)
         turn = np.exp(1j * positions[:, None] * frequency)[None, :, None, :]
         turned = (v[..., :2] + 1j * v[..., 2:]) * turn
@@ -94,7 +94,7 @@ def test_attention_matches_numpy(kv_heads):
                     score @ value[batch, : t + 1, group] / score.sum()
                 )
     expected = mixed.reshape(2, sequence, D) @ np.asarray(layer.w_out[...])
-    np.testing.assert_allclose(layer(x, offset=offset), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(layer(x), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_8_bit_projections_are_those_of_rounded_operands():
