@@ -329,7 +329,7 @@ def implementations() -> Implementations:
             why_unsupported=lambda spec: None,
             describe=_describe_reference,
         ),
-        "tokamax": replace(_TOKAMAX, run=tokamax_matmul.matmul),
+        "tokamax": _TOKAMAX,
         "xla": Implementation(
             run=_matmul_xla, why_unsupported=lambda spec: None, describe=_describe
         ),
