@@ -12,6 +12,7 @@ from sparsejax.config.config_file import from_json, to_json
 from sparsejax.config.schedule import Phase, model_of, phases
 from sparsejax.cost_model import flops_per_token
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
+from sparsejax.models.ffn_state import soft_threshold_scales
 from sparsejax.models.transformer import Transformer
 from sparsejax.sparsity.patterns import NM, VNM, BlockDiagonal
 from sparsejax.training.branch import Branch
@@ -126,6 +127,18 @@ def test_a_model_that_grows_computes_what_it_did(name, kind, text):
         inner = values[tuple(slice(0, size) for size in had.shape)]
         assert inner.tobytes() == had.tobytes()
         assert np.abs(values).sum() == pytest.approx(np.abs(had).sum(), rel=1e-5)
+
+
+@pytest.mark.parametrize("sparsity", [DENSE, VENOM])
+def test_the_betas_after_a_growth_are_those_of_the_grown_weights(sparsity, text):
+    """Records report them of a dense model, too, which computes without them."""
+    config = growing(text, "both")
+    run = Run(config.with_schedule((NARROW, replace(WHOLE, sparsity=sparsity))))
+    first, second, state = before_and_after(run)
+    after = run.switch_phase(state, first, second)
+    ffn = run.model(after, second.sparsity).blocks.ffn
+    expected = soft_threshold_scales([ffn.w_up[...]], ffn.w_down[...])
+    np.testing.assert_allclose(ffn.scales[...], expected, rtol=1e-6)
 
 
 def test_what_is_new_learns(text):
