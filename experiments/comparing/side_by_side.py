@@ -126,7 +126,7 @@ def train_all(
                 console.say(f"{_said(trial)}: has ended")
                 keep(trial)
             elif not calls.terminated:
-                why = "it was stopped by SIGTERM"
+                why = "it was stopped by SIGTERM or Ctrl-C"
                 if isinstance(result, Exception):
                     why = f"{type(result).__name__}: {result}"
                 _note_failed(trial, why, waiting, failed)

@@ -321,7 +321,8 @@ class Checkpoints:
     ) -> Restored:
         """Returns the checkpoint of a step, bit for bit as it was saved.
 
-        The arrays are not compared with the manifest; `set_aside_damaged` does that.
+        The arrays are not compared with the manifest; `set_aside_damaged` and
+        `check_intact` do that.
 
         Args:
           step: one of `steps()`; None for the newest.

@@ -6,6 +6,7 @@ cannot be done; it is registered in `COMMANDS`, and imported when it is called.
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -110,4 +111,7 @@ def leave(status: int) -> NoReturn:
 
 def main() -> NoReturn:
     """The entry point of the console script."""
+    # Ctrl-C ends it without a traceback. As an exception it could come in a function
+    # that JAX calls from the garbage collector, where Python would only print it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     leave(run(sys.argv[1:]))

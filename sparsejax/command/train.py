@@ -57,7 +57,7 @@ def run(arguments: Sequence[str]) -> None:
     try:
         _run(read_options(arguments), arguments)
     except Terminated:
-        console.say("stopped by SIGTERM before the first step")
+        console.say("stopped by SIGTERM or Ctrl-C before the first step")
 
 
 def read_options(arguments: Sequence[str]) -> TrainOptions:

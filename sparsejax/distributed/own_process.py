@@ -10,9 +10,12 @@ from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
 from typing import Self, cast
 
+from sparsejax.distributed.stop_signals import stop_signals
+
 
 class Terminated(Exception):
-    """SIGTERM came before the function that runs in its own process could see it."""
+    """SIGTERM or SIGINT came before the function that runs in its own process could see
+    it."""
 
 
 def in_own_process[**P, T](
@@ -23,22 +26,23 @@ def in_own_process[**P, T](
 
     The process leaves nothing behind for what is called next: neither memory, nor
     compiled programs, nor the lower clock of a GPU whose sparse tensor cores have been
-    used. SIGTERM is passed on to it, and it gets one when this process dies.
+    used. SIGTERM and SIGINT (Ctrl-C) are passed on to it as SIGTERM, and it gets one
+    when this process dies.
 
     Raises:
-      Terminated: SIGTERM ended it.
+      Terminated: one of them ended it.
       ChildProcessError: it died of something else.
       Exception: what `function` raises.
     """
     call = _Call(function, arguments, options)
-    with _sigterm_passed_on([call]) as arrived:
+    with _stop_passed_on([call]) as arrived:
         call.start(arrived)
         return call.result(arrived)
 
 
 class SideBySide[K, T]:
     """Functions that run at the same time, each in a process of its own and under a
-    key. Use it as a context manager: inside, SIGTERM is passed on to all of them, and
+    key. Use it as a context manager: inside, SIGTERM and SIGINT are passed on, and
     `terminated` has to be asked before another one is started."""
 
     def __init__(self) -> None:
@@ -47,7 +51,7 @@ class SideBySide[K, T]:
         self._arrived: list[int] = []
 
     def __enter__(self) -> Self:
-        passed_on = _sigterm_passed_on(self._calls.values())
+        passed_on = _stop_passed_on(self._calls.values())
         self._arrived = self._by_key.enter_context(passed_on)
         return self
 
@@ -64,7 +68,7 @@ class SideBySide[K, T]:
 
     @property
     def terminated(self) -> bool:
-        """Whether SIGTERM has come."""
+        """Whether SIGTERM or SIGINT has come."""
         return bool(self._arrived)
 
     def start(self, key: K, function: Callable[..., T], *arguments: object) -> None:
@@ -98,7 +102,7 @@ class _Call[T]:
         )
 
     def start(self, arrived: Sequence[int]) -> None:
-        """Starts the process; `arrived` is not empty once SIGTERM has come."""
+        """Starts the process; `arrived` is not empty once it is to stop."""
         self.process.start()
         self._answer.close()  # so that the process has the only one; its death is seen
         if arrived:
@@ -127,6 +131,8 @@ class _Call[T]:
 def _answer(
     answer: Connection, function: Callable, arguments: tuple, options: Mapping
 ) -> None:
+    # A terminal sends it to all its processes, and the parent passes it on.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         message = True, function(*arguments, **options)
@@ -145,19 +151,16 @@ def _end_with_parent() -> None:
 
 
 @contextmanager
-def _sigterm_passed_on(calls: Collection["_Call"]) -> Iterator[list[int]]:
-    """Yields a list that is empty until SIGTERM arrives, which is passed on to the
-    processes of all calls."""
+def _stop_passed_on(calls: Collection["_Call"]) -> Iterator[list[int]]:
+    """Yields a list that is empty until SIGTERM or SIGINT (Ctrl-C) arrives; the
+    processes of all calls get SIGTERM then."""
     arrived: list[int] = []
 
-    def pass_on(number: int, _: object) -> None:
+    def pass_on(number: int) -> None:
         arrived.append(number)
         for call in list(calls):
             if call.process.pid is not None:
                 call.process.terminate()
 
-    previous = signal.signal(signal.SIGTERM, pass_on)
-    try:
+    with stop_signals(pass_on):
         yield arrived
-    finally:
-        signal.signal(signal.SIGTERM, previous)

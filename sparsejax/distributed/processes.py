@@ -4,7 +4,6 @@ end."""
 import fcntl
 import itertools
 import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import distributed
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sparsejax.distributed.stop_signals import stop_signals
 
 _locks = itertools.count()
 
@@ -167,20 +168,14 @@ def alone_in(folder: Path, *, timeout_seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def until_sigterm(mesh: Mesh) -> Iterator[Callable[[], bool]]:
-    """Yields a function that returns whether SIGTERM has arrived; all processes of a
-    run call it once per step, and get the same answer."""
+def until_stopped(mesh: Mesh) -> Iterator[Callable[[], bool]]:
+    """Yields a function that returns whether SIGTERM or SIGINT (Ctrl-C) has arrived;
+    all processes of a run call it once per step, and get the same answer. A second
+    SIGINT does what it did before."""
     arrived = []
     agree = _Agreement(mesh) if jax.process_count() > 1 else bool
-    try:
-        previous = signal.signal(signal.SIGTERM, lambda *_: arrived.append(True))
-    except ValueError:  # not the main thread: the host program handles signals
-        yield lambda: agree(False)
-        return
-    try:
-        yield lambda: agree(bool(arrived))
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    with stop_signals(arrived.append) as handled:
+        yield lambda: agree(handled and bool(arrived))
 
 
 class _Agreement:

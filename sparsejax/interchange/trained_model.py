@@ -111,6 +111,7 @@ def load_trained_model(folder: Path, step: int | None = None) -> TrainedModel:
         of = _settings_of(checkpoints, step)
         build = partial(_build, replace(of.config, model=of.model), of.phase.held)
         template: Any = jax.eval_shape(lambda: _weights_of(build()))
+        checkpoints.check_intact(of.step)
         restored = checkpoints.restore(of.step, template=template, part=True)
     graph = graph_on(build, of.phase.sparsity)
     return TrainedModel(

@@ -107,7 +107,7 @@ def report(outcome: Outcome, config: TrainConfig, run_folder: Path) -> None:
         console.summarise(read_metrics(run_folder))
         console.say(export(outcome.model, run_folder / "model.safetensors"))
     else:
-        console.say(f"stopped by SIGTERM; go on with --resume {run_folder}")
+        console.say(f"stopped by SIGTERM or Ctrl-C; go on with --resume {run_folder}")
     if outcome.completed and config.sample_length:
         show_sample(outcome, config)
     if config.plot and jax.process_index() == 0:

@@ -27,7 +27,7 @@ from sparsejax.distributed.processes import (
     ProcessLost,
     alone_in,
     is_loss_of_contact,
-    until_sigterm,
+    until_stopped,
 )
 from sparsejax.interchange.pretrained import Pretrained
 from sparsejax.models.transformer import Transformer
@@ -81,8 +81,9 @@ def train(
 ) -> Outcome:
     """Trains `config` in `folder`, or continues the run that `folder` holds.
 
-    Every record written to metrics.jsonl is also given to `observe`. On SIGTERM, to any
-    process of the run, the step is finished and saved, and the function returns.
+    Every record written to metrics.jsonl is also given to `observe`. On SIGTERM
+    or SIGINT (Ctrl-C), to any process of the run, the step is finished and saved, and
+    the function returns; a second SIGINT does what it does elsewhere.
 
     With `stop_after_sparse` it also returns once a phase on sparse tensor cores has
     been left for a dense one of `config.new_process_minutes` or more, so that the
@@ -138,7 +139,7 @@ def train(
             keep=config.keep_checkpoints,
             keep_every=config.keep_every,
         ) as checkpoints,
-        until_sigterm(run.mesh) as terminated,
+        until_stopped(run.mesh) as terminated,
     ):
         begun = checkpoints.latest_step()
         if begun is None and branch is not None:
@@ -172,8 +173,8 @@ class _Loop(Progress):
         self.profiler = profiler
 
     def finish(self, terminated: Callable[[], bool]) -> Outcome:
-        """Runs to the last step, or to the step in which SIGTERM arrives, and returns
-        how the run ended."""
+        """Runs to the last step, or to the step in which it is told to stop, and
+        returns how the run ended."""
         try:
             return self.run_steps(terminated)
         except (jax.errors.JaxRuntimeError, TimeoutError, ValueError) as error:

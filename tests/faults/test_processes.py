@@ -97,7 +97,7 @@ def test_a_pair_that_one_sigterm_stopped_goes_on_as_one_process(
     first, second = (process.wait() for process in pair)
     assert first.status == second.status == 0, (first, second)
     saved = Checkpoints(folder / "checkpoints").path()
-    assert f"stopped by SIGTERM; go on with --resume {folder}" in first.output
+    assert f"stopped by SIGTERM or Ctrl-C; go on with --resume {folder}" in first.output
     assert f"last good checkpoint: {saved}" in first.output
     step = losses(folder)[0][-1]
     assert 18 <= step < 40 and saved.name == f"step_{step:08d}"

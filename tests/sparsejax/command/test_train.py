@@ -209,7 +209,7 @@ def test_processes_that_are_ended_resume_to_the_same_bits(text, tmp_path):
     terminated.terminate()
     output, errors = terminated.communicate(timeout=60)
     assert terminated.returncode == 0, errors
-    assert f"stopped by SIGTERM; go on with --resume {ended}" in output
+    assert f"stopped by SIGTERM or Ctrl-C; go on with --resume {ended}" in output
     latest = Checkpoints(checkpoints).latest_step()
     steps = [r["step"] for r in read_records(ended) if r["event"] == "step"]
     assert latest == steps[-1] < 200

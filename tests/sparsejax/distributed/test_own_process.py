@@ -100,22 +100,26 @@ def wait_for_sigterm(ready: Path, *, handled: bool) -> str:
     return arrived[0]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("handled", [True, False])
-def test_sigterm_reaches_the_function(handled, tmp_path):
+def test_a_signal_to_stop_reaches_the_function_as_sigterm(handled, number, tmp_path):
     ready = tmp_path / "ready"
 
-    def terminate():
+    def stop():
         until(ready.exists)
-        os.kill(os.getpid(), signal.SIGTERM)
+        # A terminal sends Ctrl-C to both.
+        if number == signal.SIGINT:
+            os.kill(int(ready.read_text()), number)
+        os.kill(os.getpid(), number)
 
-    before = signal.getsignal(signal.SIGTERM)
-    threading.Thread(target=terminate).start()
+    before = signal.getsignal(number)
+    threading.Thread(target=stop).start()
     if handled:
         assert in_own_process(wait_for_sigterm, ready, handled=True) == "stopped"
     else:
         with pytest.raises(Terminated):
             in_own_process(wait_for_sigterm, ready, handled=False)
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.getsignal(number) == before
 
 
 def meet(own: Path, other: Path) -> str:

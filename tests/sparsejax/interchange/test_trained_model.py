@@ -1,5 +1,7 @@
 """The model of a run folder: its last one bit for bit, those of its switches."""
 
+import shutil
+
 import jax
 import numpy as np
 import pytest
@@ -64,3 +66,17 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path, uninterrupted):
     _, folder, _ = uninterrupted("two-four")
     with pytest.raises(ValueError, match="no checkpoint of step=5"):
         load_trained_model(folder, 5)
+
+
+def test_a_checkpoint_of_which_a_bit_has_changed_is_refused(uninterrupted, tmp_path):
+    _, folder, _ = uninterrupted("two-four")
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    step = copy / "checkpoints" / "step_00000012"
+    stored = (file for file in (step / "state").rglob("*") if file.is_file())
+    largest = max(stored, key=lambda file: file.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    largest.write_bytes(content)
+    with pytest.raises(ValueError, match="does not fit its checksum.*another step"):
+        load_trained_model(copy)
+    assert load_trained_model(copy, 3).step == 3

@@ -106,17 +106,22 @@ def test_a_huge_learning_rate_never_leaves_a_non_finite_checkpoint(text, tmp_pat
             assert all(jax.tree.leaves(finite)), step
 
 
-def test_sigterm_finishes_the_step_and_saves_it(uninterrupted, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_stop_finishes_the_step_and_saves_it(
+    number, uninterrupted, tmp_path
+):
     config, _, expected = uninterrupted("two-four")
+    before = signal.getsignal(number)
 
     def observe(record: dict) -> None:
         if (record["event"], record["step"]) == ("step", 5):
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
 
     outcome = train(config, tmp_path, observe=observe)
     assert not outcome.completed
     # Step 5 was being written down when the signal came: step 6 is the last.
     assert int(outcome.state.step) == 6
+    assert signal.getsignal(number) == before
     assert Checkpoints(tmp_path / "checkpoints").latest_step() == 6
     assert_same_bits(train(config, tmp_path).state, expected.state)
 
