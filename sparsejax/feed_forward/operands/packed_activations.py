@@ -56,15 +56,16 @@ class GatedActivations(NamedTuple):
 
     @property
     def a(self) -> Packed:
-        """A, rounded as it was when the forward made it."""
+        """A, made anew with the roundings of the kernel that wrote it in the
+        forward."""
         hidden, dtype = self.hidden.values, jnp.finfo(self.hidden.dtype)
         square = lax.reduce_precision(hidden * hidden, dtype.nexp, dtype.nmant)
         return replace(self.hidden, values=square * self.up.values)
 
 
 def counted_gated(kept: KeptGatedActivations) -> GatedActivations:
-    """Returns the activations of a gated FFN as a kernel kept them, with the non-zeros
-    of each feature summed."""
+    """Returns what the backward of a gated FFN needs of the activations that a kernel
+    kept, with the non-zeros of each feature summed."""
     return GatedActivations(kept.hidden, kept.up, _nonzeros(kept.counts))
 
 

@@ -41,17 +41,21 @@ def forward(
     kernels = plan.kernels
     assert kernels is not None
     if plan.activation.gated:
-        kept = counted_gated(kernels.keep_gated_features(*into_hidden(plan, x, w)))
+        # Nothing keeps this A for the backward: it is read here alone.
+        written = kernels.keep_gated_features(*into_hidden(plan, x, w))
+        a, kept = written.a, counted_gated(written)
     elif plan.up_writes_a:
         assert w.packed_up is not None
         packed_up = as_packed(w.packed_up, kernels)
         # (T, F) = (T, d) @ (d, F)
         kept = counted(kernels.matmul_keep_features(x, packed_up, None))
+        a = kept.a
     else:
         (y_up,) = into_hidden(plan, x, w)
         kept = counted(kernels.keep_features(y_up, None, by_token=False))
+        a = kept.a
     # (T, d) = (T, F) @ (F, d)
-    y = kernels.matmul(kept.a, w.down, b_k_major=False, transpose_out=False)
+    y = kernels.matmul(a, w.down, b_k_major=False, transpose_out=False)
     return y, kept
 
 

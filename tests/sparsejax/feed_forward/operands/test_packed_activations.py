@@ -296,6 +296,17 @@ def test_all_nine_gemms_of_a_gated_ffn_run_on_it_where_it_is_named(untuned):
         anew.explain("mosaic_sm90")
 
 
+def test_gemm_2_of_a_gated_ffn_reads_what_the_kernel_has_written(calls, monkeypatch):
+    """Where A is packed along the tokens as well, nothing makes it anew."""
+
+    def anew(_):
+        raise AssertionError("A = relu(G)^2 * U is computed a second time")
+
+    monkeypatch.setattr(GatedActivations, "a", property(anew))
+    assert_exact(ALL_SIX, whole_numbers(100, D, F, seed=0, gated=True))
+    assert "keep_gated_features" in calls
+
+
 def test_what_a_gated_ffn_keeps_gives_a_with_its_roundings():
     keys = jax.random.split(jax.random.key(0))
     hidden, up = (jax.random.normal(key, (8, 32), jnp.bfloat16) for key in keys)
