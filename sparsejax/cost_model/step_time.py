@@ -24,6 +24,7 @@ from sparsejax.feed_forward.experts.observed import sampling_stride
 from sparsejax.feed_forward.packing import rows_of_token, sums_energies
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.backend import Decision
+from sparsejax.ops.gemm_spec import INTO_HIDDEN
 
 HIDEABLE = ("gathered_weights", "reduced_gradients")
 """The purposes of communication that a later or earlier layer's computation can hide.
@@ -192,7 +193,7 @@ def _ffn_gemm_seconds(
     the backward needs what it gave."""
     spec, times = decision.spec, decision.times
     runs = 1
-    if spec.role in ("up", "gate"):
+    if spec.role in INTO_HIDDEN:
         # Dense FFNs and those by expert keep what a kernel writes as they do XLA's.
         keeps = spec.squares or by_expert
         kernel_again = config.remat == "dots" and decision.on_kernels and not keeps

@@ -7,11 +7,9 @@ from dataclasses import replace
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.backend import Decision
 from sparsejax.ops.fp8_matmul import why_no_tensor_cores
+from sparsejax.ops.gemm_spec import INTO_HIDDEN
 from sparsejax.routing.expert_sets import set_count
 from sparsejax.routing.routers import ActivationEnergy
-
-INTO_HIDDEN = ("up", "gate")
-"""The roles of the GEMMs that compute the neurons of a token."""
 
 MOST_PADDING = 0.25
 """The largest share of the number of tokens that the padding rows may come to, if each

@@ -36,7 +36,7 @@ from sparsejax.feed_forward.tiles import (
     group_tile,
 )
 from sparsejax.ops.backend import Backend, Decision, current_device
-from sparsejax.ops.gemm_spec import GemmSpec, Role
+from sparsejax.ops.gemm_spec import INTO_HIDDEN, GemmSpec, Role
 from sparsejax.sparsity.patterns import NM, TWO_FOUR, VNM
 
 
@@ -151,8 +151,7 @@ class FFNCall(ABC):
         """Returns whether a GEMM is one of 8-bit floats."""
         if self.sparsity.is_dense and is_weight_gradient:
             return self.precision == "fp8_all"
-        reads_all_of_x = role in ("up", "gate")
-        return self.quantises and (self.sparsity.is_dense or reads_all_of_x)
+        return self.quantises and (self.sparsity.is_dense or role in INTO_HIDDEN)
 
     @property
     def why_not_packed(self) -> str | None:

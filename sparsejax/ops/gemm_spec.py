@@ -22,6 +22,9 @@ the FFN is gated) and G, "down" Y, "d_hidden" dA, "d_input" dX (its part through
 the FFN is gated), "d_input_gate" the part of dX through G, "d_up", "d_gate" and
 "d_down" the gradients dW1, dWg and dW2."""
 
+INTO_HIDDEN: tuple[Role, ...] = ("up", "gate")
+"""The roles of the GEMMs that compute the neurons of a token."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GemmSpec:
