@@ -6,6 +6,7 @@ from typing import Literal
 from sparsejax.annotations import check_fields
 from sparsejax.config.ranges import Count, CountOrNone, Positive, check_intervals
 from sparsejax.dtypes import Precision
+from sparsejax.feed_forward.activation import ActivationName
 from sparsejax.sparsity.patterns import BlockDiagonal, StaticPattern
 
 
@@ -21,7 +22,7 @@ class ModelConfig:
     """Number of key and value heads; fewer than `heads` is grouped-query attention."""
     d_hidden: Count = 512
     """Number of neurons F of each FFN (of a gated one, per branch)."""
-    activation: Literal["relu2", "swiglu", "reglu2"] = "relu2"
+    activation: ActivationName = "relu2"
     """Kind of FFN: W2 relu(W1 x)^2 ("relu2"), or gated Wd (s(Wg x) * Wu x) with s silu
     ("swiglu") or relu^2 ("reglu2")."""
     head_dim: CountOrNone = None
