@@ -73,6 +73,23 @@ def test_function_gradient_and_parameters_stay(make):
     jax.tree.map(np.testing.assert_array_equal, parameters_of(model), params)
 
 
+@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+def test_a_module_gets_each_attribute_of_a_sparse_ffn_and_loses_them_again(make):
+    model = Model(make)
+    module = model.layers[0]
+    before = dict(vars(module))
+    sparsify(model, ALL)
+    of_sparse_ffn = vars(SparseFFN(D, F, rngs=nnx.Rngs(0))).keys()
+    kernels = {"w_up", "w_down", "w_gate"}
+    added = {"form", "_original", "_replaced"}
+    got = vars(module).keys() - (before.keys() - of_sparse_ffn)
+    assert got - kernels == (of_sparse_ffn - kernels) | added
+    for name in of_sparse_ffn:  # also the kernels, which are properties of its class
+        getattr(module, name)
+    densify(model)
+    assert vars(module).keys() == before.keys()
+
+
 def test_what_is_sparse_reads_the_modules_own_kernels():
     """A gated FFN of fused kernels with 2:4 weights against one with the same ones."""
     model = Model(MODULES["fused"])
