@@ -68,6 +68,12 @@ class Pretrained:
                 f"out"
             )
         path = folder / "config.json"
+        if not path.exists():
+            raise ValueError(
+                f"{folder} is neither a run folder, which has a folder checkpoints, "
+                f"nor a Hugging Face folder, which has a config.json; give one of "
+                f"them, a run also as RUN@STEP with the number of a step"
+            )
         try:
             settings = read_object(path)
         except ValueError as error:

@@ -103,10 +103,17 @@ def sparsify(
             raise ValueError(
                 f"{path} is a SparseFFN already; leave it out of the rules"
             )
-        if not all(isinstance(of, jax.Array) for of in parameters_of(module).values()):
+        values = parameters_of(module).values()
+        if not all(isinstance(of, jax.Array) for of in values):
             raise ValueError(
                 f"{path} has shapes and no weights yet; initialise the model or load "
                 f"its checkpoint first"
+            )
+        if any(isinstance(of, jax.core.Tracer) for of in values):
+            raise ValueError(
+                f"{path} is traced, by jit or another transformation of JAX: whether "
+                f"it is an FFN is found out by its numbers; call sparsify outside of "
+                f"it, on the model that it returns"
             )
         form = _why_shared(path, modules) or form_of(module, call, dtype=dtype)
         if isinstance(form, str):

@@ -147,13 +147,15 @@ def parse[T: RunOptions](
     check_one_beginning(start)
     if start.resume is not None:
         default = settings_in(start.resume, "--resume", "a stopped run")
+        if _is_other_recipe(start.recipe, default):
+            other = default.with_recipe(start.recipe)
+            check_resumable(default, other, start.resume)
     else:
         if branch is not None:
             default = settings_in(branch.folder, "--branch", "the run to branch from")
         else:
             default = PRESETS[start.preset or before_training.default_preset()]()
-        present = None if default.phases.schedule else default.recipe
-        if start.recipe in get_args(RecipeName) and start.recipe != present:
+        if _is_other_recipe(start.recipe, default):
             default = default.with_recipe(start.recipe)
         if start.schedule is not None:
             default = default.with_schedule(read_schedule(start.schedule))
@@ -183,6 +185,12 @@ def parse[T: RunOptions](
         pretrained.check_fits(options.config.model)
         pretrained.check_phases(phases(options.config))
     return options
+
+
+def _is_other_recipe(recipe: str | None, default: TrainConfig) -> bool:
+    """Returns whether a recipe that is given is one, and not that of the settings."""
+    present = None if default.phases.schedule else default.recipe
+    return recipe in get_args(RecipeName) and recipe != present
 
 
 def check_one_beginning(start: argparse.Namespace) -> None:

@@ -31,6 +31,9 @@ _ROWS = lax.RaggedDotDimensionNumbers(
 )
 """(rows, k) times (experts, k, n): each row by the matrix of its expert."""
 
+SLOWER_ON_A_CPU = "XLA's loops over tiles are faster on a CPU"
+"""The reason for which tokamax is not taken there unless it is named."""
+
 
 def matmul(
     rows: Float[Array, "rows k"],
@@ -80,9 +83,11 @@ def outer(
 
 def why_unsupported(spec: GemmSpec) -> str | None:
     """Returns why tokamax does not run a GEMM by expert, or None where it can."""
-    if find_spec("tokamax") is None:
-        return "needs the package tokamax; install sparsejax[tokamax]"
     device = spec.device
+    if find_spec("tokamax") is None:
+        needs = "needs the package tokamax; install sparsejax[tokamax]"
+        slower = device.platform == "cpu"
+        return f"{needs}, though {SLOWER_ON_A_CPU}" if slower else needs
     if device.platform == "cpu":
         return None
     kind = device.kind or device.platform
@@ -109,7 +114,7 @@ def why_not_unasked(spec: GemmSpec) -> str | None:
     """Returns why tokamax is taken only where it is named, or None where it is the
     choice."""
     if spec.device.platform == "cpu":
-        return "XLA's loops over tiles are faster on a CPU"
+        return SLOWER_ON_A_CPU
     if spec.device.is_hopper:
         return "Hopper has kernels of ours"
     return None

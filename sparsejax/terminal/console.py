@@ -152,10 +152,14 @@ def summarise(records: list[dict[str, Any]]) -> None:
     STDOUT.print(table)
 
 
+RECORDS_OF_SPEED = 3
+"""The number of records from which the speed of a phase is told: one alone is noise."""
+
+
 def say_speedup(records: list[dict[str, Any]]) -> None:
     """Prints how much faster the sparse steps of a run were than dense ones of the same
-    model, by the medians of its records; nothing where one of the two is not among
-    them."""
+    model, by the medians of its records; nothing where one of the two has fewer than
+    `RECORDS_OF_SPEED` of them in each of its phases."""
     phases_of: dict[bool, dict[int, list[float]]] = {True: {}, False: {}}
     for record in records:
         if (
@@ -165,6 +169,11 @@ def say_speedup(records: list[dict[str, Any]]) -> None:
         ):
             of = phases_of[record["sparse"]].setdefault(record["phase"], [])
             of.append(record["tokens_per_second"])
+    enough = lambda rates: len(rates) >= RECORDS_OF_SPEED
+    phases_of = {
+        sparse: {phase: rates for phase, rates in of.items() if enough(rates)}
+        for sparse, of in phases_of.items()
+    }
     if not phases_of[True] or not phases_of[False]:
         return
     # The dense phase with the fastest steps: those after sparse ones may be slower.

@@ -182,7 +182,7 @@ def test_weights_that_do_not_belong_are_named(tmp_path):
 
 
 def test_what_is_no_such_folder_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="is no Hugging Face folder"):
+    with pytest.raises(ValueError, match="is neither a run folder, which"):
         Pretrained.read(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="has no checkpoints; give a Hugging Face fol"):

@@ -328,6 +328,8 @@ def test_rules_that_choose_nothing_or_the_wrong_thing_are_refused():
     with pytest.raises(ValueError, match="layers/0 is a SparseFFN already"):
         sparsify(model, ALL)
     assert type(model.layers[1]) is Plain
+    with pytest.raises(ValueError, match="layers/0 is traced, .* outside of it"):
+        nnx.jit(lambda: sparsify(Model(MODULES["two"]), ALL))()
     shapes = nnx.eval_shape(lambda: Model(MODULES["two"]))
     with pytest.raises(ValueError, match="layers/0 has shapes and no weights"):
         sparsify(shapes, ALL)

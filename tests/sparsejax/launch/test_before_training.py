@@ -15,6 +15,7 @@ from sparsejax.config import RecipeConfig
 from sparsejax.config.presets import PRESETS
 from sparsejax.distributed.own_process import Terminated, in_own_process
 from sparsejax.launch import before_training
+from sparsejax.terminal import console
 from sparsejax.training import step_times
 from sparsejax.training.step_times import PhaseTime, StepTimes
 from tests.support.commands import run_train
@@ -144,6 +145,7 @@ def test_the_plan_says_what_is_trained_and_the_end_how_fast_it_was(
     monkeypatch.setattr(
         before_training, "times_of_steps", lambda *_, **__: times_of(step_ms)
     )
+    monkeypatch.setattr(console, "RECORDS_OF_SPEED", 1)
     folder = tmp_path / "run"
     arguments = arguments_of(micro_config(text))
     arguments = [flag for flag in arguments if "keep-slower" not in flag]

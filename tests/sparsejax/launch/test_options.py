@@ -230,6 +230,11 @@ def test_a_resume_has_the_settings_of_its_run(text, tmp_path):
     assert allowed.config == replace(
         config, log_every=7, plot=True, steps=24, mesh=MeshConfig(fsdp=2)
     )
+    assert read_options([*resume, "--recipe", config.recipe]).config == config
+    for recipe in {"weights", "dense", "paper"} - {config.recipe}:
+        message = f"recipe is '{config.recipe}' and cannot become '{recipe}'"
+        with pytest.raises(ValueError, match=message):
+            read_options([*resume, "--recipe", recipe])
 
 
 def test_a_dry_run_says_what_it_read(text, capsys):

@@ -433,8 +433,11 @@ def test_steps_of_a_smaller_model_are_no_measure_of_sparse_ones(capsys):
     small = step | {"d_hidden": 16, "layers": 2}
     dense = step | {"phase": 1, "tokens_per_second": 100.0}
     sparse = step | {"phase": 2, "sparse": True, "tokens_per_second": 150.0}
-    console.say_speedup([small, dense, sparse])
+    records = [small, dense, sparse] * 3
+    console.say_speedup(records)
     assert "dense ones 100: 1.50 times as fast" in capsys.readouterr().out
+    console.say_speedup(records[:-1])
+    assert not capsys.readouterr().out
 
 
 def test_a_branch_says_which_phases_are_dense_as_in_its_trunk(capsys):
