@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import signal
 import tempfile
 
 import jax
@@ -74,6 +75,13 @@ def compiled_programs_are_freed():
     the end of a long run, compiling would crash it."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_is_heeded():
+    """A script that runs the tests in the background has SIGINT ignored, and so would
+    they: those of Ctrl-C would wait for ever."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module")

@@ -113,5 +113,7 @@ def main() -> NoReturn:
     """The entry point of the console script."""
     # Ctrl-C ends it without a traceback. As an exception it could come in a function
     # that JAX calls from the garbage collector, where Python would only print it.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Where a shell has it ignored, as in the background of a script, it stays so.
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     leave(run(sys.argv[1:]))
