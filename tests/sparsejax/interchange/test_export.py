@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from sparsejax.checkpoints import manifest
+from sparsejax.checkpoints.checkpoint_record import FORMAT_VERSION
 from sparsejax.config import PhaseConfig
 from sparsejax.config.schedule import phases
 from sparsejax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
@@ -210,5 +212,7 @@ def test_a_tokenizer_that_has_moved_is_named(uninterrupted, tmp_path):
     values = json.loads(record.read_text())
     values["metadata"]["config"]["data"]["tokenizer"] = "gone/tokenizer.json"
     record.write_text(json.dumps(values))
+    (record.parent / manifest.NAME).unlink()
+    manifest.write(record.parent, FORMAT_VERSION)
     with pytest.raises(ValueError, match=r"gone/tokenizer.json.*--tokenizer"):
         export_run(load_trained_model(copy), tmp_path / "out")
