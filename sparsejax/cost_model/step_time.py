@@ -131,7 +131,7 @@ def predicted_step(
         mesh=mesh,
         rows_of_token=rows_of_token(sparsity, decisions),
         sums_energies=sums_energies(sparsity, decisions),
-        squares=not any(of.spec.squares and of.on_kernels for of in decisions),
+        passes_of_activation=not any(of.squares for of in decisions),
         optimizer=optimizer,
     )
     elementwise = moved / speeds.memory_bytes_per_s
@@ -205,7 +205,7 @@ def _ffn_gemm_seconds(
     executed = decision.executed_share * spec.dense_flops
     if decision.on_sparse_cores:
         executed *= 2 / KernelFactors().two_four
-    if spec.squares and decision.on_kernels:
+    if decision.squares:
         executed *= SQUARES_SLOWER
     gain = FP8_GAIN if spec.fp8 else 1
     narrowest = min(config.d_model, *spec.widths_of_expert)
@@ -239,7 +239,7 @@ def elementwise_bytes(
     mesh: MeshConfig,
     rows_of_token: int,
     sums_energies: bool = False,
-    squares: bool = True,
+    passes_of_activation: bool = True,
     optimizer: OptimizerName = "adamw",
 ) -> int:
     """Returns the bytes that one device reads and writes in a step outside of GEMMs and
@@ -248,8 +248,8 @@ def elementwise_bytes(
     Per token and layer, in elements of the compute dtype: 10 d_model in the forward (a
     residual sum, and a norm that reads twice, for each branch) and 12 in the backward;
     the rotation of queries and keys, 2 each way; the activation, read and written, 2 of
-    its hidden values, and 5 in the backward, which computes it again, unless the GEMMs
-    of a dense FFN write what they have squared (`squares` is False). For an FFN by
+    its hidden values, and 5 in the backward, which computes it again, unless kernels
+    apply it before they write (`passes_of_activation` is False). For an FFN by
     expert, where a token has k rows, (6 k + 2) d_model: the k rows of Y and of dX are
     read and summed, and those of X and of dY are read, and written in the order of the
     experts; and all hidden values once more where the router reads them, or their
@@ -271,7 +271,9 @@ def elementwise_bytes(
     d, element, tensor = config.d_model, element_bytes(config), mesh.tensor
     heads = (config.query_width + config.kv_width) // tensor
     hidden = (2 if config.gated else 1) * config.d_hidden // tensor
-    computed = hidden * sparsity.expert_choices // (sparsity.experts or 1) * squares
+    computed = hidden * sparsity.expert_choices // (sparsity.experts or 1)
+    if not passes_of_activation:
+        computed = 0
     forward = 10 * d + 2 * heads + 2 * computed
     backward = 12 * d + 2 * heads + 5 * computed
     if sparsity.experts:

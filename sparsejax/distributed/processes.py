@@ -171,7 +171,7 @@ def alone_in(folder: Path, *, timeout_seconds: float) -> Iterator[None]:
 def until_stopped(mesh: Mesh) -> Iterator[Callable[[], bool]]:
     """Yields a function that returns whether SIGTERM or SIGINT (Ctrl-C) has arrived;
     all processes of a run call it once per step, and get the same answer. A second
-    SIGINT does what it did before."""
+    SIGINT has the effect that it had before this call."""
     arrived = []
     agree = _Agreement(mesh) if jax.process_count() > 1 else bool
     with stop_signals(arrived.append) as handled:

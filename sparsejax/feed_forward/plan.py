@@ -116,7 +116,7 @@ class FFNPlan:
     def fuses_activation(self) -> bool:
         """Whether the FFN is dense and kernels run GEMMs 1 and 3, which write A and
         dY1; see `passes.dense_on_kernels`."""
-        return self.up.spec.squares and self.up.on_kernels
+        return self.up.squares
 
     @property
     def keeps_rows_of_x(self) -> bool:

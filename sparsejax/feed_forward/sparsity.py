@@ -227,8 +227,8 @@ def check_divisible(d_model: int, d_hidden: int, sparsity: FFNSparsity) -> None:
 
 
 def _check_router(router: Router) -> None:
-    """Raises ValueError where a router asks for what nobody gives it, keeps arrays that
-    nothing would read, or would move arrays that it does not keep."""
+    """Raises ValueError where a router's `reads` is none of `Reads`, and where it keeps
+    arrays that nothing would read, or would move arrays that it does not keep."""
     check_value(f"reads of router={router.name!r}", router.reads, Reads)
     if router.has_state and router.inside:
         raise ValueError(

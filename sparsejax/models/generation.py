@@ -216,8 +216,8 @@ def _check(
 def _check_prompts(
     model: Transformer, prompts: Sequence[Sequence[int] | np.ndarray | jax.Array]
 ) -> None:
-    """Raises ValueError where the model has no embedding for a prompt's ids, or where
-    one has none."""
+    """Raises ValueError for a prompt without tokens, or with ids that are no integers
+    from 0 to the model's vocab_size - 1."""
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise ValueError(
             f"{len(prompts)} prompts, of {[len(prompt) for prompt in prompts]} tokens: "

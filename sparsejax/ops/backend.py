@@ -126,6 +126,12 @@ class Decision:
         return self.backend in registry.names()
 
     @property
+    def squares(self) -> bool:
+        """Whether the GEMM writes its result with the squared ReLU, or the gradient of
+        it, that follows: see `GemmSpec.squares`."""
+        return self.spec.squares and self.on_kernels
+
+    @property
     def kernels(self) -> KernelSet | None:
         """The set of kernels that runs the GEMM; None where no set does."""
         if not self.on_kernels:

@@ -83,7 +83,7 @@ def train(
 
     Every record written to metrics.jsonl is also given to `observe`. On SIGTERM
     or SIGINT (Ctrl-C), to any process of the run, the step is finished and saved, and
-    the function returns; a second SIGINT does what it does elsewhere.
+    the function returns; a second SIGINT has the effect that it had before this call.
 
     With `stop_after_sparse` it also returns once a phase on sparse tensor cores has
     been left for a dense one of `config.new_process_minutes` or more, so that the
