@@ -16,22 +16,25 @@ from sparsejax.models.generation import (
     greedy_sample,
     nucleus,
 )
+from sparsejax.models.transformer import Transformer
 from sparsejax.sparsity.patterns import NM, VNM
 from tests.support.files.exported_models import MODELS, SMALL, some_model
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6]]
 LENGTH = 6
+APPLY = nnx.jit(Transformer.__call__)
 
 
 def recomputed(model, prompt):
     """The most likely tokens, the whole sequence computed anew for each."""
-    whole = np.zeros((1, len(prompt) + LENGTH), np.int32)
+    end = len(prompt) + LENGTH
+    whole = np.zeros((1, max(map(len, PROMPTS)) + LENGTH), np.int32)
     whole[0, : len(prompt)] = prompt
-    for place in range(len(prompt), whole.size):
+    for place in range(len(prompt), end):
         # Causality makes the zeros behind irrelevant, and the program one.
-        logits = model(jnp.asarray(whole), key=jax.random.key(0))
+        logits = APPLY(model, jnp.asarray(whole), key=jax.random.key(0))
         whole[0, place] = np.argmax(logits[0, place - 1])
-    return whole[0, len(prompt) :]
+    return whole[0, len(prompt) : end]
 
 
 CASES = {name: (config, DENSE) for name, config in MODELS.items()} | {
@@ -57,9 +60,8 @@ def test_greedy_sample_repeats_the_most_likely_token(prompt_length):
     model = some_model(SMALL, FFNSparsity(token_sparsity="mvue"))
     seen = [place * 7 % 256 for place in range(prompt_length)]
     sampled = greedy_sample(model, np.array(seen), 8, window=window)
-    apply = nnx.jit(type(model).__call__)
     for token in sampled.tolist():
-        logits = apply(model, jnp.asarray([seen[-window:]]), key=jax.random.key(0))
+        logits = APPLY(model, jnp.asarray([seen[-window:]]), key=jax.random.key(0))
         assert token == int(logits[0, -1].argmax())
         seen.append(token)
 
