@@ -53,16 +53,12 @@ def config_for(text: str, variant: str) -> TrainConfig:
         )
     if variant == "swiglu":
         model = replace(model, activation="swiglu", tie_embeddings=True)
+        model = replace(model, qk_norm=True, head_dim=8)
         config = replace(config, recipe="weights")
     if variant in ("fp8", "experts_fp8"):
         model = replace(model, precision="fp8")
-    if variant == "qkv_bias":
-        model = replace(model, qkv_bias=True)
-    if variant == "qk_norm":
-        model = replace(model, activation="swiglu", qk_norm=True, head_dim=8)
-        config = replace(config, recipe="weights")
     if variant == "reglu2":
-        model = replace(model, activation="reglu2")
+        model = replace(model, activation="reglu2", qkv_bias=True)
     if variant == "skip_blocks":
         config = replace(config, recipe="paper")
         config = with_phases(config, activations=VNM(4, 2, 32), skip_blocks=True)
@@ -117,8 +113,6 @@ GATES_AND_ROUTERS = (
     "learned",
     "swiglu",
     "reglu2",
-    "qkv_bias",
-    "qk_norm",
     "skip_blocks",
 )
 
@@ -161,7 +155,7 @@ def at_stage(config: TrainConfig, stage: int) -> TrainConfig:
         ("two-four", "fsdp", 2),
         ("paper", "all", 2),
         ("experts", "fsdp", 1),
-        # Gated, with an embedding that is the head.
+        # Gated, with an embedding that is the head, and norms of queries and keys.
         ("swiglu", "all", 1),
     ],
 )
