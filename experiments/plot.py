@@ -226,30 +226,39 @@ def _time_axis(
 
 LABEL_HEIGHT = 13
 """The height of a label in points, with what is left free above it."""
+MARK_RADIUS = 3
+"""What the mark of a point takes to each side, in points."""
 LETTER_WIDTH = 6
 """The width that a letter of a label takes at most on average, in points."""
 
 
 def _label_ends(axes: Any, lines_and_texts: Sequence[tuple[Any, str]]) -> None:
-    """Writes each text right of its line's last point, and above the texts that it
-    would else overlap, on a ground that hides what other lines would strike through."""
+    """Writes each text right of its line's last point, and above the texts and the
+    points that it would else hide, on a ground that hides what other lines would strike
+    through."""
     points = 72 / axes.figure.dpi
-    ends = [
-        (*(points * axes.transData.transform(line.get_xydata()[-1])), line, text)
-        for line, text in lines_and_texts
+    lines = {
+        line: points * axes.transData.transform(line.get_xydata())
+        for line, _ in lines_and_texts
+    }
+    # What stands there: from where to where, its height, and what it keeps free.
+    taken: list[tuple[float, float, float, float]] = [
+        (x - MARK_RADIUS, x + MARK_RADIUS, y, LABEL_HEIGHT / 2 + MARK_RADIUS)
+        for marks in lines.values()
+        for x, y in marks
     ]
-    taken: list[tuple[float, float, float]] = []
+    ends = [(*lines[line][-1], line, text) for line, text in lines_and_texts]
     for x, y, line, text in sorted(ends, key=lambda end: end[1]):
-        end, at = x + LETTER_WIDTH * len(text), y
-        for begins, ends_there, height in sorted(taken, key=lambda label: label[2]):
-            beside = end < begins or ends_there < x
-            if not beside and abs(at - height) < LABEL_HEIGHT:
-                at = height + LABEL_HEIGHT
-        taken.append((x, end, at))
+        begin, end, at = x + 2 * MARK_RADIUS, x + LETTER_WIDTH * len(text), y
+        for begins, ends_there, height, free in sorted(taken, key=lambda at: at[2]):
+            beside = end < begins or ends_there < begin
+            if not beside and abs(at - height) < free:
+                at = height + free
+        taken.append((begin, end, at, LABEL_HEIGHT))
         axes.annotate(
             text,
             line.get_xydata()[-1],
-            xytext=(6, at - y),
+            xytext=(2 * MARK_RADIUS, at - y),
             textcoords="offset points",
             color=line.get_color(),
             va="center",

@@ -181,6 +181,22 @@ def test_a_long_label_stands_above_the_end_of_another_line_that_it_would_cover()
     plt.close(figure)
 
 
+def test_a_label_hides_no_point_of_another_line():
+    figure, axes = plt.subplots()
+    axes.set_xlim(0, 2)
+    ends = [
+        axes.plot([at], [height], "o")[0] for at, height in ((0.3, 0.5), (0.5, 0.5))
+    ]
+    axes.set_ylim(0, 1)
+    figure.canvas.draw()
+    _label_ends(axes, list(zip(ends, ["a-label-of-some-length", "b"], strict=True)))
+    figure.canvas.draw()
+    hidden = axes.texts[0].get_window_extent()
+    assert not hidden.contains(*axes.transData.transform((0.5, 0.5)))
+    assert hidden.x0 < axes.transData.transform((0.5, 0.5))[0] < hidden.x1
+    plt.close(figure)
+
+
 def test_a_folder_that_is_no_run_is_named(tmp_path, capsys):
     assert plot.run([str(tmp_path / "nothing")]) == 1
     shown = " ".join(capsys.readouterr().err.split())
