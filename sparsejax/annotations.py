@@ -7,6 +7,7 @@ the branches that know the others. Where a choice is given, it is checked here.
 
 from collections.abc import Mapping
 from functools import cache
+from numbers import Integral
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -43,6 +44,14 @@ def check_fields(settings: Any, section: str = "") -> None:
     """
     for name, annotation in _annotations(type(settings)).items():
         check_value(section + name, getattr(settings, name), annotation)
+
+
+def check_sizes(**sizes: Any) -> None:
+    """Raises ValueError where a size, given by its name, is no integer of at least 1;
+    those of NumPy are integers, True is not."""
+    for name, size in sizes.items():
+        if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name}={size!r} must be an int of at least 1")
 
 
 def fits(value: Any, annotation: Any) -> bool:

@@ -43,7 +43,6 @@ from sparsejax.checkpoints.checkpoint_record import (
 from sparsejax.checkpoints.stored_state import (
     check_fits,
     describe,
-    is_renamed,
     named_leaves,
     rebuild,
     storable,
@@ -345,7 +344,7 @@ class Checkpoints:
         described = {
             present[name]: leaf
             for name, leaf in record["state"].items()
-            if present[name] in leaves or not (part or is_renamed(present[name]))
+            if present[name] in leaves or not (part or present[name] != name)
         }
         check_fits(path, described, leaves)
         stored = {

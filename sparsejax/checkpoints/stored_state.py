@@ -1,5 +1,6 @@
 """A state as a checkpoint stores it: plain arrays by name, each with a description."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +30,28 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
     return named
 
 
-FORMER_ENDINGS = {"['router_state'].value['centres']": "['centres'].value"}
-"""The present ending of a leaf's name, and the ending under which older checkpoints
-store that leaf. An array with a former name whose leaf exists no more is not read."""
+FORMER = {
+    # Before routers kept other arrays than centres.
+    r"(?<!\['router_state'\])\['centres'\]\.value$": (
+        r"['router_state']['centres'].value"
+    ),
+    # When all of the arrays were one variable.
+    r"\['(router_state|observed)'\]\.value\['(\w+)'\]$": r"['\1']['\2'].value",
+}
+"""The ends of names under which older checkpoints store a leaf, as regular expressions,
+and the end that the name has now. An array with a former name whose leaf exists no more
+is not read."""
 
 
 def with_present_names(saved: dict[str, Any]) -> dict[str, str]:
     """Returns, for the name of each saved leaf, the name that the leaf has now."""
-    present = {former: now for now, former in FORMER_ENDINGS.items()}
 
-    def renamed(name: str) -> str:
-        for former, now in present.items():
-            if name.endswith(former):
-                return name.removesuffix(former) + now
+    def present(name: str) -> str:
+        for former, now in FORMER.items():
+            name = re.sub(former, now, name)
         return name
 
-    return {name: renamed(name) for name in saved}
-
-
-def is_renamed(name: str) -> bool:
-    """Returns whether older checkpoints store the leaf `name` under another name."""
-    return any(name.endswith(ending) for ending in FORMER_ENDINGS)
+    return {name: present(name) for name in saved}
 
 
 def describe(name: str, leaf: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device import Device
+from sparsejax.annotations import check_sizes, check_value
 from sparsejax.distributed.mesh import BATCH, constrain, gathered
 from sparsejax.dtypes import Precision
 from sparsejax.explicit_axes import inside_automatic_axes
@@ -139,16 +140,21 @@ class Attention(nnx.Module):
             heads; None for one device.
           rngs: random streams; `params` is drawn from.
         Raises:
-          ValueError: `heads` does not divide d_model, `kv_heads` does not divide
+          ValueError: a size is no integer of at least 1, `rngs` are no random streams,
+            `heads` does not divide d_model, `kv_heads` does not divide
             `heads`, the groups do not divide the widths, or block-diagonal weights are
             to be in 8-bit floats.
         """
-        self.heads = heads
-        self.kv_heads = heads if kv_heads is None else kv_heads
+        kv_heads = heads if kv_heads is None else kv_heads
+        check_sizes(d_model=d_model, heads=heads, kv_heads=kv_heads)
+        if head_dim is not None:
+            check_sizes(head_dim=head_dim)
+        check_value("rngs", rngs, nnx.Rngs)
+        self.heads, self.kv_heads = heads, kv_heads
         shares = head_dim is None and d_model % heads
-        if shares or self.heads % self.kv_heads:
+        if shares or heads % kv_heads:
             raise ValueError(
-                f"d_model={d_model}, heads={heads}, kv_heads={self.kv_heads}: d_model "
+                f"d_model={d_model}, heads={heads}, kv_heads={kv_heads}: d_model "
                 f"must be a multiple of heads, unless there is a head_dim, and heads "
                 f"one of kv_heads"
             )

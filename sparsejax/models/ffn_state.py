@@ -1,6 +1,6 @@
 """The state of layers that is not trained, a Flax NNX variable for each kind."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,8 +8,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from sparsejax.feed_forward.experts.observed import Observed
-from sparsejax.routing.routers import State
 from sparsejax.sparsity.masks import soft_threshold_scale
 
 
@@ -18,12 +16,12 @@ class SoftThresholdScale(nnx.Variable[jax.Array]):
     state, not trained."""
 
 
-class RouterState(nnx.Variable[State]):
-    """The arrays that a router keeps, by name: state that is not trained."""
+class RouterState(nnx.Variable[jax.Array]):
+    """An array that a router keeps: state that is not trained."""
 
 
-class ObservedState(nnx.Variable[Observed]):
-    """The arrays that training steps observe, by name: state that is not trained."""
+class ObservedState(nnx.Variable[jax.Array]):
+    """An array that training steps observe: state that is not trained."""
 
 
 class WeightsAsRead(nnx.Variable[Any]):
@@ -34,6 +32,24 @@ class WeightsAsRead(nnx.Variable[Any]):
 class EmbeddingAsHead(nnx.Variable[jax.Array]):
     """The embedding as the head of a tied model reads it, with a gradient of its own:
     see `micro_batches`."""
+
+
+def variables(
+    kind: type[nnx.Variable[jax.Array]], arrays: Mapping[str, jax.Array]
+) -> nnx.Dict:
+    """Returns arrays as variables of one kind, by the same names."""
+    return nnx.Dict({name: kind(array) for name, array in arrays.items()})
+
+
+def arrays_of(kept: nnx.Dict) -> dict[str, jax.Array]:
+    """Returns the arrays of such variables, by their names."""
+    return {name: kept[name][...] for name in kept}
+
+
+def set_arrays(kept: nnx.Dict, arrays: Mapping[str, jax.Array]) -> None:
+    """Gives such variables other arrays, in place."""
+    for name, array in arrays.items():
+        kept[name].set_value(array)
 
 
 def soft_threshold_scales(

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
-from sparsejax.annotations import check_value
+from sparsejax.annotations import check_sizes, check_value
 from sparsejax.distributed.mesh import constrain
 from sparsejax.dtypes import Precision, check_compute_dtype
 from sparsejax.explicit_axes import (
@@ -43,9 +43,12 @@ from sparsejax.models.ffn_state import (
     RouterState,
     SoftThresholdScale,
     WeightsAsRead,
+    arrays_of,
+    set_arrays,
     soft_threshold_scales,
+    variables,
 )
-from sparsejax.models.initializers import fan_in_normal
+from sparsejax.models.initializers import initial_weight
 from sparsejax.models.neuron_axes import NEURON_AXES, NeuronAxis
 from sparsejax.ops.backend import Backend
 from sparsejax.routing.clusters import balanced_clusters, contiguous_order
@@ -109,11 +112,14 @@ class SparseFFN(nnx.Module):
           layout: how the FFN lies on a mesh of several devices; None on one device.
           rngs: random streams; `params` is drawn from.
         Raises:
-          ValueError: an argument is none of its choices, the groups do not divide the
-            widths, or the sparsity does not fit: `check`.
+          ValueError: an argument is none of its choices, a width is no integer of at
+            least 1, the groups do not divide the widths, or the sparsity does not fit:
+            `check`.
         """
         check_value("activation", activation, ActivationName)
         check_value("backend", backend, Backend | None)
+        check_sizes(d_model=d_model, d_hidden=d_hidden)
+        check_value("rngs", rngs, nnx.Rngs)
         check_groups(groups, precision, d_model, {"d_hidden": d_hidden})
         self.d_model = d_model
         self.d_hidden = d_hidden
@@ -126,16 +132,8 @@ class SparseFFN(nnx.Module):
         self.layout = layout
 
         def kernel(d_in: int, d_out: int, scale: float = 1.0) -> nnx.Param:
-            key, shape = rngs.params(), (d_in, d_out)
-            if kernel_init is None:
-                weight = fan_in_normal(key, shape, scale, groups=groups)
-                return nnx.Param(weight.astype(param_dtype))
-            if groups == 1:
-                return nnx.Param(kernel_init(key, shape, param_dtype) * scale)
-            block = d_in // groups, d_out // groups
-            of_block = lambda key: kernel_init(key, block, param_dtype)
-            blocks = jax.vmap(of_block)(jax.random.split(key, groups))
-            return nnx.Param(blocks * scale)
+            how = {"kernel_init": kernel_init, "dtype": param_dtype, "groups": groups}
+            return nnx.Param(initial_weight(rngs.params(), (d_in, d_out), scale, **how))
 
         self.w_up = kernel(d_model, d_hidden)
         self.w_down = kernel(d_hidden, d_model, down_scale)
@@ -143,10 +141,10 @@ class SparseFFN(nnx.Module):
             kernel(d_model, d_hidden) if activation != "relu2" else None
         )
         self.scales = SoftThresholdScale(self._scales())
-        self.router_state: RouterState | None = nnx.data(None)
+        self.router_state: nnx.Dict | None = nnx.data(None)
         # Only in the copies of a model that `micro_batches` makes and drops.
         self.as_read: WeightsAsRead | None = nnx.data(None)
-        self.observed: ObservedState | None = nnx.data(None)
+        self.observed: nnx.Dict | None = nnx.data(None)
         # Only there as well: the share of an optimiser step that a call is.
         self.share_of_step: float | None = None
         self.sparsity = DENSE
@@ -206,7 +204,7 @@ class SparseFFN(nnx.Module):
             shared["activation"] = self.activation
             out = gated_ffn(tokens, self.w_gate[...], w_up, w_down, **shared)
             return out.reshape(x.shape)
-        observed = {} if self.observed is None else self.observed.get_value()
+        observed = {} if self.observed is None else arrays_of(self.observed)
         sample = None
         if self.is_observing and tokens.size:
             how = self.sparsity, expert_index, observed
@@ -228,15 +226,14 @@ class SparseFFN(nnx.Module):
         """Moves what training steps observe by some tokens of a call."""
         assert self.share_of_step is not None
         if self.observed is not None:
-            kept = self.observed.get_value()
+            kept = arrays_of(self.observed)
             after = moved(self.sparsity, kept, sample, self.share_of_step)
-            self.observed.set_value(after)
+            set_arrays(self.observed, after)
         if self.sparsity.learns:
             assert self.router_state is not None
-            state = self.router_state.get_value()
+            state = arrays_of(self.router_state)
             seen = sample.x, sample.energies, self.share_of_step
-            state = self.sparsity.router.learn(state, *seen)
-            self.router_state.set_value(dict(state))
+            set_arrays(self.router_state, self.sparsity.router.learn(state, *seen))
 
     def dense_form(self, weight: nnx.Param) -> Float[Array, "d_in d_out"]:
         """Returns one of the weights into the hidden layer, whole where it is stored as
@@ -273,7 +270,7 @@ class SparseFFN(nnx.Module):
             read,
             experts=experts,
             experts_per_token=self.sparsity.expert_choices,
-            state=NO_STATE if state is None else state.get_value(),
+            state=NO_STATE if state is None else arrays_of(state),
             threshold=self.energy_threshold,
         )
 
@@ -283,7 +280,7 @@ class SparseFFN(nnx.Module):
         token uses as many."""
         if self.observed is None or self.sparsity.most_experts_per_token is None:
             return None
-        return self.observed.get_value()["energy_threshold"]
+        return self.observed["energy_threshold"][...]
 
     def check(self, sparsity: FFNSparsity) -> None:
         """Raises ValueError where groups or experts do not divide the widths, where a
@@ -328,12 +325,12 @@ class SparseFFN(nnx.Module):
             w = self.into_hidden[0][...]
             of_layers = first if w.ndim == 2 else jax.vmap(first)
             state = automatically(of_layers, w, out=PartitionSpec())
-            self.router_state = RouterState(state)
+            self.router_state = variables(RouterState, state)
         if experts is None or not sparsity.observes:
             self.observed = self.observed if keep_router_state else None
         elif (before.experts, before.observes) != (experts, sparsity.observes):
             layers = self.w_up[...].shape[:-2]
-            self.observed = ObservedState(initial(sparsity, layers))
+            self.observed = variables(ObservedState, initial(sparsity, layers))
 
     def weights_as_read(self, *, whole: bool = False) -> PackedFFN | None:
         """Returns the weights as the calls read them, made from the present masters and
@@ -421,7 +418,7 @@ class SparseFFN(nnx.Module):
         for weight, renumbered in zip(self.into_hidden, into, strict=True):
             weight[...] = renumbered
         if self.router_state is not None:
-            self.router_state.set_value(state)
+            set_arrays(self.router_state, state)
         return order
 
     @property

@@ -94,18 +94,49 @@ class Variable(NamedTuple):
     value: Any
 
 
-def test_centres_are_found_under_the_name_that_older_checkpoints_gave_them(tmp_path):
-    centres = jnp.arange(6.0).reshape(2, 3)
+def kept(**arrays):
+    return {name: Variable(array) for name, array in arrays.items()}
+
+
+CENTRES, STRENGTH = jnp.arange(6.0).reshape(2, 3), jnp.ones(4)
+NOW = {
+    "w": jnp.ones(2),
+    "router_state": kept(centres=CENTRES),
+    "observed": kept(penalty_strength=STRENGTH, energy_threshold=2 * STRENGTH),
+}
+ONE_VARIABLE = {
+    name: state if name == "w" else Variable({k: v.value for k, v in state.items()})
+    for name, state in NOW.items()
+}
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        NOW,
+        ONE_VARIABLE,
+        {"centres": Variable(CENTRES), "observed": NOW["observed"], "w": NOW["w"]},
+    ],
+)
+def test_what_layers_keep_is_found_under_the_names_of_older_checkpoints(
+    saved, tmp_path
+):
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, {"w": jnp.ones(2), "centres": Variable(centres)})
-    now = {"w": jnp.ones(2), "router_state": Variable({"centres": centres})}
-    assert_same(Checkpoints(tmp_path).restore(template=now).state, now)
-    # A router that keeps none has no use for them.
-    without = {"w": jnp.ones(2)}
-    assert_same(Checkpoints(tmp_path).restore(template=without).state, without)
+        checkpoints.save(1, saved)
+    assert_same(Checkpoints(tmp_path).restore(template=NOW).state, NOW)
     with pytest.raises(ValueError, match=r"centres'\].* has float32 \(2, 3\)"):
-        other = {"w": jnp.ones(2), "router_state": Variable({"centres": centres.T})}
+        other = NOW | {"router_state": kept(centres=CENTRES.T)}
         Checkpoints(tmp_path).restore(template=other)
+
+
+def test_centres_of_old_are_not_read_where_a_router_keeps_none(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(2), "centres": Variable(CENTRES)})
+        checkpoints.save(2, NOW)
+    without = {"w": jnp.ones(2)}
+    assert_same(Checkpoints(tmp_path).restore(1, template=without).state, without)
+    with pytest.raises(ValueError, match="the template nothing"):
+        Checkpoints(tmp_path).restore(2, template=without)
 
 
 @pytest.mark.parametrize("state", [{}, None, {"a": None, "b": ()}])

@@ -131,6 +131,19 @@ def test_attention_refuses_uneven_heads():
         Attention(16, 4, kv_heads=3, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.parametrize("size", [0, -4, 4.0, "4", True])
+@pytest.mark.parametrize("name", ["d_model", "heads", "kv_heads", "head_dim"])
+def test_attention_refuses_a_size_that_is_none(name, size):
+    sizes = {"d_model": 16, "heads": 4} | {name: size}
+    with pytest.raises(ValueError, match=f"^{name}={size!r} must be an int of at leas"):
+        Attention(**sizes, rngs=nnx.Rngs(0))
+
+
+def test_attention_refuses_what_are_no_random_streams():
+    with pytest.raises(ValueError, match="rngs=0 must be of type Rngs"):
+        Attention(16, 4, rngs=0)
+
+
 @pytest.mark.parametrize(
     ("platform", "capability", "dtype", "head_dim", "expected", "reason"),
     [

@@ -166,6 +166,29 @@ def test_a_choice_that_is_none_is_refused_where_it_is_given(choice):
         SparseFFN(D, F, rngs=nnx.Rngs(0), **choice)
 
 
+@pytest.mark.parametrize("width", [0, -16, 16.0, "16", True, None])
+@pytest.mark.parametrize("name", ["d_model", "d_hidden"])
+def test_a_width_that_is_none_is_refused(name, width):
+    widths = {"d_model": D, "d_hidden": F} | {name: width}
+    with pytest.raises(
+        ValueError, match=f"^{name}={width!r} must be an int of at leas"
+    ):
+        SparseFFN(**widths, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    "rngs", [0, None, jax.random.key(0)], ids=["int", "none", "key"]
+)
+def test_random_streams_that_are_none_are_refused(rngs):
+    with pytest.raises(ValueError, match=r"(?s)rngs=.* must be of type Rngs"):
+        SparseFFN(D, F, rngs=rngs)
+
+
+def test_widths_may_be_integers_of_numpy():
+    widths = np.array([D, F])
+    assert SparseFFN(*widths, rngs=nnx.Rngs(0))(normal(2, D)).shape == (2, D)
+
+
 def test_hash_router_needs_token_ids():
     sparsity = FFNSparsity(activations=VNM(4, 2, 16), router=TokenHash())
     layer = SparseFFN(D, F, sparsity=sparsity, rngs=nnx.Rngs(0))
@@ -191,7 +214,7 @@ def test_centres_appear_stay_and_go_with_the_experts():
         np.linalg.norm(first.router_state["centres"], axis=-1), np.ones(4), rtol=1e-5
     )
     first.cluster()
-    clustered = first.router_state["centres"]
+    clustered = first.router_state["centres"][...]
     first.compute_as(FFNSparsity(activations=VNM(8, 2, 16), experts_per_token=2))
     np.testing.assert_array_equal(first.router_state["centres"], clustered)
     first.compute_as(FFNSparsity(activations=VNM(4, 2, 8)))
@@ -203,6 +226,33 @@ def test_centres_appear_stay_and_go_with_the_experts():
     assert first.router_state["centres"].shape == (2, D)
     first.compute_as(TWO_FOUR)
     assert first.router_state is None
+
+
+OBSERVED = FFNSparsity(
+    activations=VNM(4, 4, 16),
+    router="activation_energy",
+    most_experts_per_token=2,
+    skipped_energy=0.05,
+)
+
+
+@pytest.mark.parametrize("sparsity", [DENSE, VENOM, OBSERVED], ids=str)
+def test_the_state_goes_through_a_pure_dictionary(sparsity):
+    """As in Flax's guide to checkpoints: arrays by names in dictionaries, and back."""
+    layer, other = (
+        SparseFFN(D, F, sparsity=sparsity, rngs=nnx.Rngs(seed)) for seed in (0, 1)
+    )
+    for name in layer.observed or ():
+        layer.observed[name].set_value(layer.observed[name] + 0.5)
+    arrays = nnx.to_pure_dict(nnx.state(layer))
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(arrays))
+    graph, state = nnx.split(other)
+    nnx.replace_by_pure_dict(state, arrays)
+    chex.assert_trees_all_equal(nnx.state(nnx.merge(graph, state)), nnx.state(layer))
+    kept = {"router_state": VENOM, "observed": OBSERVED}
+    assert {name for name in kept if name in arrays} == {
+        name for name, of in kept.items() if of == sparsity
+    }
 
 
 def test_a_static_quarter_is_an_ffn_of_a_quarter_of_the_neurons_and_no_others_learn():

@@ -11,6 +11,7 @@ from rich.console import Console
 from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.command.train import read_options
 from sparsejax.config.config_file import from_json, to_json
+from sparsejax.models.ffn_state import arrays_of
 from sparsejax.reports.metrics import ffn_decisions, router_seconds
 from sparsejax.routing import named_routers
 from sparsejax.routing.routers import Router, State
@@ -97,12 +98,12 @@ def test_a_run_with_it_trains_clusters_and_saves_what_it_keeps(config, tmp_path)
     with Checkpoints(folder / "checkpoints") as kept:
         restored = kept.restore(12, template=run.template(sparse))
     ffn = run.model(restored.state, sparse).blocks.ffn
-    state = ffn.router_state.get_value()
+    state = arrays_of(ffn.router_state)
     assert {name: array.shape for name, array in state.items()} == {
         "weights": (2, 4, 16),
         "bias": (2, 4),
     }
-    trained = outcome.model.blocks.ffn.router_state.get_value()
+    trained = arrays_of(outcome.model.blocks.ffn.router_state)
     for name, array in state.items():
         assert np.isfinite(array).all()
         np.testing.assert_array_equal(array, trained[name])

@@ -11,6 +11,7 @@ from flax import nnx
 from sparsejax.config import Interleaved, PhaseConfig, RecipeConfig, TrainConfig
 from sparsejax.feed_forward.experts.observed import Sample, initial, moved, sampled
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
+from sparsejax.models.ffn_state import arrays_of
 from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import NM, VNM
@@ -114,7 +115,7 @@ def test_the_router_learns_in_a_run_and_elsewhere_stays(text, micro_batches):
     state = run.initial_state(learned)
 
     def kept(state):
-        return dict(state.buffers.blocks.ffn.router_state.get_value())
+        return arrays_of(state.buffers.blocks.ffn.router_state)
 
     before = jax.device_get(kept(state))
     run.validate(state, learned)
@@ -157,7 +158,7 @@ def stepped(config, sparsity=OBSERVED):
 def kept_in(state):
     return {
         name: np.asarray(value)
-        for name, value in state.buffers.blocks.ffn.observed.get_value().items()
+        for name, value in arrays_of(state.buffers.blocks.ffn.observed).items()
     }
 
 
@@ -198,9 +199,7 @@ def test_a_run_reports_how_many_experts_its_tokens_use(text):
     tokens = run.sample_of_validation(tokens=64)
     means = {}
     for threshold in (1.0, 1e-6):
-        values = dict(kept.get_value())
-        values["energy_threshold"] = jnp.full(2, threshold)
-        kept.set_value(values)
+        kept["energy_threshold"].set_value(jnp.full(2, threshold))
         report = run.statistics(model, tokens)
         means[threshold] = report["tokens_per_expert"].sum(axis=1) / tokens.size
         density = np.asarray(report["density"]) / np.asarray(report["natural_density"])
