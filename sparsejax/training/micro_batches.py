@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import PyTree
 
 from sparsejax.models.attention import Attention
 from sparsejax.models.ffn_state import EmbeddingAsHead, WeightsAsRead
@@ -34,13 +34,14 @@ type Place = Callable[[tuple, jax.Array], jax.Array]
 
 
 def loss_and_gradient(
-    loss_of: Callable[..., Float[Array, ""]],
+    loss_of: Callable[..., Any],
     model: nnx.Module,
     *batches: PyTree,
+    has_aux: bool = False,
     place: Place = lambda path, gradient: gradient,
     place_sum: Place | None = None,
     whole: bool = False,
-) -> tuple[Float[Array, ""], nnx.State]:
+) -> tuple[Any, nnx.State]:
     """Returns the mean loss over micro-batches, and its gradient by the model's
     `nnx.Param`s.
 
@@ -53,11 +54,13 @@ def loss_and_gradient(
     `nnx.jit` and outside of any.
 
     Args:
-      loss_of: called with the model and one micro-batch. It reads the weights and must
-        not assign to them: a layer may read what was made of them before.
+      loss_of: called with the model and one micro-batch, returns its loss, a scalar. It
+        reads the weights and must not assign to them: a layer may read what was made of
+        them before.
       model: any module, with `SparseFFN`s or without.
       batches: pytrees of arrays whose leading axis is n, the number of micro-batches,
         as keys made by `jax.random.split(key, n)`.
+      has_aux: whether `loss_of` returns a pair, the loss and a pytree of other arrays.
       place: says how gradients lie on a mesh while they are added up. It is called with
         the path of a parameter and with an array of its gradient, and returns that
         array, under a constraint such as `jax.lax.with_sharding_constraint`. Without a
@@ -71,9 +74,13 @@ def loss_and_gradient(
         `FFNLayout.stored`, and held by each device. Else they are gathered in each
         micro-batch where they are read, as all others are.
     Returns:
-      the loss, and the gradient as `nnx.Optimizer.update` takes it.
+      the loss, and the gradient as `nnx.Optimizer.update` takes it. With `has_aux` the
+      pair of the loss and the other arrays takes the place of the loss; they are those
+      of all micro-batches, stacked along a leading axis.
     Raises:
       ValueError: no batch is given, or their leading axes differ or are empty.
+      TypeError: `loss_of` returns what is no scalar, or a pair without `has_aux`, or no
+        pair with it.
     """
     count = _leading_size(batches)
     reading = nnx.clone(model)
@@ -98,29 +105,41 @@ def loss_and_gradient(
         of_layers, heads = parts
         read = layers.read_whole(params, of_layers)
         model = nnx.merge(graph, read, heads, as_read, rest, copy=True)
-        loss = loss_of(model, *batch)
-        return loss, nnx.state(model, kept)
+        loss, aux = _loss_and_aux(loss_of(model, *batch), has_aux)
+        return loss, (aux, nnx.state(model, kept))
 
     placed = partial(_placed, place)
 
     def accumulate(carry, batch):
         total, rest = carry
-        (loss, rest), (gradient, heads) = jax.value_and_grad(
+        (loss, (aux, rest)), (gradient, heads) = jax.value_and_grad(
             loss_and_rest, has_aux=True
         )(parts, rest, batch)
         total, sums = total
         sums = jax.tree.map(jnp.add, sums, placed((gradient, heads)))
-        return ((total + loss, placed(sums)), rest), None
+        return ((total + loss, placed(sums)), rest), aux
 
     zeros = (jnp.zeros(()), placed(jax.tree.map(jnp.zeros_like, parts)))
-    (total, rest), _ = jax.lax.scan(
+    (total, rest), aux = jax.lax.scan(
         accumulate, (zeros, rest), batches, unroll=count == 1
     )
     nnx.update(model, rest)
     # Here once more, or the loop would have its sums lie as `place_sum` says.
     total = total[0], _placed(place_sum or place, placed(total[1]))
     loss, (gradient, heads) = jax.tree.map(lambda x: x / count, total)
-    return loss, _with_heads(layers.together(gradient), heads)
+    found = (loss, aux) if has_aux else loss
+    return found, _with_heads(layers.together(gradient), heads)
+
+
+def _loss_and_aux(found: Any, has_aux: bool) -> tuple[Any, Any]:
+    """Returns the loss and what came with it, of what a function of the loss returned;
+    None where nothing may come with it."""
+    if isinstance(found, tuple) != has_aux or (has_aux and len(found) != 2):
+        raise TypeError(
+            f"loss_of returned {type(found).__name__} with has_aux={has_aux}; return "
+            f"the loss alone, or the pair (loss, other arrays) with has_aux=True"
+        )
+    return found if has_aux else (found, None)
 
 
 def _placed(place: Place, states: tuple[PyTree, ...]) -> tuple[PyTree, ...]:

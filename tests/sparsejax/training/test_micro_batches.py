@@ -289,6 +289,33 @@ def test_other_state_goes_from_one_micro_batch_to_the_next(jitted):
     np.testing.assert_allclose(model(x[0]), alone(x[0]), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_other_arrays_come_back_from_every_micro_batch(count, jitted):
+    layer, x = SparseFFN(D, F, sparsity=WEIGHTS, rngs=nnx.Rngs(0)), normal(count, 8, D)
+
+    def with_output(layer, x):
+        y = layer(x)
+        return mean_square(layer, x), {"y": y, "largest": jnp.max(jnp.abs(y))}
+
+    run = partial(loss_and_gradient, with_output, has_aux=True)
+    (loss, aux), gradient = (nnx.jit(run) if jitted else run)(layer, x)
+    expected = loss_and_gradient(mean_square, layer, x)
+    chex.assert_trees_all_close((loss, gradient), expected, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(aux["y"], layer(x), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(aux["largest"], jnp.abs(aux["y"]).max((1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("returned", "has_aux"), [((1.0, 2.0), False), (1.0, True), ((1.0, 2.0, 3.0), True)]
+)
+def test_a_pair_and_has_aux_belong_together(returned, has_aux):
+    layer = SparseFFN(D, F, rngs=nnx.Rngs(0))
+    of = lambda layer, x: jax.tree.map(lambda value: value * jnp.sum(x), returned)
+    with pytest.raises(TypeError, match=rf"has_aux={has_aux}; return the loss alone"):
+        loss_and_gradient(of, layer, normal(2, 8, D), has_aux=has_aux)
+
+
 def test_a_switch_changes_what_the_next_call_packs():
     layer = SparseFFN(D, F, rngs=nnx.Rngs(0))
     x = normal(2, 8, D)
