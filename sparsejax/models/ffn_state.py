@@ -47,7 +47,16 @@ def arrays_of(kept: nnx.Dict) -> dict[str, jax.Array]:
 
 
 def set_arrays(kept: nnx.Dict, arrays: Mapping[str, jax.Array]) -> None:
-    """Gives such variables other arrays, in place."""
+    """Gives such variables other arrays, in place.
+
+    Raises:
+      ValueError: the arrays have other names than the variables.
+    """
+    if set(arrays) != set(kept):
+        raise ValueError(
+            f"arrays {sorted(arrays)} cannot take the place of {sorted(kept)}; a "
+            f"router keeps arrays of the same names from its `initial_state` on"
+        )
     for name, array in arrays.items():
         kept[name].set_value(array)
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.sparse_ffn import SparseFFN, sparse_ffns
-from sparsejax.routing.routers import SameExperts, TokenHash
+from sparsejax.routing.routers import NearestCentre, SameExperts, TokenHash
 from sparsejax.sparsity.compressed import decompress
 from sparsejax.sparsity.masks import magnitude_mask
 from sparsejax.sparsity.patterns import NM, VNM
@@ -226,6 +226,22 @@ def test_centres_appear_stay_and_go_with_the_experts():
     assert first.router_state["centres"].shape == (2, D)
     first.compute_as(TWO_FOUR)
     assert first.router_state is None
+
+
+class Renames(NearestCentre):
+    """A router that after a clustering keeps an array of another name."""
+
+    name = "renames"
+
+    def clustered_state(self, w_up, centres):
+        return {"centroids": centres}
+
+
+def test_arrays_of_other_names_are_refused():
+    sparsity = FFNSparsity(activations=VNM(4, 2, 16), router=Renames())
+    layer = SparseFFN(D, F, sparsity=sparsity, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"\['centroids'\] cannot .* \['centres'\]"):
+        layer.cluster()
 
 
 OBSERVED = FFNSparsity(
