@@ -375,7 +375,8 @@ class SparseFFN(nnx.Module):
         Returns:
           order, int32; (layers, d_hidden) if the layers are stacked.
         Raises:
-          ValueError: the activation pattern is not V:N:M.
+          ValueError: the activation pattern is not V:N:M, or the router renames the
+            arrays that it keeps. Nothing has been changed then.
         """
         experts, router = self.sparsity.experts, self.sparsity.router
         if experts is None:
@@ -414,11 +415,13 @@ class SparseFFN(nnx.Module):
         lie = [spec_of(w) for w in weights[0]], spec_of(weights[1])
         whole = PartitionSpec()
         found = automatically(by_layer, weights, out=(whole, whole, *lie))
-        order, state, into, self.w_down[...] = found
-        for weight, renumbered in zip(self.into_hidden, into, strict=True):
-            weight[...] = renumbered
+        order, state, into, w_down = found
+        # First, for it may refuse them.
         if self.router_state is not None:
             set_arrays(self.router_state, state)
+        self.w_down[...] = w_down
+        for weight, renumbered in zip(self.into_hidden, into, strict=True):
+            weight[...] = renumbered
         return order
 
     @property

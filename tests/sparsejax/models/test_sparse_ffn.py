@@ -240,8 +240,10 @@ class Renames(NearestCentre):
 def test_arrays_of_other_names_are_refused():
     sparsity = FFNSparsity(activations=VNM(4, 2, 16), router=Renames())
     layer = SparseFFN(D, F, sparsity=sparsity, rngs=nnx.Rngs(0))
+    before = jax.tree.map(jnp.copy, nnx.state(layer))
     with pytest.raises(ValueError, match=r"\['centroids'\] cannot .* \['centres'\]"):
         layer.cluster()
+    chex.assert_trees_all_equal(nnx.state(layer), before)
 
 
 OBSERVED = FFNSparsity(
