@@ -14,6 +14,8 @@ arm and each of its lengths D:
     D_eq        the tokens after which the dense model has the same loss
     R_tokens    D / D_eq
     R           seconds of the arm to its loss / seconds of the dense model to that loss
+    R_at_most   seconds of the arm / seconds of the longest dense run, where the arm
+                ended below it: what R is less than without any curve
     R_wall      the same of all wall-clock seconds of the runs
     R_best      R, but over the dense arm, of whatever size, that needs the fewest
                 seconds to that loss (`comparing/dense_rivals.py`); only the least that
@@ -179,7 +181,7 @@ def table_of(rows: Sequence[Row], reference: str) -> Table:
             f"{row.loss:.4f}",
             equal,
             with_interval(row.R_tokens, row.R_tokens_low, row.R_tokens_high),
-            with_interval(row.R, row.R_low, row.R_high),
+            seconds_ratio(row),
             "measured" if row.measured else f"{row.speed_from or ''}{speed}",
             with_interval(row.R_wall, row.R_wall_low, row.R_wall_high),
             over_best(row),
@@ -188,6 +190,13 @@ def table_of(rows: Sequence[Row], reference: str) -> Table:
         )
     table.caption = "* outside the lengths of the dense runs"
     return table
+
+
+def seconds_ratio(row: Row) -> str:
+    """Returns R as the table has it, with what it is at most where that is known."""
+    ratio = with_interval(row.R, row.R_low, row.R_high)
+    bound = "" if row.R_at_most is None else f"\nat most {row.R_at_most:.3f}"
+    return f"{ratio}{bound}"
 
 
 def over_best(row: Row) -> str:

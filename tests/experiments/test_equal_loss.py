@@ -120,6 +120,33 @@ def test_a_dense_arm_of_one_length_below_a_loss_leaves_only_a_bound(tmp_path, ca
     assert not rows["deep", 300]["best_is_least"]
 
 
+def test_an_arm_below_the_longest_dense_run_has_a_bound_without_any_curve(
+    tmp_path, capsys
+):
+    longest = max(BUDGETS)
+    of = {
+        "above": loss(tokens_of(longest)) + 0.001,
+        "below": 0.9 * loss(tokens_of(longest)),
+    }
+    rows = rows_of(
+        tmp_path,
+        [
+            *dense_runs(),
+            *(
+                Synthetic(
+                    name=name, config=sparse_config(300, 0.8), loss=value, seconds=21.0
+                )
+                for name, value in of.items()
+            ),
+        ],
+    )
+    # Of the dense model a step takes 0.1 seconds.
+    assert rows["below", 300]["R_at_most"] == pytest.approx(21 / (0.1 * longest))
+    assert rows["above", 300]["R_at_most"] is None
+    assert rows["dense", longest]["R_at_most"] is None
+    assert "at most" in capsys.readouterr().out
+
+
 def test_runs_that_shared_a_device_measure_nothing(tmp_path):
     sparse = Synthetic(
         name="sparse",
