@@ -220,7 +220,7 @@ def rows_of(
     has_spread = any(len(of) > 1 for of in groups.values())
     lengths = [tokens for _, tokens in dense]
     longest = (reference, max(lengths))
-    cost_of_longest = (costs[longest][0] or 1.0) * longest[1]
+    of_longest, _ = costs[longest]
     rows = []
     for key in (*dense, *(key for key in groups if key not in dense)):
         (arm, tokens), of = key, groups[key]
@@ -234,8 +234,10 @@ def rows_of(
         spread_of_best = has_spread and not is_least
         of_wall = wall_ratios(of, dense_runs, equal)
         bound: float | None = None
-        if relative is not None and np.mean(losses[key] < losses[longest]) >= 0.95:
-            bound = float(np.ravel(relative)[0]) * tokens / cost_of_longest
+        is_below = np.mean(losses[key] < losses[longest]) >= 0.95
+        if is_below and relative is not None and of_longest is not None:
+            in_costs = np.ravel(relative)[0] / np.ravel(of_longest)[0]
+            bound = float(in_costs * tokens / longest[1])
         reached = bool(np.isfinite(equal[0]))
         dense_flops, sparse_flops = mean_flop_shares(of, model)
         speed = speeds.get(arm)
