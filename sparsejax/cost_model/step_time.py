@@ -20,7 +20,7 @@ from sparsejax.cost_model.hardware import (
 from sparsejax.cost_model.memory import memory_bytes
 from sparsejax.cost_model.parameters import parameter_count
 from sparsejax.cost_model.speed import LOWER_CLOCK, KernelFactors, flops_per_token
-from sparsejax.feed_forward.experts.observed import sampling_stride
+from sparsejax.feed_forward.experts.sample import sampling_stride
 from sparsejax.feed_forward.packing import rows_of_token, sums_energies
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.backend import Decision

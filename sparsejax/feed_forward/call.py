@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Key
 
 from sparsejax.explicit_axes import automatically, spec_of
 from sparsejax.feed_forward.choice import warn_if_slower
+from sparsejax.feed_forward.experts.sample import Sample
 from sparsejax.feed_forward.frame import Execution, Static, run
 from sparsejax.feed_forward.layout import FFNLayout, check_placed
 from sparsejax.feed_forward.operands.experts import ExpertOperands
@@ -39,13 +40,16 @@ def call_ffn(
     key: Key[Array, ""] | None,
     layout: FFNLayout | None,
     backend: Backend | None,
-) -> Float[Array, "tokens d_model"]:
+    observes: bool = False,
+) -> tuple[Float[Array, "tokens d_model"], Sample | None]:
     """Returns Y of an FFN: decides what runs its GEMMs, packs its weights where the
     caller has not, and runs it.
 
     Args:
       spec: the static facts of the call; `ffn` and `gated_ffn` describe the other
         arguments.
+      observes: whether to return a sample of the tokens, too; else None. The penalty is
+        on where `experts` has its strength.
     Raises:
       ValueError: an argument that the sparsity needs is missing or does not fit.
       NotImplementedError: the named backend cannot run a GEMM; says why.
@@ -85,11 +89,12 @@ def call_ffn(
             layout=layout,
             backend=backend,
         )
-    static = Static(plan, layout, _execution(plan))
+    static = Static(plan, layout, _execution(plan), observes)
     key = key if sparsity.needs_key else None
     packed, experts = jax.lax.stop_gradient((packed, experts))
     operands = x, weights, packed, experts, key
-    return automatically(partial(run, static), *operands, out=spec_of(x))
+    split = spec_of(x)
+    return automatically(partial(run, static), *operands, out=(split, split))
 
 
 def _execution(plan: FFNPlan) -> Execution:
@@ -129,20 +134,22 @@ def _operands_of_experts(
     sparsity = spec.sparsity
     if not sparsity.experts:
         return None
-    index, threshold = given or ExpertOperands()
+    given = given or ExpertOperands()
+    index, threshold = given.index, given.energy_threshold
     if sparsity.router.inside:
         index = None
     else:
         _check_index(spec, index)
+    operands = given._replace(index=index, energy_threshold=None)
     if sparsity.most_experts_per_token is None or not sparsity.router.inside:
-        return ExpertOperands(index)
+        return operands
     if threshold is None:
         raise ValueError(
             f"most_experts_per_token={sparsity.most_experts_per_token} needs "
             f"energy_threshold, the share of a token's energy above which it uses an "
             f"expert; a SparseFFN keeps one that moves in training"
         )
-    return ExpertOperands(index, jnp.asarray(threshold, jnp.float32))
+    return operands._replace(energy_threshold=jnp.asarray(threshold, jnp.float32))
 
 
 def _check_index(spec: FFNCall, index: Array | None) -> None:

@@ -9,11 +9,13 @@ GEMM 4 reads S(W1)^T: the derivative of the output with its masks held constant,
 S(W1) in the place of W1.
 """
 
+import jax
 from jaxtyping import Array, Float, Int, Key
 
 from sparsejax.annotations import check_value
 from sparsejax.dtypes import Precision
 from sparsejax.feed_forward.call import call_ffn
+from sparsejax.feed_forward.experts.sample import Sample
 from sparsejax.feed_forward.layout import FFNLayout
 from sparsejax.feed_forward.operands.experts import ExpertOperands
 from sparsejax.feed_forward.operands.weights import FFNWeights, PackedFFN
@@ -80,14 +82,8 @@ def ffn(
     Source: arXiv 2602.06183, 2503.16672, 2409.09099. Differences: routing by activation
       energy and several experts per token are ours.
     """
-    check_value("layout", layout, FFNLayout | None)
-    shards = {}
-    if layout is not None:
-        layout.check(x.shape[0], w_up.shape[1], sparsity)
-        shards = layout.shards
-    spec = FFNSpec.of(x, w_up, w_down, sparsity, precision=precision, **shards)
-    return call_ffn(
-        spec,
+    y, _ = call_ffn(
+        _spec(x, w_up, w_down, sparsity, precision, layout),
         x,
         FFNWeights(w_up, w_down),
         packed=packed,
@@ -97,3 +93,64 @@ def ffn(
         layout=layout,
         backend=backend,
     )
+    return y
+
+
+def observed_ffn(
+    x: Float[Array, "tokens d_model"],
+    w_up: Float[Array, "d_model d_hidden"],
+    w_down: Float[Array, "d_hidden d_model"],
+    *,
+    sparsity: FFNSparsity,
+    precision: Precision = "dtype",
+    packed: PackedFFN | None = None,
+    scales: Float[Array, "2"] | None = None,
+    expert_index: Int[Array, "tokens experts_per_token"] | None = None,
+    energy_threshold: Float[Array, ""] | None = None,
+    penalty_strength: Float[Array, ""] | None = None,
+    key: Key[Array, ""] | None = None,
+    layout: FFNLayout | None = None,
+    backend: Backend | None = None,
+) -> tuple[Float[Array, "tokens d_model"], Sample]:
+    """Returns the result of `ffn`, and a sample of the tokens with what they use of the
+    experts, which a training step moves its observed state by.
+
+    Args:
+      sparsity: a sparsity with experts; it and the arguments that are not listed are
+        those of `ffn`.
+      penalty_strength: the norm of what the penalty on skipped neurons adds to dW1
+        (`experts.penalty`), as a share of that of dW1; None adds nothing.
+    Raises:
+      ValueError, NotImplementedError: as `ffn`.
+    """
+    y, sample = call_ffn(
+        _spec(x, w_up, w_down, sparsity, precision, layout),
+        x,
+        FFNWeights(w_up, w_down),
+        packed=packed,
+        scales=scales,
+        experts=ExpertOperands(expert_index, energy_threshold, penalty_strength),
+        key=key,
+        layout=layout,
+        backend=backend,
+        observes=True,
+    )
+    assert sample is not None
+    return y, sample
+
+
+def _spec(
+    x: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    sparsity: FFNSparsity,
+    precision: Precision,
+    layout: FFNLayout | None,
+) -> FFNSpec:
+    """Returns the static facts of a call. Raises ValueError where they do not fit."""
+    check_value("layout", layout, FFNLayout | None)
+    shards = {}
+    if layout is not None:
+        layout.check(x.shape[0], w_up.shape[1], sparsity)
+        shards = layout.shards
+    return FFNSpec.of(x, w_up, w_down, sparsity, precision=precision, **shards)

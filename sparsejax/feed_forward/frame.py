@@ -12,6 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Key
 
+from sparsejax.feed_forward.experts.sample import Sample
 from sparsejax.feed_forward.layout import (
     FFNLayout,
     device_spec,
@@ -43,9 +44,9 @@ class Execution(NamedTuple):
     """The forward and the backward of one kind of FFN on a device: its GEMMs in
     order."""
 
-    forward: Callable[..., tuple[jax.Array, Any]]
+    forward: Callable[..., tuple[jax.Array, Any, Sample | None]]
     """Takes (static, x, weights as read, the operands of the experts or None); returns
-    Y and the residuals, a pytree."""
+    Y, the residuals, a pytree, and what is observed, None where nothing is."""
     backward: Callable[..., tuple[jax.Array, FFNWeights]]
     """Takes (static, x or None, residuals, weights as read, dy, key); returns dX, and
     the gradients of the weights in float32."""
@@ -57,6 +58,8 @@ class Static(NamedTuple):
     plan: FFNPlan
     layout: FFNLayout | None
     execution: Execution
+    observes: bool = False
+    """Whether some tokens are looked at with all of their neurons."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -67,8 +70,9 @@ def run(
     packed: PackedFFN | None,
     experts: ExpertOperands[jax.Array] | None,
     key: Key[Array, ""] | None,
-) -> Float[Array, "tokens d_model"]:
-    """Returns Y of an FFN, differentiable by its six (or nine) equations."""
+) -> tuple[Float[Array, "tokens d_model"], Sample | None]:
+    """Returns Y of an FFN, differentiable by its six (or nine) equations, and what is
+    observed, which has no gradient."""
     return _fwd(static, x, weights, packed, experts, key)[0]
 
 
@@ -83,15 +87,16 @@ def _fwd(static, x, weights, packed, experts, key):
             packed_specs(layout, packed),
             expert_specs(layout, experts),
         ),
-        out_specs=(tokens, device_spec(layout)),
+        out_specs=(tokens, device_spec(layout), tokens),
     )
-    y, residuals = forward(x, weights, packed, experts)
+    y, residuals, sample = forward(x, weights, packed, experts)
     kept_x = None if static.plan.keeps_rows_of_x else x
-    return y, (kept_x, residuals, weights, packed, key)
+    return (y, sample), (kept_x, residuals, weights, packed, key)
 
 
-def _bwd(static, saved, dy):
+def _bwd(static, saved, cotangents):
     x, residuals, weights, packed, key = saved
+    dy, _ = cotangents
     layout, tokens = static.layout, token_spec(static.layout)
     weight_specs = _weight_specs(layout, weights)
     backward = on_mesh(
@@ -121,10 +126,11 @@ def _weight_specs(layout: FFNLayout | None, weights: FFNWeights) -> FFNWeights:
 
 
 def _forward(static, x, weights, packed, experts):
-    """Returns Y and the residuals for one device's part of the operands."""
+    """Returns Y, the residuals, and what is observed, for one device's part of the
+    operands."""
     read = _as_read(static.layout, x.dtype, weights, packed)
-    y, residuals = static.execution.forward(static, x, read, experts)
-    return sum_over_neurons(static.layout, y), residuals
+    y, residuals, sample = static.execution.forward(static, x, read, experts)
+    return sum_over_neurons(static.layout, y), residuals, sample
 
 
 def _backward(static, x, residuals, weights, packed, dy, key):

@@ -194,7 +194,7 @@ def gated_ffn(
         shards = layout.shards
     how = {"activation": activation, "precision": precision}
     spec = GatedFFNSpec.of(x, w_gate, w_up, w_down, sparsity, **how, **shards)
-    return call_ffn(
+    y, _ = call_ffn(
         spec,
         x,
         FFNWeights(up=w_up, down=w_down, gate=w_gate),
@@ -205,3 +205,4 @@ def gated_ffn(
         layout=layout,
         backend=backend,
     )
+    return y

@@ -25,14 +25,9 @@ from sparsejax.explicit_axes import (
     spec_of,
 )
 from sparsejax.feed_forward.activation import ActivationName
-from sparsejax.feed_forward.experts.observed import (
-    Sample,
-    initial,
-    moved,
-    sampled,
-)
-from sparsejax.feed_forward.experts.penalty import penalised
-from sparsejax.feed_forward.ffn import ffn
+from sparsejax.feed_forward.experts.observed import initial, moved
+from sparsejax.feed_forward.experts.sample import Sample
+from sparsejax.feed_forward.ffn import ffn, observed_ffn
 from sparsejax.feed_forward.gated_ffn import check_gated, gated_ffn
 from sparsejax.feed_forward.layout import FFNLayout, check_placed
 from sparsejax.feed_forward.operands.weights import PackedFFN, pack_ffn
@@ -204,17 +199,14 @@ class SparseFFN(nnx.Module):
             shared["activation"] = self.activation
             out = gated_ffn(tokens, self.w_gate[...], w_up, w_down, **shared)
             return out.reshape(x.shape)
-        observed = {} if self.observed is None else arrays_of(self.observed)
-        sample = None
-        if self.is_observing and tokens.size:
-            how = self.sparsity, expert_index, observed
-            sample = sampled(tokens, w_up, self.scales[...][0], *how)
-            if self.sparsity.skipped_energy is not None:
-                w_up = penalised(w_up, sample, observed["penalty_strength"])
         shared["energy_threshold"] = self.energy_threshold
-        out = ffn(tokens, w_up, w_down, **shared)
-        if sample is not None:
+        if self.is_observing and tokens.size:
+            observed = {} if self.observed is None else arrays_of(self.observed)
+            shared["penalty_strength"] = observed.get("penalty_strength")
+            out, sample = observed_ffn(tokens, w_up, w_down, **shared)
             self._observe(sample)
+        else:
+            out = ffn(tokens, w_up, w_down, **shared)
         return out.reshape(x.shape)
 
     @property

@@ -1,7 +1,8 @@
 """The predicted bytes of each mesh axis against the collectives of compiled steps.
 
-A dense step of one layer, d_model 32, 8 heads, 128 neurons, 256 tokens of vocabulary,
-sixteen sequences of sixteen, float32, one micro-batch, remat "full".
+A step of one layer, d_model 32, 8 heads, 128 neurons, 256 tokens of vocabulary, sixteen
+sequences of sixteen, float32, one micro-batch, remat "full"; dense where nothing else
+is said.
 """
 
 import math
@@ -12,6 +13,9 @@ import jax
 
 from sparsejax.config import MeshConfig
 from sparsejax.cost_model import exchanges
+from sparsejax.feed_forward.experts.penalty import COLUMNS
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
+from sparsejax.sparsity.patterns import VNM
 from sparsejax.training.run import Run
 from tests.support.micro_run import micro_config
 
@@ -20,7 +24,7 @@ VECTORS = 3 * 32
 ALL = "all-reduce"
 
 
-def compiled(text, mesh):
+def compiled(text, mesh, sparsity=DENSE, **changes):
     """Which arrays each collective of the step gives, (kind, devices of a group,
     numbers), without scalars, and what is predicted of it, (purpose, axis): bytes."""
     config = replace(micro_config(text, recipe="dense"), batch_size=16)
@@ -34,11 +38,12 @@ def compiled(text, mesh):
         remat="full",
         scan_layers=False,
     )
+    model = replace(model, **changes)
     config = replace(config, model=model, micro_batches=1, mesh=mesh)
     run = Run(config, devices=jax.devices())
-    dense = run.phases[0].sparsity
     tokens = run.place(next(run.batches())["tokens"])
-    program = run.step(dense).lower(run.template(dense), tokens).compile().as_text()
+    step = run.step(sparsity).lower(run.template(sparsity), tokens)
+    program = step.compile().as_text()
     arrays = []
     for line in program.splitlines():
         kinds = "all-gather|reduce-scatter|all-reduce|all-to-all"
@@ -51,7 +56,7 @@ def compiled(text, mesh):
             size = math.prod(map(int, shape.split(",")))
             arrays.append((kind, devices, name, size))
     tokens_per_device = 16 * 16 // mesh.token_shards
-    sent = exchanges(model, mesh, dense, 1, tokens_per_device)
+    sent = exchanges(model, mesh, sparsity, 1, tokens_per_device)
     return arrays, {(of.purpose, of.axis): of.received for of in sent}
 
 
@@ -147,3 +152,24 @@ def test_fsdp_receives_what_is_predicted(text):
     tokens = predicted.pop(("exchanged_tokens", "fsdp"))
     assert tokens == 7 * 4 * sum(exchanged) // 8
     assert predicted == {}
+
+
+def test_the_penalty_sums_some_columns_and_no_gradient_anew(text):
+    neurons = 4 * COLUMNS
+    experts = FFNSparsity(
+        activations=VNM(4, 4, 16),
+        router="activation_energy",
+        weight_gradients="expert_columns",
+    )
+    mesh, model = MeshConfig(data=8), {"d_hidden": neurons}
+    without, predicted = compiled(text, mesh, experts, **model)
+    penalised = replace(experts, skipped_energy=0.05)
+    with_penalty, as_predicted = compiled(text, mesh, penalised, **model)
+    assert predicted == as_predicted
+    of_both = [
+        sum(size for kind, _, _, size in arrays if kind == ALL and size > 1)
+        for arrays in (without, with_penalty)
+    ]
+    # Columns of two gradients, the loads of the experts and what the step reports.
+    columns = 2 * 32 * COLUMNS
+    assert columns <= of_both[1] - of_both[0] <= columns + 2 * 4

@@ -18,6 +18,9 @@ class ExpertOperands[T](NamedTuple):
     energy_threshold: T | None = None
     """The value for the share of a token's energy that an expert must have to be used,
     () float32; None where every token uses as many experts."""
+    penalty_strength: T | None = None
+    """The value for the norm of the penalty's gradient as a share of that of dW1, ()
+    float32; None where there is no penalty."""
 
 
 def expert_specs(
@@ -26,9 +29,9 @@ def expert_specs(
     """Returns how the operands of the experts lie on a mesh."""
     if operands is None:
         return None
+    spec_of = lambda of: None if of is None else PartitionSpec()
     return ExpertOperands(
         index=None if operands.index is None else token_spec(layout),
-        energy_threshold=(
-            None if operands.energy_threshold is None else PartitionSpec()
-        ),
+        energy_threshold=spec_of(operands.energy_threshold),
+        penalty_strength=spec_of(operands.penalty_strength),
     )

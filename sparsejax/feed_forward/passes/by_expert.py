@@ -15,13 +15,17 @@ import jax.numpy as jnp
 
 from sparsejax.dtypes import accumulation_dtype
 from sparsejax.feed_forward.activation import Hidden
+from sparsejax.feed_forward.experts.penalty import Penalty, penalised, penalty
+from sparsejax.feed_forward.experts.sample import Sample, sampled
 from sparsejax.feed_forward.frame import Execution, Static
 from sparsejax.feed_forward.layout import FFNLayout, gather_experts, own_experts
-from sparsejax.feed_forward.operands.experts import (
-    ExpertOperands,
-)
+from sparsejax.feed_forward.operands.experts import ExpertOperands
 from sparsejax.feed_forward.operands.packed_rows import PackedRows, counted
-from sparsejax.feed_forward.operands.weights import FFNWeights, ReadWeights
+from sparsejax.feed_forward.operands.weights import (
+    FFNWeights,
+    ReadWeights,
+    as_dense,
+)
 from sparsejax.feed_forward.passes.dense_by_expert import (
     DenseRows,
     backward_of_dense_rows,
@@ -55,7 +59,7 @@ from sparsejax.feed_forward.passes.packed_by_expert import (
     down_of_packed,
 )
 from sparsejax.feed_forward.plan import FFNPlan
-from sparsejax.kept_names import HIDDEN, under_name
+from sparsejax.kept_names import HIDDEN, ROUTES, under_name
 from sparsejax.ops.expert_rows import gather_rows, looked_up
 from sparsejax.ops.fp8_matmul import quantise_rows, rounded_product
 from sparsejax.routing.dispatch import Dispatch
@@ -79,34 +83,95 @@ class Residuals(NamedTuple):
     `FFNPlan.keeps_rows_of_x`."""
 
 
+type OfRows = Residuals | PackedRows | DenseRows | JoinedRows
+"""What the backward needs of the rows of tokens."""
+
+
+class WithPenalty(NamedTuple):
+    """The arrays that the backward needs."""
+
+    of_rows: OfRows
+    penalty: Penalty | None
+    """What it needs for the penalty on skipped neurons; None where there is none."""
+
+
 def forward(
     static: Static, x: jax.Array, w: ReadWeights, operands: ExpertOperands[jax.Array]
-) -> tuple[jax.Array, Residuals | PackedRows | DenseRows | JoinedRows]:
-    """Returns Y (tokens, d_model), and what the backward needs."""
-    y, residuals = _forward(static, x, w, operands)
+) -> tuple[jax.Array, WithPenalty, Sample | None]:
+    """Returns Y (tokens, d_model), what the backward needs, and what is observed."""
+    plan, layout = static.plan, static.layout
+    products = None if plan.sparsity.skip_blocks else into_hidden(plan, x, w)
+    chosen = _chosen(static, x, w, products, operands)
+    if products is None:
+        y, residuals = _forward_of_rows(plan, layout, x, w, chosen)
+    else:
+        y, residuals = _forward_of_products(plan, layout, w, products, chosen)
     # The dispatch has a name of its own, and to gather the rows of X again is cheap.
     named = {
         field: under_name(HIDDEN, of)
         for field, of in residuals._asdict().items()
         if field not in ("routed", "rows", "x_rows")
     }
-    return y, residuals._replace(**named)
+    residuals = residuals._replace(**named)
+    if not static.observes:
+        return y, WithPenalty(residuals, None), None
+    assert chosen is not None
+    sample, of_sample = _observed(static, x, w, chosen, operands.penalty_strength)
+    return y, WithPenalty(residuals, of_sample), sample
 
 
-def _forward(
-    static: Static, x: jax.Array, w: ReadWeights, operands: ExpertOperands[jax.Array]
-) -> tuple[jax.Array, Residuals | PackedRows | DenseRows | JoinedRows]:
-    plan, layout = static.plan, static.layout
-    sparsity, expert_index = plan.sparsity, operands.index
+def _observed(
+    static: Static,
+    x: jax.Array,
+    w: ReadWeights,
+    chosen: jax.Array,
+    strength: jax.Array | None,
+) -> tuple[Sample, Penalty | None]:
+    """Returns what is observed, and what the backward needs for the penalty."""
+    sparsity, layout = static.plan.sparsity, static.layout
+    assert sparsity.experts is not None
+    # Without the name a backward that recomputes would have all tokens choose again.
+    chosen = under_name(ROUTES, chosen)
+    w_up = as_dense(w.up, w.packed_up, up=True)
+    sample, y_up = sampled(x, w_up, chosen, sparsity.experts, layout)
+    if strength is None:
+        return sample, None
+    return sample, penalty(sample, y_up, strength, layout)
+
+
+def _chosen(
+    static: Static,
+    x: jax.Array,
+    w: ReadWeights,
+    products: Hidden | None,
+    operands: ExpertOperands[jax.Array],
+) -> jax.Array | None:
+    """Returns the experts of each token: those that the call was given, or, by a router
+    that reads pre-activations, those of the largest scores."""
+    sparsity = static.plan.sparsity
     if sparsity.chooses_in_fp8:
         scores = _scores_in_fp8(static, x, w)
-        expert_index = _choose(static, scores, operands)
-    if sparsity.skip_blocks:
-        return _forward_of_rows(plan, layout, x, w, expert_index)
-    products = into_hidden(plan, x, w)
-    if sparsity.router.reads == "y_up":
+    elif products is not None and sparsity.router.reads == "y_up":
         scores = _scores(static, products)
-        expert_index = _choose(static, scores, operands)
+    else:
+        return operands.index
+    return sparsity.router.of_scores(
+        gather_experts(static.layout, scores),
+        sparsity.expert_choices,
+        operands.energy_threshold,
+    )
+
+
+def _forward_of_products(
+    plan: FFNPlan,
+    layout: FFNLayout | None,
+    w: ReadWeights,
+    products: Hidden,
+    expert_index: jax.Array | None,
+) -> tuple[jax.Array, OfRows]:
+    """Computes `forward` from the products of all tokens with the weights of all
+    neurons."""
+    sparsity = plan.sparsity
     if plan.joins_experts:
         assert expert_index is not None
         return forward_of_sets(plan, w, products, expert_index)
@@ -155,25 +220,13 @@ def _scores_in_fp8(static: Static, x: jax.Array, w: ReadWeights) -> jax.Array:
     return _scores(static, (*gate, up))
 
 
-def _choose(
-    static: Static, scores: jax.Array, operands: ExpertOperands[jax.Array]
-) -> jax.Array:
-    """Returns the experts of each token by the scores of this device's experts."""
-    sparsity = static.plan.sparsity
-    return sparsity.router.of_scores(
-        gather_experts(static.layout, scores),
-        sparsity.expert_choices,
-        operands.energy_threshold,
-    )
-
-
 def _forward_of_rows(
     plan: FFNPlan,
     layout: FFNLayout | None,
     x: jax.Array,
     w: ReadWeights,
     expert_index: jax.Array | None,
-) -> tuple[jax.Array, Residuals | PackedRows | DenseRows | JoinedRows]:
+) -> tuple[jax.Array, OfRows]:
     """Computes `forward` where the experts are known before GEMM 1, which multiplies
     each row by the neurons of its expert alone, or else each token by all of them."""
     if plan.joins_experts:
@@ -230,14 +283,28 @@ def _down(
 def backward(
     static: Static,
     x: jax.Array | None,
-    residuals: Residuals | PackedRows | DenseRows | JoinedRows,
+    residuals: WithPenalty,
     w: ReadWeights,
     dy: jax.Array,
     key: jax.Array | None,
 ) -> tuple[jax.Array, FFNWeights]:
-    """Returns dX (tokens, d_model), and the gradients of the weights in float32; `x` is
-    None where the residuals hold its rows."""
-    plan = static.plan
+    """Returns dX (tokens, d_model), and the gradients of the weights in float32, that
+    of the penalty among them; `x` is None where the residuals hold its rows."""
+    dx, dw = _backward_of_rows(static.plan, x, residuals.of_rows, w, dy, key)
+    if residuals.penalty is not None:
+        dw = dw._replace(up=penalised(dw.up, residuals.penalty, static.layout))
+    return dx, dw
+
+
+def _backward_of_rows(
+    plan: FFNPlan,
+    x: jax.Array | None,
+    residuals: OfRows,
+    w: ReadWeights,
+    dy: jax.Array,
+    key: jax.Array | None,
+) -> tuple[jax.Array, FFNWeights]:
+    """Computes `backward` without the penalty."""
     if isinstance(residuals, JoinedRows):
         assert x is not None
         return backward_of_sets(plan, x, residuals, w, dy)

@@ -18,9 +18,9 @@ from sparsejax.ops.kernels.base import ExpertRows
 
 def forward(
     static: Static, x: jax.Array, w: ReadWeights, experts: None
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, None]:
     """Returns Y (tokens, d_model), and A, which is all that the backward needs besides
-    X and the weights."""
+    X and the weights. Nothing is observed."""
     del experts
     plan = static.plan
     assert plan.kernels is not None
@@ -29,7 +29,7 @@ def forward(
         x, w.up[:, None], _all_tokens(x), expert_axis=1, k_major=False
     )
     # (T, d) = (T, F) @ (F, d)
-    return multiply(plan.down, a, w.down), under_name(HIDDEN, a)
+    return multiply(plan.down, a, w.down), under_name(HIDDEN, a), None
 
 
 def backward(

@@ -56,16 +56,16 @@ def kept_where_masked(
 
 def forward(
     static: Static, x: jax.Array, w: ReadWeights, experts: None
-) -> tuple[jax.Array, Hidden]:
+) -> tuple[jax.Array, Hidden, None]:
     """Returns Y (tokens, d_model), and what the activation keeps for the backward.
     Where the backward re-uses the mask, this is masked: its zeros are all that the
-    backward needs of the mask."""
+    backward needs of the mask. Nothing is observed."""
     plan, activation = static.plan, static.plan.activation
     products = into_hidden(plan, x, w)
     kept = kept_where_masked(activation, products, plan.sparsity.in_expert)
     # (T, d) = (T, F) @ (F, d)
     y = multiply(plan.down, activation.apply(kept), w.dense(plan.down, "down"))
-    return y, kept if plan.sparsity.mask_reuse else activation.keep(products)
+    return y, kept if plan.sparsity.mask_reuse else activation.keep(products), None
 
 
 def backward(

@@ -34,9 +34,9 @@ from sparsejax.sparsity.packed import Packed, unpack
 
 def forward(
     static: Static, x: jax.Array, w: ReadWeights, experts: None
-) -> tuple[jax.Array, Activations | GatedActivations]:
-    """Returns Y (tokens, d_model), and the packed activations that the backward
-    needs."""
+) -> tuple[jax.Array, Activations | GatedActivations, None]:
+    """Returns Y (tokens, d_model), and the packed activations that the backward needs.
+    Nothing is observed."""
     plan = static.plan
     kernels = plan.kernels
     assert kernels is not None
@@ -56,7 +56,7 @@ def forward(
         a = kept.a
     # (T, d) = (T, F) @ (F, d)
     y = kernels.matmul(a, w.down, b_k_major=False, transpose_out=False)
-    return y, kept
+    return y, kept, None
 
 
 def backward(

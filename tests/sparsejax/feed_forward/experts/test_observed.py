@@ -9,7 +9,9 @@ import pytest
 from flax import nnx
 
 from sparsejax.config import Interleaved, PhaseConfig, RecipeConfig, TrainConfig
-from sparsejax.feed_forward.experts.observed import Sample, initial, moved, sampled
+from sparsejax.feed_forward.experts.observed import initial, moved
+from sparsejax.feed_forward.experts.sample import Sample
+from sparsejax.feed_forward.ffn import observed_ffn
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.models.ffn_state import arrays_of
 from sparsejax.models.sparse_ffn import SparseFFN
@@ -20,7 +22,6 @@ from sparsejax.training.run import Run
 from tests.support.devices import hopper
 from tests.support.micro_run import assert_same_bits, micro_config
 from tests.support.oracles.ffn_cases import make_inputs
-from tests.support.oracles.ffn_oracle import soft_threshold
 from tests.support.whole_runs import kills_at_switches, trained_through_kills
 
 OBSERVED = FFNSparsity(
@@ -40,12 +41,13 @@ AFTER = PhaseConfig(name="dense")
 def test_the_threshold_moves_until_tokens_use_as_many_as_asked_for(target):
     """Each call is one of two micro-batches of a step."""
     sparsity = replace(OBSERVED, experts_per_token=target, skipped_energy=None)
-    x, w_up, _, _ = (jnp.asarray(a, jnp.float32) for a in make_inputs(tokens=3200))
+    x, *weights, _ = (jnp.asarray(a, jnp.float32) for a in make_inputs(tokens=3200))
     kept = initial(sparsity)
 
     @jax.jit
     def call(kept):
-        sample = sampled(x, w_up, jnp.float32(1), sparsity, None, kept)
+        how = {"sparsity": sparsity, "scales": jnp.ones(2)}
+        _, sample = observed_ffn(x, *weights, **how, **kept)
         used = sample.used.sum(axis=1)
         return moved(sparsity, kept, sample, 0.5), used
 
@@ -63,41 +65,11 @@ def test_the_threshold_moves_until_tokens_use_as_many_as_asked_for(target):
 def test_the_threshold_moves_as_far_as_a_call_is_of_its_step(share):
     """Tokens use three experts on average, where two are asked for."""
     used = jnp.arange(4)[None] < jnp.array([4, 4, 3, 1])[:, None]
-    sample = Sample(jnp.ones((4, 8)), jnp.ones((4, 32)), used)
+    sample = Sample(jnp.ones((4, 8)), jnp.ones((4, 4)), used)
     kept = initial(OBSERVED)
     after = moved(OBSERVED, kept, sample, share)
     expected = kept["energy_threshold"] * np.exp(0.1 * share * (3 / 2 - 1))
     np.testing.assert_allclose(after["energy_threshold"], expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("weights", [None, NM(2, 4)])
-def test_a_sample_is_computed_with_the_weights_that_calls_read(weights):
-    sparsity, beta = replace(OBSERVED, weights=weights), 1.5
-    x, w_up, _, _ = (a.astype(np.float32) for a in make_inputs())
-    sample = sampled(x, w_up, jnp.float32(beta), sparsity, None, initial(sparsity))
-    read = w_up if weights is None else beta * soft_threshold(w_up, axis=0)
-    # float32 sums of 8 products of numbers near 1
-    np.testing.assert_allclose(sample.y_up, x[::16] @ read, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "stride"), [(1, 16), (3200, 16), (32768, 16), (32769, 17), (65536, 32)]
-)
-def test_a_sample_has_every_sixteenth_token_and_2048_at_most(tokens, stride):
-    d_model, d_hidden = 8, 32
-    x = jax.ShapeDtypeStruct((tokens, d_model), jnp.float32)
-    w_up = jax.ShapeDtypeStruct((d_model, d_hidden), jnp.float32)
-    index = jax.ShapeDtypeStruct((tokens, 2), jnp.int32)
-    scale = jax.ShapeDtypeStruct((), jnp.float32)
-    for expert_index in (None, index):
-
-        def of(x, w_up, scale, expert_index=expert_index):
-            chosen = None if expert_index is None else jnp.zeros((tokens, 2), jnp.int32)
-            kept = initial(OBSERVED)
-            return sampled(x, w_up, scale, OBSERVED, chosen, kept)
-
-        sample = jax.eval_shape(of, x, w_up, scale)
-        assert len(sample.x) == len(sample.used) == -(-tokens // stride) <= 2048
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

@@ -8,8 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from sparsejax.feed_forward.experts.observed import Sample, initial, moved
-from sparsejax.feed_forward.experts.penalty import gradient_of_products, penalised
+from sparsejax.feed_forward.experts.observed import initial, moved
+from sparsejax.feed_forward.experts.penalty import (
+    gradient_of_products,
+    penalised,
+    penalty,
+)
+from sparsejax.feed_forward.experts.sample import Sample
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.routing.routers import ActivationEnergy
@@ -34,7 +39,14 @@ def operands():
     return jnp.asarray(x), jnp.asarray(w_up), jnp.asarray(used)
 
 
-def penalty(w_up, x, used):
+def sample_of(y_up, used, x=None):
+    """A sample, and its Y1."""
+    a = jnp.square(jax.nn.relu(y_up)).reshape(*used.shape, -1)
+    x = jnp.ones((len(y_up), D)) if x is None else x
+    return Sample(x, jnp.sum(a**2, axis=2), used), y_up
+
+
+def penalty_of(w_up, x, used):
     """R, written from its equation."""
     a = jnp.square(jax.nn.relu(x @ w_up)).reshape(TOKENS, E, NEURONS)
     load = used.sum(axis=0)
@@ -47,26 +59,24 @@ def penalty(w_up, x, used):
 def test_its_gradient_is_the_derivative_of_the_penalty():
     with jax.enable_x64(True):
         x, w_up, used = operands()
-        expected = jax.grad(penalty)(w_up, x, used)
-        got = x.T @ gradient_of_products(Sample(x, x @ w_up, used))
+        expected = jax.grad(penalty_of)(w_up, x, used)
+        got = x.T @ gradient_of_products(*sample_of(x @ w_up, used))
     # float64, but for the loads
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-9)
 
 
 def test_tokens_without_activation_get_zeros():
     x, w_up, used = operands()
-    got = gradient_of_products(Sample(x, -jnp.abs(x @ w_up), used))
+    got = gradient_of_products(*sample_of(-jnp.abs(x @ w_up), used))
     np.testing.assert_array_equal(got, 0)
 
 
 def test_it_is_added_in_proportion_to_the_gradient():
     x, w_up, used = operands()
     dw = jax.random.normal(jax.random.key(0), w_up.shape)
-    sample = Sample(x, x @ w_up, used)
-    y, pull_back = jax.vjp(lambda w: penalised(w, sample, jnp.float32(0.25)), w_up)
-    np.testing.assert_array_equal(y, w_up)
-    added = pull_back(dw)[0] - dw
-    own = jax.grad(penalty)(w_up, x, used)
+    of_sample = penalty(*sample_of(x @ w_up, used, x), jnp.float32(0.25))
+    added = penalised(dw, of_sample) - dw
+    own = jax.grad(penalty_of)(w_up, x, used)
     expected = 0.25 * jnp.linalg.norm(dw) / jnp.linalg.norm(own) * own
     # differences of float32
     np.testing.assert_allclose(added, expected, rtol=1e-3, atol=1e-5)
@@ -76,7 +86,7 @@ def test_it_is_added_in_proportion_to_the_gradient():
 def test_it_grows_until_the_skipped_energy_is_what_was_asked_for(skipped, sign):
     used = jnp.array([[True, False, False, False]])
     mass = jnp.array([1 - skipped, skipped, 0, 0]) ** 0.25
-    sample = Sample(jnp.ones((1, D)), mass[None], used)
+    sample, _ = sample_of(mass[None], used)
     kept = initial(PENALISED)
     first = kept["penalty_strength"]
     step = jax.jit(lambda kept: moved(PENALISED, kept, sample, 0.5))

@@ -355,7 +355,7 @@ def test_nine_sixteenths_of_the_activations_are_kept_for_the_backward(calls):
     plan = FFNPlan.of(FFNSpec.of(x, *weights, ACTIVATIONS), "mosaic_sm90")
     static = Static(plan, None, PACKED)
     forward = partial(PACKED.forward, static, experts=None)
-    _, kept = jax.eval_shape(forward, x, w)
+    _, kept, _ = jax.eval_shape(forward, x, w)
     sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept)]
     # And one count per feature.
     assert sum(sizes) == tokens * F * 2 * 9 // 16 + 4 * F

@@ -1,0 +1,76 @@
+"""Some tokens of a call with all of their neurons, which training looks at.
+
+A token's own GEMMs compute the neurons of its experts alone, or say of the others no
+more than their energies. A sixteenth of the tokens, and no more than 2,048 of a call,
+are multiplied by the weights of all neurons in one dense GEMM more, so that what a
+token skips is known too. On a mesh every device takes some of its own tokens, with the
+experts that these have in the call, and with the neurons that its GEMMs compute.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from sparsejax.feed_forward.layout import FFNLayout, gather_experts, own_experts
+
+EVERY = 16
+"""Every so many tokens one is in the sample, unless that makes more than `MOST`."""
+
+MOST = 2048
+"""The most tokens of a sample. With as many the penalty and the adaptive number of
+experts were compared (experiments/LOG.md); a larger call needs no larger sample."""
+
+
+class Sample(NamedTuple):
+    """Some of the tokens of a call, and what they use of the experts."""
+
+    x: Float[Array, "sampled d_model"]
+    energies: Float[Array, "sampled experts"]
+    """The sum of squares of A = relu(Y1)^2 in each expert, float32."""
+    used: Bool[Array, "sampled experts"]
+    """Whether a token uses an expert."""
+
+
+def sampling_stride(tokens: int) -> int:
+    """Returns every how many tokens of a call one is in the sample."""
+    return max(EVERY, math.ceil(tokens / MOST))
+
+
+def sampled(
+    x: Float[Array, "tokens d_model"],
+    w_up: Float[Array, "d_model own_hidden"],
+    expert_index: Int[Array, "tokens choices"],
+    experts: int,
+    layout: FFNLayout | None = None,
+) -> tuple[Sample, Float[Array, "sampled own_hidden"]]:
+    """Returns every `sampling_stride`th of a device's tokens, and Y1 of these in the
+    dtype of x, without a gradient. Where the stride does not divide a device's tokens,
+    they are not the tokens that one device would take of the whole call.
+
+    Args:
+      x: the tokens of this device.
+      w_up: W1 as GEMM 1 reads it, for the neurons of this device.
+      expert_index: the experts of each token; a number outside [0, experts) is none.
+      experts: E, over all devices.
+      layout: how the operands lie on a mesh.
+    """
+    parts = 1 if layout is None else layout.token_shards
+    stride = sampling_stride(len(x) * parts)
+    x, w_up = lax.stop_gradient((x[::stride], w_up))
+    y_up = jnp.matmul(x, w_up, preferred_element_type=jnp.float32).astype(x.dtype)
+    _, own = own_experts(layout, experts)
+    energies = gather_experts(layout, _energies(y_up, own))
+    index = expert_index[::stride]
+    used = jax.nn.one_hot(index, experts, dtype=bool).any(axis=1)
+    return Sample(x, energies, used), y_up
+
+
+def _energies(y_up: jax.Array, experts: int) -> Float[Array, "sampled experts"]:
+    a = jnp.square(jax.nn.relu(y_up.astype(jnp.float32)))
+    by_expert = a.reshape(len(a), experts, -1)
+    # Else XLA reads Y1 again for each sum of energies.
+    return lax.optimization_barrier(jnp.sum(jnp.square(by_expert), axis=-1))

@@ -1,0 +1,74 @@
+"""Some tokens of a call with all of their neurons, against what the call computes."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparsejax.feed_forward.experts.sample import sampled
+from sparsejax.feed_forward.ffn import ffn, observed_ffn
+from sparsejax.feed_forward.sparsity import FFNSparsity
+from sparsejax.routing.routers import ActivationEnergy
+from sparsejax.sparsity.patterns import NM, VNM
+from tests.support.oracles.ffn_cases import make_inputs
+from tests.support.oracles.ffn_oracle import soft_threshold
+
+SAMPLED = FFNSparsity(
+    activations=VNM(8, 4, 16),
+    router=ActivationEnergy(),
+    experts_per_token=2,
+    weight_gradients="expert_columns",
+    skipped_energy=0.05,
+)
+BETAS = jnp.array([1.5, 0.5])
+EXPERTS = 4
+
+
+@pytest.mark.parametrize("weights", [None, NM(2, 4)])
+@pytest.mark.parametrize(
+    "router",
+    [
+        {"router": "activation_energy"},
+        {"router": "activation_energy_fp8"},
+        {"router": "activation_energy_fp8", "skip_blocks": True},
+        {"router": "token_hash"},
+    ],
+    ids=lambda of: "-".join(map(str, of.values())),
+)
+def test_a_sample_has_the_energies_and_the_experts_of_the_call(weights, router):
+    """The experts that the call has chosen are those in which Y reads any neuron."""
+    sparsity = replace(SAMPLED, weights=weights, **router)
+    x, w_up, w_down, _ = (a.astype(np.float32) for a in make_inputs(tokens=64))
+    index = None
+    if router["router"] == "token_hash":
+        index = jnp.asarray(np.random.default_rng(0).integers(EXPERTS, size=(64, 2)))
+    how = {"sparsity": sparsity, "scales": BETAS, "expert_index": index}
+    y, sample = observed_ffn(x, w_up, w_down, **how)
+    np.testing.assert_array_equal(y, ffn(x, w_up, w_down, **how))
+    np.testing.assert_array_equal(sample.x, x[::16])
+
+    read = w_up if weights is None else BETAS[0] * soft_threshold(w_up, axis=0)
+    a = np.maximum(x[::16] @ read, 0) ** 2
+    by_expert = a.reshape(len(a), EXPERTS, -1)
+    # Fourth powers of float32 sums of 8 products of numbers near 1.
+    energies = np.sum(by_expert**2, axis=2)
+    np.testing.assert_allclose(sample.energies, energies, rtol=1e-4, atol=1e-5)
+
+    chosen = (by_expert * sample.used[..., None]).reshape(a.shape)
+    np.testing.assert_allclose(y[::16], chosen @ w_down, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stride"), [(1, 16), (3200, 16), (32768, 16), (32769, 17), (65536, 32)]
+)
+def test_a_sample_has_every_sixteenth_token_and_2048_at_most(tokens, stride):
+    x = jax.ShapeDtypeStruct((tokens, 8), jnp.float32)
+    w_up = jax.ShapeDtypeStruct((8, 32), jnp.float32)
+    index = jax.ShapeDtypeStruct((tokens, 2), jnp.int32)
+    sample, y_up = jax.eval_shape(
+        lambda x, w_up, index: sampled(x, w_up, index, EXPERTS), x, w_up, index
+    )
+    assert len(sample.x) == len(y_up) == -(-tokens // stride) <= 2048
+    assert sample.used.shape == sample.energies.shape == (len(y_up), EXPERTS)
