@@ -418,7 +418,7 @@ def _predict(config: TrainConfig, planned: tuple[Phase, ...]) -> None:
         factors = cost_model.gemm_speedups(config.model, sparsity)
         step = cost_model.predicted_speedup(flops.ffn_share(), factors)
         took += share / step
-        assumed = ", ".join(f"{factor:g}" for factor in factors)
+        assumed = ", ".join(f"{factor:.3g}" for factor in factors)
         described.append(
             f"(GEMMs {assumed} times as fast, no overhead): {names[sparsity]} step "
             f"{step:.2f}x"

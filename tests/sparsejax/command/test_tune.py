@@ -20,14 +20,17 @@ def test_the_gemms_of_the_run_are_timed(capsys, monkeypatch):
     monkeypatch.setattr("sparsejax.command.tune.current_device", lambda: hopper.H100)
     given: list[GemmSpec] = []
     monkeypatch.setattr(tune, "tune_missing", lambda gemms, report: given.extend(gemms))
-    assert main.run(["tune", *PRESET]) == 0
-    assert given == tune.gemms_of_run(PRESETS["wide-200m"]())
-    assert any(gemm.experts == 8 for gemm in given)
+    paper = ["--recipe", "paper"]
+    assert main.run(["tune", *PRESET, *paper]) == 0
+    assert given == tune.gemms_of_run(PRESETS["wide-200m"]().with_recipe("paper"))
+    assert any(gemm.experts == 4 for gemm in given)
     assert "is timed on this GPU already" in capsys.readouterr().out
     given.clear()
-    assert main.run(["tune", *PRESET, "--recipe", "dense"]) == 0
-    assert not given
-    assert "no GEMM that the 2:4 kernels" in capsys.readouterr().out
+    # Experts dense inside have no 2:4 operand.
+    for recipe in ("dense", "experts"):
+        assert main.run(["tune", *PRESET, "--recipe", recipe]) == 0
+        assert not given
+        assert "no GEMM that the 2:4 kernels" in capsys.readouterr().out
 
 
 def test_kernels_without_configs_have_nothing_to_tune(monkeypatch, capsys):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sparsejax.command.train import read_options
-from sparsejax.config import RecipeConfig
+from sparsejax.config import RECIPES, RecipeConfig
 from sparsejax.config.presets import PRESETS
 from sparsejax.distributed.own_process import Terminated, in_own_process
 from sparsejax.launch import before_training
@@ -56,21 +56,26 @@ def times_of(step_ms: float) -> StepTimes:
 def test_a_gpu_trains_a_model_on_which_its_tensor_cores_pay(on_a_gpu, monkeypatch):
     wide = PRESETS["wide-200m"]()
     assert read_options([]).config == wide
-    assert (wide.model.dtype, wide.recipe) == ("bfloat16", "paper")
+    assert (wide.model.dtype, wide.recipe) == ("bfloat16", "experts")
     assert read_options(["--preset", "tiny"]).config == PRESETS["tiny"]()
     monkeypatch.setattr(before_training, "accelerator_here", lambda: None)
     assert read_options([]).config == PRESETS["tiny"]()
 
 
-def test_another_recipe_than_the_presets_drops_what_only_that_one_reads(on_a_gpu):
+def test_another_recipe_than_the_presets_drops_what_only_that_one_reads(
+    on_a_gpu, monkeypatch
+):
     wide = PRESETS["wide-200m"]()
     lengths = RecipeConfig(
         warmup_share=wide.phases.warmup_share, sparse_share=wide.phases.sparse_share
     )
+    own = replace(RECIPES["experts"], skipped_energy=None)
+    with_own = replace(wide, phases=replace(lengths, sparsity=own))
+    monkeypatch.setitem(PRESETS, "wide-200m", lambda: with_own)
     for recipe in ("dense", "two-four"):
         config = read_options(["--recipe", recipe]).config
         assert config == replace(wide, recipe=recipe, phases=lengths)
-    assert read_options(["--recipe", "paper"]).config == wide
+    assert read_options(["--recipe", "experts"]).config == with_own
 
 
 @pytest.fixture
