@@ -10,6 +10,8 @@ from flax import nnx
 
 from sparsejax.feed_forward.experts.observed import initial, moved
 from sparsejax.feed_forward.experts.penalty import (
+    COLUMNS,
+    Penalty,
     gradient_of_products,
     penalised,
     penalty,
@@ -80,6 +82,21 @@ def test_it_is_added_in_proportion_to_the_gradient():
     expected = 0.25 * jnp.linalg.norm(dw) / jnp.linalg.norm(own) * own
     # differences of float32
     np.testing.assert_allclose(added, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("neurons", [COLUMNS, 2 * COLUMNS, 2 * COLUMNS + 6])
+def test_its_size_is_that_of_some_columns(neurons):
+    x, dy = (
+        jax.random.normal(jax.random.key(i), (8, n)) for i, n in ((0, D), (1, neurons))
+    )
+    dw = jax.random.normal(jax.random.key(2), (D, neurons))
+    added = penalised(dw, Penalty(x, dy, jnp.array([0.25]))) - dw
+    every = neurons // COLUMNS
+    expected = 0.25 * jnp.linalg.norm(dw[:, ::every])
+    np.testing.assert_allclose(jnp.linalg.norm(added[:, ::every]), expected, rtol=1e-4)
+    # A gradient of which every column is as large as any other has that norm, too.
+    size = jnp.linalg.norm(added) / jnp.linalg.norm(dw)
+    np.testing.assert_allclose(size, 0.25, rtol=0.05)
 
 
 @pytest.mark.parametrize(("skipped", "sign"), [(0.2, 1), (0.01, -1)])
