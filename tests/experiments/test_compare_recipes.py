@@ -16,6 +16,7 @@ from experiments import compare_recipes
 from experiments.compare_recipes import main
 from experiments.comparing.comparison_file import Comparison, Trial, read_comparison
 from experiments.comparing.side_by_side import RunsFailed
+from sparsejax.data.tokenizers import ByteTokenizer
 from sparsejax.distributed.own_process import in_own_process
 from sparsejax.launch import job
 from sparsejax.terminal import console
@@ -45,6 +46,17 @@ def test_every_comparison_can_be_planned(path, tmp_path, capsys, monkeypatch):
     assert positions == sorted(positions)
     assert shown.count("FLOPs per token") == len(names) >= 5
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "path", sorted(FILES.glob("*.toml")), ids=lambda path: path.stem
+)
+def test_every_comparison_of_bytes_has_their_vocabulary(path):
+    """A plan reads no text, and a run with another vocabulary ends before a step."""
+    for trial in read_comparison(path).trials:
+        if trial.config.data.tokenizer is None:
+            assert trial.config.model.vocab_size == ByteTokenizer.vocab_size
+
 
 
 def test_some_runs_of_a_comparison_come_with_their_baseline(capsys):
