@@ -258,7 +258,8 @@ def elementwise_bytes(
     once, and is still counted as in the steps that were measured. In 8-bit floats 5
     bytes for each operand that is rounded, X for the router among them: it is read
     twice and written once. Where training observes a sample of the tokens, 24 bytes for
-    each of their hidden values.
+    each of their hidden values, as in the steps that were measured; the penalty has
+    moved less since, and no such step has been measured yet.
     Per token: the logits, written once and read twice, and their gradient.
     Per parameter: 6 bytes to round it once, 12 for each of several micro-batches whose
     gradients are summed, and what the optimiser reads and writes: gradient twice (for

@@ -58,7 +58,6 @@ def test_every_comparison_of_bytes_has_their_vocabulary(path):
             assert trial.config.model.vocab_size == ByteTokenizer.vocab_size
 
 
-
 def test_some_runs_of_a_comparison_come_with_their_baseline(capsys):
     whole = read_comparison(FILES / "venom-268m.toml")
     some = whole.only(["two-of-eight-longer"], [1])

@@ -10,10 +10,11 @@ import re
 from dataclasses import replace
 
 import jax
+import pytest
 
 from sparsejax.config import MeshConfig
 from sparsejax.cost_model import exchanges
-from sparsejax.feed_forward.experts.penalty import COLUMNS
+from sparsejax.feed_forward.experts.penalty import COLUMNS, SIGNS
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.sparsity.patterns import VNM
 from sparsejax.training.run import Run
@@ -154,14 +155,15 @@ def test_fsdp_receives_what_is_predicted(text):
     assert predicted == {}
 
 
-def test_the_penalty_sums_some_columns_and_no_gradient_anew(text):
-    neurons = 4 * COLUMNS
+@pytest.mark.parametrize("d_model", [32, 4 * SIGNS])
+def test_the_penalty_sums_projected_columns_and_no_gradient_anew(text, d_model):
+    model = {"d_model": d_model, "d_hidden": 4 * COLUMNS}
     experts = FFNSparsity(
         activations=VNM(4, 4, 16),
         router="activation_energy",
         weight_gradients="expert_columns",
     )
-    mesh, model = MeshConfig(data=8), {"d_hidden": neurons}
+    mesh = MeshConfig(data=8)
     without, predicted = compiled(text, mesh, experts, **model)
     penalised = replace(experts, skipped_energy=0.05)
     with_penalty, as_predicted = compiled(text, mesh, penalised, **model)
@@ -170,6 +172,6 @@ def test_the_penalty_sums_some_columns_and_no_gradient_anew(text):
         sum(size for kind, _, _, size in arrays if kind == ALL and size > 1)
         for arrays in (without, with_penalty)
     ]
-    # Columns of two gradients, the loads of the experts and what the step reports.
-    columns = 2 * 32 * COLUMNS
+    # Of two gradients, and the loads of the experts.
+    columns = 2 * min(d_model, SIGNS) * COLUMNS
     assert columns <= of_both[1] - of_both[0] <= columns + 2 * 4

@@ -85,18 +85,15 @@ def test_it_is_added_in_proportion_to_the_gradient():
 
 
 @pytest.mark.parametrize("neurons", [COLUMNS, 2 * COLUMNS, 2 * COLUMNS + 6])
-def test_its_size_is_that_of_some_columns(neurons):
-    x, dy = (
-        jax.random.normal(jax.random.key(i), (8, n)) for i, n in ((0, D), (1, neurons))
-    )
-    dw = jax.random.normal(jax.random.key(2), (D, neurons))
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_norms_of_wide_gradients_are_estimated(neurons, tokens):
+    """Of one token the columns are parallel, which is the worst case."""
+    normal = lambda of, *shape: jax.random.normal(jax.random.key(of), shape)
+    x, dy = normal(0, tokens, 256), normal(1, tokens, neurons)
+    dw = normal(2, 256, neurons)
     added = penalised(dw, Penalty(x, dy, jnp.array([0.25]))) - dw
-    every = neurons // COLUMNS
-    expected = 0.25 * jnp.linalg.norm(dw[:, ::every])
-    np.testing.assert_allclose(jnp.linalg.norm(added[:, ::every]), expected, rtol=1e-4)
-    # A gradient of which every column is as large as any other has that norm, too.
     size = jnp.linalg.norm(added) / jnp.linalg.norm(dw)
-    np.testing.assert_allclose(size, 0.25, rtol=0.05)
+    np.testing.assert_allclose(size, 0.25, rtol=0.03 if tokens > 1 else 0.3)
 
 
 @pytest.mark.parametrize(("skipped", "sign"), [(0.2, 1), (0.01, -1)])
