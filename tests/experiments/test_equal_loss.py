@@ -105,48 +105,6 @@ def test_R_best_is_over_the_dense_arm_that_needs_the_fewest_seconds(tmp_path):
     assert rows["dense", 1000]["R_best"] is None
 
 
-def test_a_dense_arm_of_one_length_below_a_loss_leaves_only_a_bound(tmp_path, capsys):
-    of = {"deep": (replace(DENSE, steps=300), 900, 30.0)}
-    of |= {"sparse": (sparse_config(300, 0.8), 600, 21.0)}
-    deep, sparse = (
-        Synthetic(name=name, config=config, loss=loss(tokens_of(worth)), seconds=took)
-        for name, (config, worth, took) in of.items()
-    )
-    rows = rows_of(tmp_path, [*dense_runs(), deep, sparse])
-    row = rows["sparse", 300]
-    assert row["R_best"] == pytest.approx(21 / 30) and row["best_is_least"]
-    assert row["R_best_low"] is None and row["R"] == pytest.approx(21 / 60, rel=1e-3)
-    assert "at least" in capsys.readouterr().out
-    assert not rows["deep", 300]["best_is_least"]
-
-
-def test_an_arm_below_the_longest_dense_run_has_a_bound_without_any_curve(
-    tmp_path, capsys
-):
-    longest = max(BUDGETS)
-    of = {
-        "above": loss(tokens_of(longest)) + 0.001,
-        "below": 0.9 * loss(tokens_of(longest)),
-    }
-    rows = rows_of(
-        tmp_path,
-        [
-            *dense_runs(),
-            *(
-                Synthetic(
-                    name=name, config=sparse_config(300, 0.8), loss=value, seconds=21.0
-                )
-                for name, value in of.items()
-            ),
-        ],
-    )
-    # Of the dense model a step takes 0.1 seconds.
-    assert rows["below", 300]["R_at_most"] == pytest.approx(21 / (0.1 * longest))
-    assert rows["above", 300]["R_at_most"] is None
-    assert rows["dense", longest]["R_at_most"] is None
-    assert "at most" in capsys.readouterr().out
-
-
 def test_runs_that_shared_a_device_measure_nothing(tmp_path):
     sparse = Synthetic(
         name="sparse",

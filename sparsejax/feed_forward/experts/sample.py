@@ -1,10 +1,10 @@
 """Some tokens of a call with all of their neurons, which training looks at.
 
 A token's own GEMMs compute the neurons of its experts alone, or say of the others no
-more than their energies. A sixteenth of the tokens, and no more than 2,048 of a call,
-are multiplied by the weights of all neurons in one dense GEMM more, so that what a
-token skips is known too. On a mesh every device takes some of its own tokens, with the
-experts that these have in the call, and with the neurons that its GEMMs compute.
+more than their energies. Of a sixteenth of the tokens, and no more than 2,048 of a
+call, all neurons are computed, so that what a token skips is known too. On a mesh every
+device takes some of its own tokens, with the experts that these have in the call, and
+with the neurons that its GEMMs compute.
 """
 
 import math
@@ -40,33 +40,41 @@ def sampling_stride(tokens: int) -> int:
     return max(EVERY, math.ceil(tokens / MOST))
 
 
-def sampled(
-    x: Float[Array, "tokens d_model"],
-    w_up: Float[Array, "d_model own_hidden"],
-    expert_index: Int[Array, "tokens choices"],
+def stride_on_device(tokens: int, layout: FFNLayout | None) -> int:
+    """Returns the `sampling_stride` of a call of which this device has so many tokens.
+    Where it does not divide them, the devices' samples are not what one device would
+    take of the whole call."""
+    parts = 1 if layout is None else layout.token_shards
+    return sampling_stride(tokens * parts)
+
+
+def all_products(
+    x: Float[Array, "sampled d_model"], w_up: Float[Array, "d_model own_hidden"]
+) -> Float[Array, "sampled own_hidden"]:
+    """Returns Y1 of the sampled tokens, in the dtype of x."""
+    return jnp.matmul(x, w_up, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def sample_of(
+    x: Float[Array, "sampled d_model"],
+    y_up: Float[Array, "sampled own_hidden"],
+    expert_index: Int[Array, "sampled choices"],
     experts: int,
     layout: FFNLayout | None = None,
-) -> tuple[Sample, Float[Array, "sampled own_hidden"]]:
-    """Returns every `sampling_stride`th of a device's tokens, and Y1 of these in the
-    dtype of x, without a gradient. Where the stride does not divide a device's tokens,
-    they are not the tokens that one device would take of the whole call.
+) -> Sample:
+    """Returns the sample of a device.
 
     Args:
-      x: the tokens of this device.
-      w_up: W1 as GEMM 1 reads it, for the neurons of this device.
-      expert_index: the experts of each token; a number outside [0, experts) is none.
+      x: the sampled tokens of this device.
+      y_up: their Y1, of the neurons of this device.
+      expert_index: their experts; a number outside [0, experts) is none.
       experts: E, over all devices.
       layout: how the operands lie on a mesh.
     """
-    parts = 1 if layout is None else layout.token_shards
-    stride = sampling_stride(len(x) * parts)
-    x, w_up = lax.stop_gradient((x[::stride], w_up))
-    y_up = jnp.matmul(x, w_up, preferred_element_type=jnp.float32).astype(x.dtype)
     _, own = own_experts(layout, experts)
     energies = gather_experts(layout, _energies(y_up, own))
-    index = expert_index[::stride]
-    used = jax.nn.one_hot(index, experts, dtype=bool).any(axis=1)
-    return Sample(x, energies, used), y_up
+    used = jax.nn.one_hot(expert_index, experts, dtype=bool).any(axis=1)
+    return Sample(x, energies, used)
 
 
 def _energies(y_up: jax.Array, experts: int) -> Float[Array, "sampled experts"]:

@@ -16,7 +16,12 @@ import jax.numpy as jnp
 from sparsejax.dtypes import accumulation_dtype
 from sparsejax.feed_forward.activation import Hidden
 from sparsejax.feed_forward.experts.penalty import Penalty, penalised, penalty
-from sparsejax.feed_forward.experts.sample import Sample, sampled
+from sparsejax.feed_forward.experts.sample import (
+    Sample,
+    all_products,
+    sample_of,
+    stride_on_device,
+)
 from sparsejax.feed_forward.frame import Execution, Static
 from sparsejax.feed_forward.layout import FFNLayout, gather_experts, own_experts
 from sparsejax.feed_forward.operands.experts import ExpertOperands
@@ -116,7 +121,8 @@ def forward(
     if not static.observes:
         return y, WithPenalty(residuals, None), None
     assert chosen is not None
-    sample, of_sample = _observed(static, x, w, chosen, operands.penalty_strength)
+    strength = operands.penalty_strength
+    sample, of_sample = _observed(static, x, w, products, chosen, strength)
     return y, WithPenalty(residuals, of_sample), sample
 
 
@@ -124,16 +130,24 @@ def _observed(
     static: Static,
     x: jax.Array,
     w: ReadWeights,
+    products: Hidden | None,
     chosen: jax.Array,
     strength: jax.Array | None,
 ) -> tuple[Sample, Penalty | None]:
-    """Returns what is observed, and what the backward needs for the penalty."""
+    """Returns what is observed, and what the backward needs for the penalty. Y1 of the
+    sampled tokens is computed where GEMM 1 has not."""
     sparsity, layout = static.plan.sparsity, static.layout
     assert sparsity.experts is not None
-    # Without the name a backward that recomputes would have all tokens choose again.
-    chosen = under_name(ROUTES, chosen)
-    w_up = as_dense(w.up, w.packed_up, up=True)
-    sample, y_up = sampled(x, w_up, chosen, sparsity.experts, layout)
+    stride = stride_on_device(len(x), layout)
+    x, chosen = x[::stride], chosen[::stride]
+    if products is None:
+        w_up = as_dense(w.up, w.packed_up, up=True)
+        y_up = all_products(x, w_up)
+    else:
+        y_up = under_name(HIDDEN, products[-1][::stride])
+    # Without the names a backward that recomputes would choose for all tokens again,
+    # or multiply them all.
+    sample = sample_of(x, y_up, under_name(ROUTES, chosen), sparsity.experts, layout)
     if strength is None:
         return sample, None
     return sample, penalty(sample, y_up, strength, layout)
