@@ -39,6 +39,7 @@ from experiments.plot import plot_comparison
 from sparsejax.checkpoints.checkpoint import Checkpoints
 from sparsejax.config import TrainConfig
 from sparsejax.config.config_file import changed_settings, read_config
+from sparsejax.data.tokenizers import tokenizer_within
 from sparsejax.distributed.own_process import Terminated, in_own_process
 from sparsejax.launch import job
 from sparsejax.reports.provenance import commit
@@ -142,6 +143,7 @@ def main_side_by_side(
 def _prepare(comparison: Comparison, folder: Path) -> None:
     """Refuses a `folder` of other runs, and lists there which runs are compared."""
     check_writable(folder)
+    _refuse_other_vocabulary(comparison)
     for trial in comparison.trials:
         _refuse_other_settings(trial, folder / trial.place)
         _refuse_other_beginning(trial, folder)
@@ -149,6 +151,18 @@ def _prepare(comparison: Comparison, folder: Path) -> None:
     path = folder / "comparison.json"
     listed = comparison.listing(json.loads(path.read_text()) if path.exists() else {})
     write_whole(path, json.dumps(listed) + "\n")
+
+
+def _refuse_other_vocabulary(comparison: Comparison) -> None:
+    """Refuses runs on bytes whose models have another vocabulary, which need no text to
+    be told, before any of them begins."""
+    for trial in comparison.trials:
+        data = trial.config.data
+        if data.shards is None and data.tokenizer is None:
+            try:
+                tokenizer_within(None, trial.config.model.vocab_size)
+            except ValueError as error:
+                raise ValueError(f"run {trial.name!r}: {error}") from None
 
 
 def _keep(rows: Sequence[dict], folder: Path, results: Path | None) -> None:
@@ -294,6 +308,7 @@ def run(arguments: list[str]) -> int:
         comparison = comparison.only(options.only, options.seeds)
         slots = Slots(options.at_once, options.gpus)
         if options.dry_run:
+            _refuse_other_vocabulary(comparison)
             first: dict[str, Trial] = {}
             for trial in comparison.trials:
                 first.setdefault(trial.name, trial)

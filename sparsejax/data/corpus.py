@@ -20,7 +20,12 @@ from sparsejax.data.files import (
     text_files,
 )
 from sparsejax.data.shards import open_shard
-from sparsejax.data.tokenizers import Tokenizer, Tokens, load_tokenizer
+from sparsejax.data.tokenizers import (
+    Tokenizer,
+    Tokens,
+    most_rows,
+    tokenizer_within,
+)
 
 _TEXTS_IN_MEMORY = 256
 # In tokens. What one thread hashes at a time; a fingerprint depends on it.
@@ -28,8 +33,6 @@ _BLOCK = 2**24
 # In tokens. Stays in a core's cache between the two times that it is read.
 _CHUNK = 2**18
 _MOST_THREADS = 16
-# A vocabulary is padded to a multiple of up to 1024, or to the next power of two.
-_MOST_PADDING = 1024
 _UNIGRAM_TRAINING = 2**26
 _UNIGRAM_HELD_OUT = 2**24
 
@@ -160,7 +163,7 @@ def held_out_files(config: DataConfig, *, vocab_size: int) -> list[File]:
             f"data.shards={config.shards!r} are tokens, and their files are no texts; "
             f"give the text that they were made of"
         )
-    tokenizer = _tokenizer_within(config.tokenizer, vocab_size)
+    tokenizer = tokenizer_within(config.tokenizer, vocab_size)
     read = _read_text(config, tokenizer)
     held_out, _ = _hold_out_by_hash(
         read.files, config.validation_share, config.split_by
@@ -172,7 +175,7 @@ def held_out_files(config: DataConfig, *, vocab_size: int) -> list[File]:
 
 
 def _from_text(config: DataConfig, vocab_size: int) -> Corpus:
-    tokenizer = _tokenizer_within(config.tokenizer, vocab_size)
+    tokenizer = tokenizer_within(config.tokenizer, vocab_size)
     files, origin, copies = _read_text(config, tokenizer)
     held_out, rule = _hold_out_by_hash(files, config.validation_share, config.split_by)
     train, validation = (
@@ -217,7 +220,7 @@ def _read_text(config: DataConfig, tokenizer: Tokenizer) -> _Text:
 def _from_shards(config: DataConfig, shards: str, vocab_size: int) -> Corpus:
     tokenizer, limit, whose = None, vocab_size, f"model.vocab_size={vocab_size}"
     if config.tokenizer is not None:
-        tokenizer = _tokenizer_within(config.tokenizer, vocab_size)
+        tokenizer = tokenizer_within(config.tokenizer, vocab_size)
         limit, whose = tokenizer.vocab_size, f"the tokenizer {tokenizer.name}"
     found = shard_files(shards)
     sides = [named_side(name) for name in found.names]
@@ -241,7 +244,7 @@ def _from_shards(config: DataConfig, shards: str, vocab_size: int) -> Corpus:
     _refuse_short_sides(train, validation, config)
     survey = _survey(files, limit, whose)
     ids = f"ids to {survey.largest}" if tokenizer is None else tokenizer.name
-    if tokenizer is None and vocab_size > _most_rows(survey.largest + 1):
+    if tokenizer is None and vocab_size > most_rows(survey.largest + 1):
         ids += f", far below the {vocab_size} of the model's vocabulary"
     left_out = sides.count("left out")
     unread = sum(part.size <= config.sequence_length for part in train + validation)
@@ -258,33 +261,6 @@ def _from_shards(config: DataConfig, shards: str, vocab_size: int) -> Corpus:
         ),
         fingerprint=_fingerprint(files, held_out, survey.digests),
     )
-
-
-def _tokenizer_within(path: str | None, vocab_size: int) -> Tokenizer:
-    """Returns the tokenizer. Raises ValueError where it has more tokens than
-    `vocab_size`, or far fewer."""
-    tokenizer = load_tokenizer(path)
-    has = tokenizer.vocab_size
-    fits = f"--model.vocab-size {max(1, -(-has // 64)) * 64}"
-    if has > vocab_size:
-        raise ValueError(
-            f"the tokenizer {tokenizer.name} has {has} tokens, more than "
-            f"model.vocab_size={vocab_size}; set {fits}"
-        )
-    if vocab_size > _most_rows(has):
-        raise ValueError(
-            f"the tokenizer {tokenizer.name} has {has} tokens, far fewer than "
-            f"model.vocab_size={vocab_size}, most of whose rows would never be "
-            f"trained; set {fits}, or give the data and the --data.tokenizer that the "
-            f"vocabulary is for"
-        )
-    return tokenizer
-
-
-def _most_rows(tokens: int) -> int:
-    """Returns the largest vocabulary, padding included, that a model for so many tokens
-    may have."""
-    return max(2 * tokens, tokens + _MOST_PADDING)
 
 
 def tokenise(paths: Sequence[Path], tokenizer: Tokenizer) -> list[Tokens]:

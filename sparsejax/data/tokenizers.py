@@ -16,6 +16,10 @@ Tokens = UInt[np.ndarray, " tokens"]
 than 65536."""
 
 
+# A vocabulary is padded to a multiple of up to 1024, or to the next power of two.
+_MOST_PADDING = 1024
+
+
 class Tokenizer(Protocol):
     """A mapping from text to token ids and back."""
 
@@ -185,6 +189,33 @@ def load_tokenizer(path: str | None) -> Tokenizer:
     """Returns the tokenizer of the tokenizer.json at `path`, or of bytes where that is
     None."""
     return ByteTokenizer() if path is None else HuggingFaceTokenizer(path)
+
+
+def tokenizer_within(path: str | None, vocab_size: int) -> Tokenizer:
+    """Returns the tokenizer of `load_tokenizer` for a model of this vocabulary. Raises
+    ValueError where it has more tokens than that, or far fewer."""
+    tokenizer = load_tokenizer(path)
+    has = tokenizer.vocab_size
+    fits = f"--model.vocab-size {max(1, -(-has // 64)) * 64}"
+    if has > vocab_size:
+        raise ValueError(
+            f"the tokenizer {tokenizer.name} has {has} tokens, more than "
+            f"model.vocab_size={vocab_size}; set {fits}"
+        )
+    if vocab_size > most_rows(has):
+        raise ValueError(
+            f"the tokenizer {tokenizer.name} has {has} tokens, far fewer than "
+            f"model.vocab_size={vocab_size}, most of whose rows would never be "
+            f"trained; set {fits}, or give the data and the --data.tokenizer that the "
+            f"vocabulary is for"
+        )
+    return tokenizer
+
+
+def most_rows(tokens: int) -> int:
+    """Returns the largest vocabulary, padding included, that a model for so many tokens
+    may have."""
+    return max(2 * tokens, tokens + _MOST_PADDING)
 
 
 def _dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:

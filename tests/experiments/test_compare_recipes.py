@@ -16,7 +16,6 @@ from experiments import compare_recipes
 from experiments.compare_recipes import main
 from experiments.comparing.comparison_file import Comparison, Trial, read_comparison
 from experiments.comparing.side_by_side import RunsFailed
-from sparsejax.data.tokenizers import ByteTokenizer
 from sparsejax.distributed.own_process import in_own_process
 from sparsejax.launch import job
 from sparsejax.terminal import console
@@ -48,14 +47,15 @@ def test_every_comparison_can_be_planned(path, tmp_path, capsys, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "path", sorted(FILES.glob("*.toml")), ids=lambda path: path.stem
-)
-def test_every_comparison_of_bytes_has_their_vocabulary(path):
-    """A plan reads no text, and a run with another vocabulary ends before a step."""
-    for trial in read_comparison(path).trials:
-        if trial.config.data.tokenizer is None:
-            assert trial.config.model.vocab_size == ByteTokenizer.vocab_size
+def test_bytes_for_another_vocabulary_are_refused_before_any_run(tmp_path, capsys):
+    path = tmp_path / "other.toml"
+    path.write_text('seeds = [0]\n[base]\npreset = "gpt-124m"\n[runs.a]\n')
+    folder = tmp_path / "runs"
+    for more in (["--dry-run"], ["--folder", str(folder)]):
+        assert compare_recipes.run([str(path), *more]) == 1
+        told = " ".join(capsys.readouterr().err.split())
+        assert "run 'a': the tokenizer bytes has 256 tokens, far fewer than" in told
+    assert not folder.exists()
 
 
 def test_some_runs_of_a_comparison_come_with_their_baseline(capsys):

@@ -9,6 +9,7 @@ import pytest
 
 from sparsejax.config import DataConfig
 from sparsejax.data import corpus as corpus_module
+from sparsejax.data import tokenizers
 from sparsejax.data.corpus import Corpus, load_corpus, unigram_loss
 from sparsejax.data.tokenizers import ByteTokenizer, load_tokenizer
 from tests.support.files.corpus_sides import only, side, write_files
@@ -240,7 +241,7 @@ def test_padding_of_a_vocabulary_passes(tokens, vocab_size, fits, folder, monkey
     # Bytes, but for the number of them.
     tokenizer = ByteTokenizer()
     tokenizer.vocab_size = tokens
-    monkeypatch.setattr(corpus_module, "load_tokenizer", lambda path: tokenizer)
+    monkeypatch.setattr(tokenizers, "load_tokenizer", lambda path: tokenizer)
     if fits:
         assert load_corpus(config, vocab_size=vocab_size).vocab_size == tokens
         return
