@@ -42,14 +42,15 @@ def call_ffn(
     backend: Backend | None,
     observes: bool = False,
 ) -> tuple[Float[Array, "tokens d_model"], Sample | None]:
-    """Returns Y of an FFN: decides what runs its GEMMs, packs its weights where the
-    caller has not, and runs it.
+    """Returns Y of an FFN, and what it observes: decides what runs its GEMMs, packs its
+    weights where the caller has not, and runs it.
 
     Args:
       spec: the static facts of the call; `ffn` and `gated_ffn` describe the other
         arguments.
-      observes: whether to return a sample of the tokens, too; else None. The penalty is
-        on where `experts` has its strength.
+      observes: whether to return a sample of the tokens, of which there must be some,
+        and not None; then the sparsity has experts. The penalty is added where
+        `experts` has its strength.
     Raises:
       ValueError: an argument that the sparsity needs is missing or does not fit.
       NotImplementedError: the named backend cannot run a GEMM; says why.

@@ -121,8 +121,15 @@ def observed_ffn(
       penalty_strength: the norm of what the penalty on skipped neurons adds to dW1
         (`experts.penalty`), as a share of that of dW1; None adds nothing.
     Raises:
-      ValueError, NotImplementedError: as `ffn`.
+      ValueError: as `ffn`, or there are no experts or no tokens to observe.
+      NotImplementedError: as `ffn`.
     """
+    check_value("sparsity", sparsity, FFNSparsity)
+    if sparsity.experts is None or not len(x):
+        raise ValueError(
+            f"{len(x)} tokens of an FFN with {sparsity.experts or 'no'} experts give "
+            f"nothing to observe; call ffn, or give it tokens and V:N:M activations"
+        )
     y, sample = call_ffn(
         _spec(x, w_up, w_down, sparsity, precision, layout),
         x,

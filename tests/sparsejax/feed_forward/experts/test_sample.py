@@ -10,7 +10,7 @@ import pytest
 from sparsejax.feed_forward.experts.sample import stride_on_device
 from sparsejax.feed_forward.ffn import ffn, observed_ffn
 from sparsejax.feed_forward.layout import FFNLayout
-from sparsejax.feed_forward.sparsity import FFNSparsity
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import NM, VNM
 from tests.support.oracles.ffn_cases import make_inputs
@@ -72,3 +72,16 @@ def test_a_sample_has_every_sixteenth_token_and_2048_at_most(tokens, stride):
 def test_a_device_of_a_mesh_has_its_share_of_the_sample():
     layout = FFNLayout(mesh=jax.sharding.AbstractMesh((4,), ("data",)))
     assert stride_on_device(16384, layout) == 32
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sparsity", "message"),
+    [
+        (0, SAMPLED, "0 tokens of an FFN with 4 experts give nothing to observe"),
+        (8, DENSE, "8 tokens of an FFN with no experts give nothing to observe"),
+    ],
+)
+def test_where_nothing_can_be_observed_it_is_refused(tokens, sparsity, message):
+    x, w_up, w_down = jnp.ones((tokens, 8)), jnp.ones((8, 64)), jnp.ones((64, 8))
+    with pytest.raises(ValueError, match=message):
+        observed_ffn(x, w_up, w_down, sparsity=sparsity)
