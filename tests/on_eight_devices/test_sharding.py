@@ -30,14 +30,6 @@ def config_for(text: str, variant: str) -> TrainConfig:
         model = replace(model, remat="full")
         config = replace(config, recipe="paper")
         config = with_phases(config, activations=VNM(4, 2, 32))
-    if variant == "activation_energy":
-        config = replace(config, recipe="paper")
-        config = with_phases(
-            config,
-            activations=VNM(4, 2, 32),
-            experts_per_token=2,
-            router=ActivationEnergy(),
-        )
     if variant in ("experts", "experts_fp8"):
         config = replace(config, recipe="experts")
         config = with_phases(config, activations=VNM(4, 4, 32))
@@ -107,8 +99,7 @@ def on(config: TrainConfig, mesh: str) -> TrainConfig:
 
 
 GATES_AND_ROUTERS = (
-    "experts",
-    "activation_energy",
+    "paper",
     "observed",
     "learned",
     "swiglu",
@@ -121,7 +112,7 @@ GATES_AND_ROUTERS = (
     ("variant", "mesh"),
     [
         *(("two-four", mesh) for mesh in MESHES),
-        *(("paper", mesh) for mesh in MESHES),
+        *(("experts", mesh) for mesh in MESHES),
         *((variant, "all") for variant in GATES_AND_ROUTERS),
     ],
 )
