@@ -172,6 +172,6 @@ def test_the_penalty_sums_projected_columns_and_no_gradient_anew(text, d_model):
         sum(size for kind, _, _, size in arrays if kind == ALL and size > 1)
         for arrays in (without, with_penalty)
     ]
-    # Of two gradients, and the loads of the experts.
+    # The columns of both gradients, and the loads of the experts.
     columns = 2 * min(d_model, SIGNS) * COLUMNS
     assert columns <= of_both[1] - of_both[0] <= columns + 2 * 4

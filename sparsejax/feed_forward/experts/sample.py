@@ -1,10 +1,10 @@
 """Some tokens of a call with all of their neurons, which training looks at.
 
 A token's own GEMMs compute the neurons of its experts alone, or say of the others no
-more than their energies. Of a sixteenth of the tokens, and no more than 2,048 of a
-call, all neurons are computed, so that what a token skips is known too. On a mesh every
-device takes some of its own tokens, with the experts that these have in the call, and
-with the neurons that its GEMMs compute.
+more than their energies. All neurons are computed for a sixteenth of the tokens, and
+for no more than 2,048 of a call, so that what a token skips is known too. On a mesh
+every device takes some of its own tokens, with the experts that these have in the call,
+and with the neurons that its GEMMs compute.
 """
 
 import math

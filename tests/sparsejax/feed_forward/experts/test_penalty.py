@@ -87,7 +87,7 @@ def test_it_is_added_in_proportion_to_the_gradient():
 @pytest.mark.parametrize("neurons", [COLUMNS, 2 * COLUMNS, 2 * COLUMNS + 6])
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_norms_of_wide_gradients_are_estimated(neurons, tokens):
-    """Of one token the columns are parallel, which is the worst case."""
+    """The columns that one token gives are parallel, which is the worst case."""
     normal = lambda of, *shape: jax.random.normal(jax.random.key(of), shape)
     x, dy = normal(0, tokens, 256), normal(1, tokens, neurons)
     dw = normal(2, 256, neurons)
