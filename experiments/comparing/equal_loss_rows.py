@@ -220,7 +220,7 @@ def rows_of(
     has_spread = any(len(of) > 1 for of in groups.values())
     lengths = [tokens for _, tokens in dense]
     longest = (reference, max(lengths))
-    of_longest, _ = costs[longest]
+    cost_of_longest, _ = costs[longest]
     rows = []
     for key in (*dense, *(key for key in groups if key not in dense)):
         (arm, tokens), of = key, groups[key]
@@ -235,9 +235,9 @@ def rows_of(
         of_wall = wall_ratios(of, dense_runs, equal)
         bound: float | None = None
         is_below = np.mean(losses[key] < losses[longest]) >= 0.95
-        if is_below and relative is not None and of_longest is not None:
-            in_costs = np.ravel(relative)[0] / np.ravel(of_longest)[0]
-            bound = float(in_costs * tokens / longest[1])
+        if is_below and relative is not None and cost_of_longest is not None:
+            own, dense_cost = (np.ravel(of)[0] for of in (relative, cost_of_longest))
+            bound = float(own * tokens / (dense_cost * longest[1]))
         reached = bool(np.isfinite(equal[0]))
         dense_flops, sparse_flops = mean_flop_shares(of, model)
         speed = speeds.get(arm)

@@ -145,8 +145,8 @@ def _observed(
         y_up = all_products(x, w_up)
     else:
         y_up = under_name(HIDDEN, products[-1][::stride])
-    # Without the names a backward that recomputes would choose for all tokens again,
-    # or multiply them all.
+    # Without the names a backward that recomputes would choose for all tokens again, or
+    # keep all of Y1 for it.
     sample = sample_of(x, y_up, under_name(ROUTES, chosen), sparsity.experts, layout)
     if strength is None:
         return sample, None

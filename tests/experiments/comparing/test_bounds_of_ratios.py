@@ -38,19 +38,13 @@ def test_an_arm_below_the_longest_dense_run_has_a_bound_without_any_curve(
         "above": loss(tokens_of(longest)) + 0.001,
         "below": 0.9 * loss(tokens_of(longest)),
     }
-    rows = rows_of(
-        tmp_path,
-        [
-            *dense_runs(),
-            *(
-                Synthetic(
-                    name=name, config=sparse_config(300, 0.8), loss=value, seconds=21.0
-                )
-                for name, value in of.items()
-            ),
-        ],
-    )
-    # Of the dense model a step takes 0.1 seconds.
+    config = sparse_config(300, 0.8)
+    arms = [
+        Synthetic(name=name, config=config, loss=value, seconds=21.0)
+        for name, value in of.items()
+    ]
+    rows = rows_of(tmp_path, [*dense_runs(), *arms])
+    # A step of the dense model takes 0.1 seconds.
     assert rows["below", 300]["R_at_most"] == pytest.approx(21 / (0.1 * longest))
     assert rows["above", 300]["R_at_most"] is None
     assert rows["dense", longest]["R_at_most"] is None

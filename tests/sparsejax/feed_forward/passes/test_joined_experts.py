@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparsejax.feed_forward.ffn import ffn
+from sparsejax.feed_forward.ffn import ffn, observed_ffn
 from sparsejax.feed_forward.gated_ffn import GatedFFNSpec, gated_ffn
 from sparsejax.feed_forward.plan import FFNPlan
 from sparsejax.feed_forward.sparsity import FFNSparsity
@@ -204,6 +204,16 @@ def test_a_backward_keeps_the_rows_of_tokens_whatever_it_recomputes(
     index = jax.ShapeDtypeStruct((TOKENS, 2), jnp.int32)
     rows = jax.eval_shape(partial(rows_of_sets, experts=4, v=128), index)
     assert Counter((of.shape, of.dtype) for of in jax.tree.leaves(rows)) <= kept
+
+
+def test_a_sample_has_no_products_of_all_tokens_kept(calls):
+    arguments, _ = operands(TOKENS, d=D, f=F)
+    how = {"sparsity": PENALTY, "penalty_strength": jnp.float32(0.05)}
+    observed = lambda *of: observed_ffn(*of, **how)[0]
+    run = rematerialise(observed, "dots", in_loop=False)
+    _, residuals = jax.eval_shape(partial(jax.vjp, run), *arguments)
+    shapes = [of.shape for of in jax.tree.leaves(residuals)]
+    assert (TOKENS // 16, F) in shapes and (TOKENS, F) not in shapes
 
 
 def assert_gated_near_the_reference(activation, sparsity) -> None:
