@@ -14,7 +14,7 @@ import pytest
 
 from sparsejax.config import MeshConfig
 from sparsejax.cost_model import exchanges
-from sparsejax.feed_forward.experts.penalty import COLUMNS, SIGNS
+from sparsejax.feed_forward.experts.penalty import GROUPS, SIGNS
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.sparsity.patterns import VNM
 from sparsejax.training.run import Run
@@ -157,7 +157,7 @@ def test_fsdp_receives_what_is_predicted(text):
 
 @pytest.mark.parametrize("d_model", [32, 4 * SIGNS])
 def test_the_penalty_sums_projected_columns_and_no_gradient_anew(text, d_model):
-    model = {"d_model": d_model, "d_hidden": 4 * COLUMNS}
+    model = {"d_model": d_model, "d_hidden": 4 * GROUPS}
     experts = FFNSparsity(
         activations=VNM(4, 4, 16),
         router="activation_energy",
@@ -173,5 +173,5 @@ def test_the_penalty_sums_projected_columns_and_no_gradient_anew(text, d_model):
         for arrays in (without, with_penalty)
     ]
     # The columns of both gradients, and the loads of the experts.
-    columns = 2 * min(d_model, SIGNS) * COLUMNS
+    columns = 2 * min(d_model, SIGNS) * GROUPS
     assert columns <= of_both[1] - of_both[0] <= columns + 2 * 4

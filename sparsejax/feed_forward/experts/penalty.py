@@ -10,8 +10,9 @@ many tokens use. Its gradient is added to that of W1 alone, in proportion to it.
 
 On a mesh each device adds what its own tokens give of both gradients, before they are
 summed over the devices. The proportion is that of the sums. Their norms are estimated
-from a projection of some of their columns, whose sum is small to send, so that the
-gradient itself is still summed once per optimiser step.
+from a random projection of both, whose sum is small to send, so that the gradient
+itself is still summed once per optimiser step. Every entry is in that projection: where
+few neurons are active, no choice of columns stands for the others.
 """
 
 from typing import NamedTuple
@@ -24,15 +25,16 @@ from jaxtyping import Array, Float
 from sparsejax.feed_forward.experts.sample import Sample
 from sparsejax.feed_forward.layout import FFNLayout, own_experts
 
-COLUMNS = 512
-"""The number of neurons, equally far apart, whose columns of a gradient of W1 stand for
-its norm; or nearly twice as many, and in a narrower FFN all. On a mesh that splits the
-neurons, its devices have as many together."""
+GROUPS = 512
+"""The number of groups, or nearly twice as many, in which the columns of a gradient of
+W1 are summed, each with a random sign. A group is 2^n neighbours, one where there are
+fewer columns or an odd number of them. On a mesh that splits the neurons, its devices
+have as many groups together."""
 
 SIGNS = 64
-"""The number of projections of such a column, each with random signs, which stand for
-the column where it is longer. The sum of their squares is that of the column within 18
-% (a standard deviation), and of columns that are not parallel within less."""
+"""The number of projections of such a sum, each with random signs, which stand for it
+where it is longer. The squares of them all sum to that of the gradient's norm within 18
+% (a standard deviation) if its columns are parallel, and else within less."""
 
 
 class Penalty(NamedTuple):
@@ -91,32 +93,67 @@ def penalised(
     devices' dW1, by estimates of both norms (`COLUMNS`, `SIGNS`)."""
     x, dy_up, strength = penalty
     own = jnp.matmul(x.T, dy_up, preferred_element_type=jnp.float32)
-    norm, size = _norms_of_sums((own, dw_up), layout)
+    # The projection of a product is that of its factors, which are smaller.
+    of_own = _product(_row_sums(x.T), _column_sums(dy_up, layout))
+    projections = jnp.stack((of_own, _row_sums(_column_sums(dw_up, layout))))
+    norm, size = _norms_of_sums(projections, layout)
     scale = strength[0] * size / jnp.where(norm > 0, norm, 1)
     return dw_up + (scale * own).astype(dw_up.dtype)
 
 
+def _column_sums(
+    gradient: Float[Array, "rows own_hidden"], layout: FFNLayout | None
+) -> Float[Array, "rows own_groups"]:
+    """Returns the sums of groups of columns with random signs, float32. The groups are
+    those of one device, whatever the mesh."""
+    rows, own = gradient.shape
+    features = own * (1 if layout is None else layout.hidden_shards)
+    columns = 1
+    while own % (2 * columns) == 0 and features // (2 * columns) >= GROUPS:
+        columns *= 2
+    if columns == 1:
+        return gradient.astype(jnp.float32)
+    first, _ = own_experts(layout, features)
+    signs = lax.dynamic_slice_in_dim(_signs(features), first, own)
+    signed = gradient.astype(jnp.float32) * signs[None]
+    return jnp.sum(signed.reshape(rows, -1, columns), axis=2)
+
+
+def _row_sums(
+    gradient: Float[Array, "d_model columns"],
+) -> Float[Array, "projections columns"]:
+    """Returns sums of all rows with random signs over the root of their number,
+    float32; of few rows these themselves."""
+    gradient = gradient.astype(jnp.float32)
+    d_model = len(gradient)
+    if d_model <= SIGNS:
+        return gradient
+    return _product(_signs(SIGNS, d_model) / SIGNS**0.5, gradient)
+
+
+def _signs(*shape: int) -> Float[Array, "*shape"]:
+    """Returns random signs, the same at every call and on every device. What is drawn
+    from one key is not independent, as weights have to be of the signs, so that it is
+    no usual key."""
+    key = jax.random.key(1_910_073_862, impl="threefry2x32")
+    return jax.random.rademacher(key, shape, jnp.float32)
+
+
+def _product(
+    left: Float[Array, "projections rows"], right: Float[Array, "rows columns"]
+) -> Float[Array, "projections columns"]:
+    return jnp.matmul(left, right, precision=lax.Precision.HIGHEST)
+
+
 def _norms_of_sums(
-    gradients: tuple[Float[Array, "d_model own_hidden"], ...],
+    projections: Float[Array, "gradients projections own_groups"],
     layout: FFNLayout | None,
 ) -> Float[Array, " gradients"]:
-    """Returns estimates of the norms of some gradients, each summed over the devices'
-    tokens, float32."""
-    d_model, features = gradients[0].shape
-    parts = 1 if layout is None else layout.hidden_shards
-    stride = max(1, features * parts // COLUMNS)
-    columns = jnp.stack([of[:, ::stride].astype(jnp.float32) for of in gradients])
-    if d_model > SIGNS:
-        # The same at every call and on every device. What is drawn from one key is not
-        # independent, as weights have to be of the signs, so that it is no usual key.
-        key = jax.random.key(1_910_073_862, impl="threefry2x32")
-        signs = jax.random.rademacher(key, (SIGNS, d_model), jnp.float32)
-        exact = lax.Precision.HIGHEST
-        columns = jnp.einsum("sd,gdc->gsc", signs, columns, precision=exact)
-        columns /= SIGNS**0.5
+    """Returns the norms of projected gradients, each summed over the devices'
+    tokens."""
     if layout is not None:
-        columns = lax.psum(columns, layout.tokens)
-    squares = jnp.sum(jnp.square(columns), axis=(1, 2))
+        projections = lax.psum(projections, layout.tokens)
+    squares = jnp.sum(jnp.square(projections), axis=(1, 2))
     if layout is not None and layout.hidden_shards > 1:
         squares = lax.psum(squares, layout.hidden)
     return jnp.sqrt(squares)

@@ -10,7 +10,7 @@ from flax import nnx
 
 from sparsejax.feed_forward.experts.observed import initial, moved
 from sparsejax.feed_forward.experts.penalty import (
-    COLUMNS,
+    GROUPS,
     Penalty,
     gradient_of_products,
     penalised,
@@ -84,7 +84,7 @@ def test_it_is_added_in_proportion_to_the_gradient():
     np.testing.assert_allclose(added, expected, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("neurons", [COLUMNS, 2 * COLUMNS, 2 * COLUMNS + 6])
+@pytest.mark.parametrize("neurons", [GROUPS, 2 * GROUPS, 2 * GROUPS + 6])
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_norms_of_wide_gradients_are_estimated(neurons, tokens):
     """The columns that one token gives are parallel, which is the worst case."""
@@ -94,6 +94,21 @@ def test_norms_of_wide_gradients_are_estimated(neurons, tokens):
     added = penalised(dw, Penalty(x, dy, jnp.array([0.25]))) - dw
     size = jnp.linalg.norm(added) / jnp.linalg.norm(dw)
     np.testing.assert_allclose(size, 0.25, rtol=0.03 if tokens > 1 else 0.3)
+
+
+@pytest.mark.parametrize("active", [[5], [17, 18, 19]])
+def test_a_norm_that_lies_in_few_columns_is_found(active):
+    """With most neurons silent, as early in the training of a wide model."""
+    normal = lambda of, *shape: jax.random.normal(jax.random.key(of), shape)
+    x, dw = normal(0, 64, 256), normal(1, 256, 4 * GROUPS)
+    among = jnp.zeros(4 * GROUPS).at[jnp.array(active)].set(1)
+    dy = normal(2, 64, 4 * GROUPS) * among[None] + 1e-9 * normal(3, 64, 4 * GROUPS)
+    for of_sample in (dy, normal(4, 64, 4 * GROUPS)):
+        for of_call in (dw, dw * among[None]):
+            own = Penalty(x, of_sample, jnp.array([0.25]))
+            added = penalised(of_call, own) - of_call
+            size = jnp.linalg.norm(added) / jnp.linalg.norm(of_call)
+            np.testing.assert_allclose(size, 0.25, rtol=0.3)
 
 
 @pytest.mark.parametrize(("skipped", "sign"), [(0.2, 1), (0.01, -1)])
