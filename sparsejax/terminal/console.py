@@ -22,6 +22,13 @@ from sparsejax.terminal import live
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 """The flag with which XLA's GPU kernels repeat their bits."""
 
+SPIKE = 100
+"""How many times the median of a run's gradient norms a norm has to be for a line to
+say so: training goes on, since each step's gradient is clipped, and learns nothing."""
+
+NORMS_BEFORE = 5
+"""The least number of gradient norms that have a median worth the name."""
+
 STDOUT = Console(highlight=False)
 STDERR = Console(highlight=False, stderr=True)
 
@@ -63,11 +70,15 @@ def progress(config: TrainConfig) -> Iterator[Callable[[dict[str, Any]], None]]:
     on_terminal = STDOUT.is_terminal
     say_step = partial(_say_step, config.steps)
     shown = live.view(config, STDOUT) if on_terminal else nullcontext(say_step)
+    norms: list[float] = []
     with shown as see:
 
         def observe(record: dict[str, Any]) -> None:
             if on_terminal or record["event"] == "step":
                 see(record)
+            if record["event"] == "step":
+                _say_spike(record, norms)
+                norms.append(record["gradient_norm"])
             if (line := _line_of(record)) is not None:
                 alarming = record["event"] == "damaged" or record.get("large")
                 say(line, style="yellow" if alarming else None)
@@ -81,6 +92,21 @@ def _say_step(steps: int, record: dict[str, Any]) -> None:
     rate = "-" if math.isnan(rate) else f"{rate:,.0f}"
     where = f"step {record['step']}/{steps} {record['kind']}"
     say(f"{where}: loss {record['loss']:.3f}, {rate} tokens/s")
+
+
+def _say_spike(record: dict[str, Any], norms: list[float]) -> None:
+    """Prints a line about the gradient norm of a step that is far above those before
+    it."""
+    if len(norms) < NORMS_BEFORE:
+        return
+    norm, usual = record["gradient_norm"], statistics.median(norms)
+    if norm > SPIKE * usual:
+        say(
+            f"step {record['step']}: gradient norm {norm:.3g}, and the median before "
+            f"it {usual:.3g}: if it happens often, the run learns little; try a lower "
+            f"--optimizer.peak-learning-rate or a longer warm-up",
+            style="yellow",
+        )
 
 
 def _line_of(record: dict[str, Any]) -> str | None:

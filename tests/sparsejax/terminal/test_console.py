@@ -342,21 +342,6 @@ def test_a_resume_says_from_where_and_what_was_damaged(text, tmp_path, capsys):
     ) in shown
 
 
-def test_what_should_worry_is_yellow(monkeypatch):
-    said = []
-    monkeypatch.setattr(console, "say", lambda text, style: said.append(style))
-    where = {"step": 3, "checkpoint": "c", "reason": "r"}
-    losses = dict.fromkeys(
-        ("before", "before_unmasked", "after", "after_unmasked", "jump"), 1.0
-    )
-    with console.progress(TrainConfig()) as observe:
-        observe({"event": "damaged"} | where)
-        observe({"event": "switch", "to": "dense", "large": True} | where | losses)
-        observe({"event": "resume"} | where)
-        observe({"event": "switch", "to": "dense", "large": False} | where | losses)
-    assert said == ["yellow", "yellow", None, None]
-
-
 def test_text_is_printed_as_it_is_brackets_included(capsys):
     console.say("text='[a-z]*.txt' [/nothing] [bold]x")
     console.show_sample("a[b]c\\", "[/red]\x1b[2J\n")
@@ -438,12 +423,3 @@ def test_steps_of_a_smaller_model_are_no_measure_of_sparse_ones(capsys):
     assert "dense ones 100: 1.50 times as fast" in capsys.readouterr().out
     console.say_speedup(records[:-1])
     assert not capsys.readouterr().out
-
-
-def test_a_branch_says_which_phases_are_dense_as_in_its_trunk(capsys):
-    trunk = {"run": "../trunk", "step": 3, "seconds": 1.0, "learning_rate": 1e-3}
-    start = {"event": "start", "step": 3, "corpus": "text", "unigram_loss": 3.0}
-    start |= {"branch": trunk, "learning_rate": 1e-3, "run_dense": [1, 2]}
-    with console.progress(TrainConfig()) as observe:
-        observe(start)
-    assert "phase 1, 2 is trained dense, as there" in capsys.readouterr().out

@@ -36,7 +36,8 @@ def step(number: int, phase: int, rate: float | None, **values) -> dict:
     kind = SCHEDULE[phase].name
     speed = {} if rate is None else {"tokens_per_second": rate, "mfu_executed": 0.41}
     where = {"event": "step", "step": number, "phase": phase, "kind": kind}
-    return where | {"loss": 2.5, "sparse": phase == 1} | speed | values
+    values = {"loss": 2.5, "gradient_norm": 1.0} | values
+    return where | {"sparse": phase == 1} | speed | values
 
 
 def standing_after(*records: dict, config=None, peak_is_known=True) -> Standing:
