@@ -7,6 +7,11 @@ inside, and dropped: no caller ever holds any, and so none can meet weights that
 were not made from. These calls, and no others, also move what training steps observe of
 experts (`feed_forward.experts.observed`).
 
+Where a `Transformer` goes through its layers without a loop, those of each layer are
+arrays of their own: of an array of all layers each GEMM would read a copy of its part,
+in every micro-batch. They stay in one array where devices gather them in every
+micro-batch, for else XLA would gather attention's before the first one and hold them.
+
 Gradients are added up for each layer by itself, where a `Transformer` goes through its
 layers without a loop, though its parameters are stacked: a GEMM then adds its gradient
 to the sum of the layer as it writes, and XLA can move the sum over devices, one for
@@ -17,6 +22,7 @@ embedding that is the head, too, has a sum for each of its two uses.
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -84,9 +90,10 @@ def loss_and_gradient(
     """
     count = _leading_size(batches)
     reading = nnx.clone(model)
-    for _, layer in nnx.iter_modules(reading):
+    layers = _UnrolledLayers(reading)
+    for path, layer in nnx.iter_modules(reading):
         if isinstance(layer, SparseFFN | Attention | Transformer):
-            as_read = layer.weights_as_read(whole=whole)
+            as_read = layers.weights_as_read(path, layer, whole=whole)
             layer.as_read = None if as_read is None else WeightsAsRead(as_read)
         if isinstance(layer, SparseFFN):
             layer.share_of_step = 1 / count
@@ -97,14 +104,14 @@ def loss_and_gradient(
     graph, params, heads, as_read, rest = nnx.split(
         reading, nnx.Param, EmbeddingAsHead, WeightsAsRead, ...
     )
-    layers = _UnrolledLayers(reading)
     parts = layers.apart(params), heads
     kept = nnx.Not(nnx.Any(nnx.Param, EmbeddingAsHead, WeightsAsRead))
 
     def loss_and_rest(parts, rest, batch):
         of_layers, heads = parts
         read = layers.read_whole(params, of_layers)
-        model = nnx.merge(graph, read, heads, as_read, rest, copy=True)
+        ready = layers.together(as_read)
+        model = nnx.merge(graph, read, heads, ready, rest, copy=True)
         loss, aux = _loss_and_aux(loss_of(model, *batch), has_aux)
         return loss, (aux, nnx.state(model, kept))
 
@@ -180,10 +187,30 @@ class _UnrolledLayers:
 
     def __init__(self, model: nnx.Module) -> None:
         self._of_blocks = {
-            (*path, "blocks")
+            (*path, "blocks"): module
             for path, module in nnx.iter_modules(model)
             if isinstance(module, Transformer) and not module.config.scan_layers
         }
+
+    def weights_as_read(
+        self,
+        path: tuple,
+        module: SparseFFN | Attention | Transformer,
+        *,
+        whole: bool,
+    ) -> PyTree:
+        """Returns `module.weights_as_read`, with a `_Layers` in the place of every
+        array of blocks whose weights are not gathered where they are read."""
+        transformer = self._transformer_of(path)
+        if transformer is None or (_is_stored_split(transformer) and not whole):
+            return module.weights_as_read(whole=whole)
+        graph, stacked = nnx.split(module)
+        states = (
+            jax.tree.map(itemgetter(i), stacked)
+            for i in range(transformer.config.layers)
+        )
+        made = (nnx.merge(graph, of).weights_as_read(whole=whole) for of in states)
+        return jax.tree.map(lambda *arrays: _Layers(arrays), *made)
 
     def apart(self, state: nnx.State) -> PyTree:
         """Returns a state with a `_Layers` in the place of every array of blocks."""
@@ -194,7 +221,7 @@ class _UnrolledLayers:
         return jax.tree_util.tree_map_with_path(of, state)
 
     def together(self, parts: PyTree) -> nnx.State:
-        """Returns the state that `apart` has taken apart."""
+        """Returns the state with an array in the place of every `_Layers`."""
         whole = lambda part: jnp.stack(part) if _is_layers(part) else part
         return jax.tree.map(whole, parts, is_leaf=_is_layers)
 
@@ -209,8 +236,17 @@ class _UnrolledLayers:
 
     def _is_of_blocks(self, path: tuple) -> bool:
         """Returns whether the array with this path is one of all layers."""
-        names = _names(path)
-        return any(names[: len(of)] == of for of in self._of_blocks)
+        return self._transformer_of(_names(path)) is not None
+
+    def _transformer_of(self, names: tuple) -> Transformer | None:
+        """Returns the transformer to whose blocks belongs what has these names."""
+        ends = range(len(names) + 1)
+        return next(filter(None, (self._of_blocks.get(names[:i]) for i in ends)), None)
+
+
+def _is_stored_split(transformer: Transformer) -> bool:
+    mesh = transformer.mesh
+    return mesh is not None and mesh.shape.get("fsdp", 1) > 1
 
 
 @jax.tree_util.register_pytree_node_class

@@ -1,5 +1,6 @@
 """The gradient over micro-batches: that of all tokens, weights compressed once."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -145,6 +146,29 @@ def test_gradients_are_added_up_layer_by_layer_without_a_loop(scan_layers, spars
     # W1 of three layers: one sum of all, or three.
     assert added[3, 16, 48] == (1 if scan_layers else 0)
     assert added[16, 48] == (0 if scan_layers else 3)
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("sparsity", [DENSE, TWO_FOUR, EXPERTS])
+def test_each_layer_reads_arrays_of_its_own_without_a_loop(scan_layers, sparsity):
+    """Of an array of all layers XLA would copy each layer's part for its GEMMs, in
+    every micro-batch."""
+    config = ModelConfig(
+        vocab_size=32,
+        d_model=D,
+        layers=3,
+        heads=2,
+        kv_heads=2,
+        d_hidden=F,
+        scan_layers=scan_layers,
+        dtype="bfloat16",
+    )
+    model = Transformer(config, sparsity=sparsity, rngs=nnx.Rngs(0))
+    tokens = jax.random.randint(jax.random.key(0), (2, 2, 9), 0, 32)
+    step = nnx.jit(partial(loss_and_gradient, cross_entropy))
+    compiled = step.lower(model, tokens).compile().as_text()
+    of_all = re.findall(r"(?:bf16|u16|u8)\[3,(?:16|64|32|8),\d+\]", compiled)
+    assert bool(of_all) == scan_layers
 
 
 @pytest.mark.parametrize("count", [1, 2])
