@@ -244,6 +244,21 @@ def test_replicas_hold_the_same():
     assert four == memory_bytes(SPLIT, mesh=CUBE, **of)
 
 
+def test_recomputation_saves_nothing_where_gradients_are_put_off():
+    full = dataclasses.replace(SPLIT, remat="full", scan_layers=False)
+    kept = lambda config, mesh: (
+        memory_bytes(config, tokens_per_device=32, mesh=mesh).activations
+    )
+    for mesh in MeshConfig(data=1, fsdp=2, zero_stage=2), MeshConfig(data=2):
+        none = kept(dataclasses.replace(full, remat="none"), mesh)
+        assert kept(full, mesh) == none
+        assert kept(dataclasses.replace(full, scan_layers=True), mesh) < none
+    for mesh in MeshConfig(data=1, fsdp=2), MeshConfig(data=1):
+        assert kept(full, mesh) == kept(
+            dataclasses.replace(full, scan_layers=True), mesh
+        )
+
+
 def test_the_largest_gathered_is_a_layer_or_the_head():
     layer = dataclasses.replace(SPLIT, remat="full")
     memory = memory_bytes(layer, tokens_per_device=1, mesh=CUBE, sparsity=WEIGHTS)
