@@ -1,6 +1,8 @@
 """Which meshes a run could have, and in which order."""
 
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -85,3 +87,41 @@ def test_a_slower_network_costs_the_meshes_that_cross_it():
 @pytest.mark.parametrize("device", [CPU, Device.named("NVIDIA H800")])
 def test_a_device_of_unknown_speed_is_not_planned_for(device):
     assert rank_meshes(LLAMA, device, 8, Links()) is None
+
+
+def rows_of_the_guide() -> list[list[str]]:
+    guide = Path(__file__).parents[3] / "docs" / "many-gpus.md"
+    table = guide.read_text().split("| preset | GPUs | batch |")[1].split("\n\n")[0]
+    rows = [
+        [cell.strip(" `") for cell in line.strip("|").split("|")]
+        for line in table.splitlines()[2:]
+    ]
+    for above, row in pairwise(rows):
+        row[0] = row[0] or above[0]
+    return rows
+
+
+@pytest.mark.parametrize("row", rows_of_the_guide(), ids=lambda row: "-".join(row[:2]))
+def test_the_guides_table_is_what_is_predicted(row):
+    preset, devices, batch = row[0], *(int(of.replace(",", "")) for of in row[1:3])
+    config = PRESETS[preset]()
+    paper = replace(config.phases.sparsity_of("paper"), skip_blocks=True)
+    config = replace(
+        config,
+        recipe="paper",
+        phases=replace(config.phases, sparsity=paper),
+        model=replace(config.model, scan_layers=False),
+        batch_size=batch,
+    )
+    best = rank_meshes(config, H100, devices, Links()).planned[0]
+    mesh = best.mesh
+    sparse, dense = sorted(1e3 * of.total for of in best.steps.values())
+    assert row[3:] == [
+        f"{mesh.data} x {mesh.fsdp} x {mesh.tensor}, {mesh.zero_stage}",
+        str(best.micro_batches),
+        f"{dense:,.0f}",
+        f"{sparse:,.0f}",
+        f"{config.tokens_per_step / best.step_seconds / 1e3:,.0f}",
+        f"{best.exposed_share:.1%}",
+        f"{best.memory_bytes / 2**30:.1f}",
+    ]
