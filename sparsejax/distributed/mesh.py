@@ -93,7 +93,13 @@ def constrain(
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
-def gathered(
+def stored_axes(name: str) -> tuple[str | tuple[str, ...] | None, ...]:
+    """Returns the mesh axes that split the last axes of a parameter of this name in a
+    training state."""
+    return _PARAMETER_AXES[name]
+
+
+def split_over(
     weights: Array,
     *axes: str | tuple[str, ...] | None,
     mesh: Mesh | AbstractMesh | None,

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device import Device
 from sparsejax.annotations import check_sizes, check_value
-from sparsejax.distributed.mesh import BATCH, constrain, gathered
+from sparsejax.distributed.mesh import BATCH, constrain, split_over
 from sparsejax.dtypes import Precision
 from sparsejax.explicit_axes import inside_automatic_axes
 from sparsejax.models.block_diagonal import (
@@ -317,7 +317,7 @@ class Attention(nnx.Module):
         w = getattr(self, name)[...]
         if self.groups > 1:
             axes = "tensor", None, None
-        held = partial(gathered, mesh=self.mesh) if whole else lambda w, *_: w
+        held = partial(split_over, mesh=self.mesh) if whole else lambda w, *_: w
         if self.precision != "dtype":
             quantised = quantise_weight(w)
             return QuantisedWeight(

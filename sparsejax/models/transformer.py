@@ -16,7 +16,8 @@ from sparsejax.distributed.mesh import (
     BATCH,
     constrain,
     ffn_layout,
-    gathered,
+    split_over,
+    stored_axes,
 )
 from sparsejax.explicit_axes import (
     inside_automatic_axes,
@@ -315,9 +316,14 @@ class Transformer(nnx.Module):
         where it has that already. With `whole` it is returned in any case, gathered
         over fsdp."""
         if not whole:
-            return rounded_copy(self._head_weight, self.config.dtype)
+            copy = rounded_copy(self._head_weight, self.config.dtype)
+            if copy is None:
+                return None
+            # Else XLA may gather the parameter, and round what it has gathered.
+            stored = stored_axes("embedding" if self.head is None else "head")
+            return split_over(copy, *stored, mesh=self.mesh)
         copy = as_read(self._head_weight, None, self.config.dtype)
-        return gathered(copy, *self._axes_of_head, mesh=self.mesh)
+        return split_over(copy, *self._axes_of_head, mesh=self.mesh)
 
     @property
     def _axes_of_head(self) -> tuple[str | None, ...]:

@@ -240,8 +240,10 @@ class _UnrolledLayers:
 
     def _transformer_of(self, names: tuple) -> Transformer | None:
         """Returns the transformer to whose blocks belongs what has these names."""
-        ends = range(len(names) + 1)
-        return next(filter(None, (self._of_blocks.get(names[:i]) for i in ends)), None)
+        for of, transformer in self._of_blocks.items():
+            if names[: len(of)] == of:
+                return transformer
+        return None
 
 
 def _is_stored_split(transformer: Transformer) -> bool:

@@ -25,9 +25,8 @@ VECTORS = 3 * 32
 ALL = "all-reduce"
 
 
-def compiled(text, mesh, sparsity=DENSE, **changes):
-    """Which arrays each collective of the step gives, (kind, devices of a group,
-    numbers), without scalars, and what is predicted of it, (purpose, axis): bytes."""
+def lowered(text, mesh, sparsity=DENSE, **changes):
+    """The step before XLA compiles it, and its model's settings."""
     config = replace(micro_config(text, recipe="dense"), batch_size=16)
     model = replace(
         config.model,
@@ -43,7 +42,13 @@ def compiled(text, mesh, sparsity=DENSE, **changes):
     config = replace(config, model=model, micro_batches=1, mesh=mesh)
     run = Run(config, devices=jax.devices())
     tokens = run.place(next(run.batches())["tokens"])
-    step = run.step(sparsity).lower(run.template(sparsity), tokens)
+    return run.step(sparsity).lower(run.template(sparsity), tokens), model
+
+
+def compiled(text, mesh, sparsity=DENSE, **changes):
+    """Which arrays each collective of the step gives, (kind, devices of a group,
+    numbers), without scalars, and what is predicted of it, (purpose, axis): bytes."""
+    step, model = lowered(text, mesh, sparsity, **changes)
     program = step.compile().as_text()
     arrays = []
     for line in program.splitlines():
@@ -107,6 +112,21 @@ def test_whole_weights_are_gathered_once_as_predicted(text):
         assert sum(summed) == 4 * ATTENTION + 2 * MATRIX + VOCABULARY + VECTORS
         gradients = predicted["reduced_gradients", "fsdp"]
         assert gradients == 7 * 4 * (sum(summed) + VECTORS) // 8
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_is_rounded_before_it_is_gathered(text, tied):
+    """As it is lowered: XLA on CPUs gathers bfloat16 in float32."""
+    mesh = MeshConfig(data=1, fsdp=8)
+    step, _ = lowered(text, mesh, dtype="bfloat16", tie_embeddings=tied)
+    shape, split = ("256x32", '{}, {"fsdp"}') if tied else ("32x256", '{"fsdp"}, {}')
+    rounded = re.findall(
+        rf"(%\d+) = stablehlo.convert .*tensor<{shape}xbf16>", step.as_text()
+    )
+    placed = f"<@mesh, [{split}]> : tensor<{shape}xbf16>"
+    assert any(
+        f"sdy.sharding_constraint {of} {placed}" in step.as_text() for of in rounded
+    )
 
 
 def test_whole_gradients_are_summed_over_replicas_and_shards_at_once(text):

@@ -90,7 +90,7 @@ def penalised(
 ) -> Float[Array, "d_model own_hidden"]:
     """Returns dW1 of this device's tokens with their share of the gradient of R, scaled
     so that the sum of these shares has `strength` times the norm of the sum of all
-    devices' dW1, by estimates of both norms (`COLUMNS`, `SIGNS`)."""
+    devices' dW1, by estimates of both norms (`GROUPS`, `SIGNS`)."""
     x, dy_up, strength = penalty
     own = jnp.matmul(x.T, dy_up, preferred_element_type=jnp.float32)
     # The projection of a product is that of its factors, which are smaller.
@@ -114,7 +114,7 @@ def _column_sums(
     if columns == 1:
         return gradient.astype(jnp.float32)
     first, _ = own_experts(layout, features)
-    signs = lax.dynamic_slice_in_dim(_signs(features), first, own)
+    signs = lax.dynamic_slice_in_dim(_signs(1, features), first, own)
     signed = gradient.astype(jnp.float32) * signs[None]
     return jnp.sum(signed.reshape(rows, -1, columns), axis=2)
 
@@ -128,14 +128,14 @@ def _row_sums(
     d_model = len(gradient)
     if d_model <= SIGNS:
         return gradient
-    return _product(_signs(SIGNS, d_model) / SIGNS**0.5, gradient)
+    return _product(_signs(0, SIGNS, d_model) / SIGNS**0.5, gradient)
 
 
-def _signs(*shape: int) -> Float[Array, "*shape"]:
-    """Returns random signs, the same at every call and on every device. What is drawn
-    from one key is not independent, as weights have to be of the signs, so that it is
-    no usual key."""
-    key = jax.random.key(1_910_073_862, impl="threefry2x32")
+def _signs(axis: int, *shape: int) -> Float[Array, "*shape"]:
+    """Returns random signs, the same at every call and on every device, others for each
+    axis."""
+    # No key that weights are drawn from, or they would depend on the signs.
+    key = jax.random.key(1_910_073_862 + axis, impl="threefry2x32")
     return jax.random.rademacher(key, shape, jnp.float32)
 
 
