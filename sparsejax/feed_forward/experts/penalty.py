@@ -29,7 +29,8 @@ GROUPS = 512
 """The number of groups, or nearly twice as many, in which the columns of a gradient of
 W1 are summed, each with a random sign. A group is 2^n neighbours, one where there are
 fewer columns or an odd number of them. On a mesh that splits the neurons, its devices
-have as many groups together."""
+have as many groups together. Where nearly all of the norm lies in two columns of one
+group, and these are equal, they may cancel."""
 
 SIGNS = 64
 """The number of projections of such a sum, each with random signs, which stand for it
