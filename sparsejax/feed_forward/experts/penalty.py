@@ -34,8 +34,8 @@ group, and these are equal, they may cancel."""
 
 SIGNS = 64
 """The number of projections of such a sum, each with random signs, which stand for it
-where it is longer. The squares of them all sum to that of the gradient's norm within 18
-% (a standard deviation) if its columns are parallel, and else within less."""
+where it is longer. The sum of all their squares is the square of the gradient's norm
+within 18 % (a standard deviation) if its columns are parallel, and else within less."""
 
 
 class Penalty(NamedTuple):
