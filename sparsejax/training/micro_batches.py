@@ -7,10 +7,11 @@ inside, and dropped: no caller ever holds any, and so none can meet weights that
 were not made from. These calls, and no others, also move what training steps observe of
 experts (`feed_forward.experts.observed`).
 
-Where a `Transformer` goes through its layers without a loop, those of each layer are
-arrays of their own: of an array of all layers each GEMM would read a copy of its part,
-in every micro-batch. They stay in one array where devices gather them in every
-micro-batch, for else XLA would gather attention's before the first one and hold them.
+Where a `Transformer` goes through its layers without a loop, the weights as each layer
+reads them are arrays of their own. Were they parts of one array for all layers, each
+GEMM would read a copy of its part, made in every micro-batch. One array it is where
+devices gather the weights in every micro-batch: XLA would else gather attention's
+before the first one and hold them.
 
 Gradients are added up for each layer by itself, where a `Transformer` goes through its
 layers without a loop, though its parameters are stacked: a GEMM then adds its gradient

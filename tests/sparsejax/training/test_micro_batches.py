@@ -151,8 +151,8 @@ def test_gradients_are_added_up_layer_by_layer_without_a_loop(scan_layers, spars
 @pytest.mark.parametrize("scan_layers", [False, True])
 @pytest.mark.parametrize("sparsity", [DENSE, TWO_FOUR, EXPERTS])
 def test_each_layer_reads_arrays_of_its_own_without_a_loop(scan_layers, sparsity):
-    """Of an array of all layers XLA would copy each layer's part for its GEMMs, in
-    every micro-batch."""
+    """XLA would copy a layer's part of an array of all layers for its GEMMs, in every
+    micro-batch."""
     config = ModelConfig(
         vocab_size=32,
         d_model=D,
