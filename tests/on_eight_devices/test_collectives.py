@@ -10,11 +10,15 @@ import re
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from sparsejax.config import MeshConfig
 from sparsejax.cost_model import exchanges
-from sparsejax.feed_forward.experts.penalty import GROUPS, SIGNS
+from sparsejax.feed_forward.experts.penalty import GROUPS, SIGNS, Penalty, penalised
+from sparsejax.feed_forward.layout import FFNLayout
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.sparsity.patterns import VNM
 from sparsejax.training.run import Run
@@ -195,3 +199,30 @@ def test_the_penalty_sums_projected_columns_and_no_gradient_anew(text, d_model):
     # The columns of both gradients, and the loads of the experts.
     columns = 2 * min(d_model, SIGNS) * GROUPS
     assert columns <= of_both[1] - of_both[0] <= columns + 2 * 4
+
+
+def test_the_penaltys_projection_of_split_neurons_is_that_of_one_device():
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=auto)
+    layout = FFNLayout(mesh=mesh)
+    normal = lambda of, *shape: jax.random.normal(jax.random.key(of), shape)
+    # Two shares of the tokens; equal columns have the norm that their signs make.
+    x, dy, dw = normal(0, 2, 8, 96), normal(1, 2, 8, 4 * GROUPS), normal(2, 2, 96, 1)
+    dw = jnp.tile(dw, 4 * GROUPS)
+    strength = jnp.array([0.25])
+    whole = Penalty(x.reshape(16, 96), dy.reshape(16, -1), strength)
+    expected = penalised(dw.sum(axis=0), whole)
+
+    def on_device(x, dy, dw):
+        own = Penalty(x[0], dy[0], strength)
+        return jax.lax.psum(penalised(dw[0], own, layout), "data")
+
+    split = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(P("data"), P("data", None, "tensor"), P("data", None, "tensor")),
+        out_specs=P(None, "tensor"),
+        check_vma=False,
+    )
+    got = jax.jit(split)(x, dy, dw)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
