@@ -1,6 +1,8 @@
 """Grouped GEMMs by XLA: as loops over the tiles of rows on CPUs and over chunks of rows
 on GPUs, and as its ragged dot on TPUs."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -31,6 +33,7 @@ def tile_ranges(tile_expert, used_tiles, experts: int) -> tuple[jax.Array, jax.A
     return end - tiles, end
 
 
+@partial(jax.jit, static_argnames="out_dtype", inline=True)
 def matmul_by_tiles(rows, weights, tile_expert, used_tiles, out_dtype):
     """Multiplies every row by its expert's weights in a loop over the experts, and
     inside it over the expert's tiles.
@@ -56,6 +59,7 @@ def matmul_by_tiles(rows, weights, tile_expert, used_tiles, out_dtype):
     return lax.scan(expert, out, (weights, *ranges))[0]
 
 
+@partial(jax.jit, static_argnames="experts", inline=True)
 def outer_by_tiles(lhs, rhs, tile_expert, used_tiles, experts):
     v = tile_rows(lhs.shape[0], tile_expert)
     accumulate = accumulation_dtype(lhs.dtype)
@@ -115,6 +119,7 @@ def _chunks(rows: int, v: int, tile_expert, used_tiles, experts: int):
     return expert, start, jnp.where(used, group[expert] - offset, 0)
 
 
+@partial(jax.jit, static_argnames="out_dtype", inline=True)
 def matmul_by_chunks(rows, weights, tile_expert, used_tiles, out_dtype):
     """Multiplies every row by its expert's weights in one loop over chunks of rows,
     each chunk with the weights of one expert.
@@ -141,6 +146,7 @@ def matmul_by_chunks(rows, weights, tile_expert, used_tiles, out_dtype):
     return jnp.where(jnp.arange(total)[:, None] < v * used_tiles, out, 0)
 
 
+@partial(jax.jit, static_argnames="experts", inline=True)
 def outer_by_chunks(lhs, rhs, tile_expert, used_tiles, experts):
     total = lhs.shape[0]
     v, size = tile_rows(total, tile_expert), min(CHUNK_ROWS, total)

@@ -129,6 +129,7 @@ def _first_choices(expert_index: Int[Array, "tokens g"]) -> Int[Array, "tokens g
 
 
 @jax.custom_vjp
+@partial(jax.jit, inline=True)
 def gather_rows(
     x: Float[Array, "tokens d"], dispatch: Dispatch
 ) -> Float[Array, "rows d"]:
@@ -139,6 +140,7 @@ def gather_rows(
 
 
 @jax.custom_vjp
+@partial(jax.jit, inline=True)
 def combine_rows(
     y: Float[Array, "rows d"], dispatch: Dispatch
 ) -> Float[Array, "tokens d"]:

@@ -114,6 +114,7 @@ def compress(
     return _compress_nm(w, mask, pattern, axis)
 
 
+@partial(jax.jit, inline=True)
 def decompress(c: Compressed) -> Num[Array, "..."]:
     """Returns the dense array: kept values bit for bit, exactly +0.0 elsewhere.
 
@@ -172,6 +173,7 @@ def unpack_positions(
     return lax.slice_in_dim(fours.reshape(shape), 0, size, axis=axis)
 
 
+@partial(jax.jit, static_argnames=("pattern", "axis"), inline=True)
 def _compress_nm(w, mask, pattern: NM, axis: int) -> Compressed:
     shape = list(w.shape)
     shape[axis] = shape[axis] // pattern.m * pattern.n

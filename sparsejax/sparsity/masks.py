@@ -3,7 +3,7 @@
 Masks are boolean, True = kept. Everywhere ties go to the lower index, -0.0 equals
 0.0, NaN counts as largest, and a group keeps exactly `n` entries, zeros included.
 
-What is unrolled over a group is under `jit(inline=True)`: called outside of a jit it
+What takes several operations is under `jit(inline=True)`: called outside of a jit it
 is one program, not one per operation; inside it is traced once per shape, and becomes
 part of what calls it.
 """
@@ -39,6 +39,11 @@ def nm_mask(
         m.
     """
     check_value("pattern", pattern, NM)
+    return _nm_mask(scores, pattern, axis)
+
+
+@partial(jax.jit, static_argnames=("pattern", "axis"), inline=True)
+def _nm_mask(scores, pattern: NM, axis: int):
     grouped, group_axis = split_groups(scores, pattern, axis)
     return (group_ranks(grouped, group_axis) < pattern.n).reshape(scores.shape)
 
@@ -147,6 +152,11 @@ def soft_threshold_scale(
             f"w has shape {w.shape}; the scale is taken over the last two axes, so "
             f"give at least two"
         )
+    return _scale(w, axis)
+
+
+@partial(jax.jit, static_argnames="axis", inline=True)
+def _scale(w, axis: int):
     w = w.astype(jnp.float32)
     shrunk = soft_threshold(w, axis=axis)
     product = jnp.sum(w * shrunk, axis=(-2, -1))
