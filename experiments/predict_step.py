@@ -14,7 +14,7 @@ runs that shared a GPU, and phases whose steps differ among themselves.
 
 It runs on a CPU in a few seconds. Expected: of 150 steps of one GPU half are within
 1.7 %, and all but three within 11 %; 12 steps of `gpt-124m` on two GPUs are predicted 6
-to 15 % too short, 8 of `llama-1b` on two and four between 4 % too long and 11 % too
+to 15 % too short, 18 of `llama-1b` on two and four between 4 % too long and 7 % too
 short.
 """
 

@@ -80,15 +80,16 @@ def test_several_gpus_are_predicted_too_fast_but_for_dense_steps_on_data(rows):
     of_mesh = lambda part: [row["error"] for row in large if part in row["name"]]
     data, of_one, once = map(of_mesh, ("fsdp 1", "data 1", "ZeRO 1"))
     fsdp = [error for error in of_one if error not in once]
-    assert len(data) == len(fsdp) == 6
+    assert len(data) == len(fsdp) == 7
     assert -0.046 < min(data) and 0.03 < max(data) < 0.04
     # Fitted to four of them: by how much collectives slow what they hide behind.
-    *fitted, on_two, on_four = fsdp
+    *fitted, on_two, on_four, again = fsdp
     assert -0.042 < min(fitted) and max(fitted) < 0
     assert -0.065 < min(on_two, on_four) and max(on_two, on_four) < -0.05
+    assert -0.03 < again < -0.02
     # What is gathered and summed once per step: dense steps as they were measured.
-    dense, *experts = once
-    assert abs(dense) < 0.01 and len(experts) == 2
+    dense, *experts, dense_on_four = once
+    assert abs(dense) < 0.01 and -0.025 < dense_on_four < 0 and len(experts) == 2
     assert -0.07 < min(experts) and max(experts) < -0.05
 
 
