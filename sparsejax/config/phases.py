@@ -15,7 +15,7 @@ from sparsejax.config.ranges import (
 )
 from sparsejax.dtypes import Precision
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity, TokenSparsity
-from sparsejax.routing.routers import ActivationEnergy, Router
+from sparsejax.routing.routers import ActivationEnergyFP8, Router
 from sparsejax.sparsity.patterns import (
     NM,
     VNM,
@@ -32,8 +32,9 @@ RecipeName = Literal[
 RECIPES: dict[RecipeName, FFNSparsity] = {
     "experts": FFNSparsity(
         activations=VNM(128, 4, 32),
-        router=ActivationEnergy(),
+        router=ActivationEnergyFP8(),
         experts_per_token=2,
+        skip_blocks=True,
         weight_gradients="expert_columns",
         skipped_energy=0.05,
     ),
@@ -49,8 +50,9 @@ RECIPES: dict[RecipeName, FFNSparsity] = {
     "dense": DENSE,
 }
 """The sparsity of the FFNs in each recipe's sparse phase. experts, two of eight experts
-by activation energy with dense weights and a penalty on the neurons of the others,
-broke even with dense training of the same model (docs/results.md). two-four has 2:4
+by an estimate of their activation energy with dense weights and a penalty on the
+neurons of the others, is the one whose runs took least of dense's time
+(docs/results.md). two-four has 2:4
 weights and activations. paper is that of arXiv 2602.06183, one of four experts by
 nearest centre; activations is that of arXiv 2503.16672; `STATIC_WEIGHTS` says what s2d
 has besides."""

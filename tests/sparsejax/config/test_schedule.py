@@ -8,7 +8,11 @@ from sparsejax.config import RECIPES, RecipeConfig, TrainConfig
 from sparsejax.config.presets import tiny
 from sparsejax.config.schedule import phases
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
-from sparsejax.routing.routers import ActivationEnergy, NearestCentre
+from sparsejax.routing.routers import (
+    ActivationEnergy,
+    ActivationEnergyFP8,
+    NearestCentre,
+)
 from sparsejax.sparsity.patterns import NM, VNM
 
 TWO_FOUR = FFNSparsity(weights=NM(2, 4))
@@ -32,7 +36,8 @@ def test_empty_phases_are_left_out():
 def test_recipes_are_the_documented_sparsities():
     experts = RECIPES["experts"]
     assert experts.activations == VNM(128, 4, 32) and experts.weights is None
-    assert (experts.router, experts.experts_per_token) == (ActivationEnergy(), 2)
+    assert (experts.router, experts.experts_per_token) == (ActivationEnergyFP8(), 2)
+    assert experts.skip_blocks
     assert experts.weight_gradients == "expert_columns"
     assert experts.skipped_energy == 0.05 and TrainConfig.recipe == "experts"
     two_four = RECIPES["two-four"]

@@ -117,8 +117,8 @@ def test_a_phase_s_precision_is_that_of_its_memory_and_communication(tmp_path, c
 
 def test_the_product_of_a_router_of_8_bit_floats_is_told(capsys, monkeypatch):
     hopper.pretend(monkeypatch)
-    by_energy = "--recipe experts --preset llama-1b --mesh.data 1 --dry-run"
-    rounded = f"{by_energy} --phases.router activation_energy_fp8 --phases.skip-blocks"
+    rounded = "--recipe experts --preset llama-1b --mesh.data 1 --dry-run"
+    by_energy = f"{rounded} --phases.router activation_energy --phases.no-skip-blocks"
     for command, share, of_router in ((by_energy, 38, False), (rounded, 25, True)):
         assert run_train(command.split()) == 0
         shown = capsys.readouterr().out
