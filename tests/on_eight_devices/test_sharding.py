@@ -30,9 +30,11 @@ def config_for(text: str, variant: str) -> TrainConfig:
         model = replace(model, remat="full")
         config = replace(config, recipe="paper")
         config = with_phases(config, activations=VNM(4, 2, 32))
-    if variant in ("experts", "experts_fp8"):
+    if variant in ("experts", "exact", "experts_fp8"):
         config = replace(config, recipe="experts")
         config = with_phases(config, activations=VNM(4, 4, 32))
+    if variant == "exact":
+        config = with_phases(config, router=ActivationEnergy(), skip_blocks=False)
     if variant == "observed":
         config = replace(config, recipe="paper")
         config = with_phases(
@@ -99,6 +101,7 @@ def on(config: TrainConfig, mesh: str) -> TrainConfig:
 
 
 GATES_AND_ROUTERS = (
+    "exact",
     "paper",
     "observed",
     "learned",
