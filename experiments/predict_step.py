@@ -59,6 +59,7 @@ from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.ops.backend import Decision
 from sparsejax.reports.metrics import ffn_decisions
 from sparsejax.routing.named_routers import named_router
+from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import VNM
 
 RESULTS = Path(__file__).parent / "results"
@@ -308,11 +309,14 @@ def _settings_of(row: dict) -> TrainConfig:
 
 
 def _sparsity_by_name(name: str, row: dict, given: TrainConfig) -> FFNSparsity | None:
-    """Returns what a step of `bench/step.py` has computed, or None where no step has
-    that name today."""
+    """Returns what a step of `bench/step.py` has computed, or None where the row does
+    not say so and no step has that name today."""
+    if "sparsity" in row:
+        return from_plain(FFNSparsity, row["sparsity"])
     experts, v = row.get("experts") or 4, row.get("v") or 128
     known = {DENSE_STEP: DENSE} | sparse_modes(experts=experts, v=v)
     known |= {f"recipe {of}": given.with_recipe(of).sparsity for of in RECIPES}
+    known["recipe experts"] = FORMER_EXPERTS
     known |= {
         f"recipe {of}": known[f"recipe {now}"] for of, now in FORMER_RECIPES.items()
     }
@@ -320,6 +324,12 @@ def _sparsity_by_name(name: str, row: dict, given: TrainConfig) -> FFNSparsity |
         run = name.partition(", ")[0]
         known |= sparsities_of_runs(_file_of(row), (run,))
     return known.get(name)
+
+
+FORMER_EXPERTS = replace(
+    RECIPES["experts"], router=ActivationEnergy(), skip_blocks=False
+)
+"""The sparsity of the recipe experts in the rows that do not say it."""
 
 
 def _file_of(row: dict) -> Path:

@@ -58,6 +58,7 @@ from experiments.bench.sparse_modes import (
     steps_to_time,
 )
 from sparsejax.config import MeshConfig, PresetName, RecipeName, TrainConfig
+from sparsejax.config.config_file import to_plain
 from sparsejax.config.presets import PRESETS
 from sparsejax.config.schedule import Phase, model_of
 from sparsejax.data.corpus import load_corpus
@@ -379,6 +380,7 @@ def _row(config: Config, steps: Steps, timing: Timing, alone: Timing) -> dict:
         "logits_of_loss": model.logits_of_loss,
         "precision": model.precision,
         "static_weights": None if static is None else name_of(static),
+        "sparsity": to_plain(sparsity),
         "experts": sparsity.experts,
         "experts_per_token": sparsity.experts_per_token if sparsity.experts else None,
         "v": getattr(sparsity.activations, "v", None),

@@ -35,23 +35,24 @@ JSON_NAMES = {
 
 
 def to_json(config: TrainConfig) -> dict[str, Any]:
-    """Returns the resolved settings as nested plain values, with patterns as "2:4" or
-    "128:2:32" and routers by name."""
-    settings = _plain(config)
+    """Returns the resolved settings as `to_plain` has them."""
+    settings = to_plain(config)
     if not config.phases.schedule:
-        settings["phases"]["sparsity"] = _plain(config.sparsity)
+        settings["phases"]["sparsity"] = to_plain(config.sparsity)
     return settings
 
 
-def _plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
+    """Returns a dataclass of settings as nested plain values, as JSON has them, with
+    patterns as "2:4" or "128:2:32" and routers by name; `from_plain` reads them."""
     if isinstance(value, Pattern | BlockDiagonal):
         return patterns.name_of(value)
     if isinstance(value, Router):
         return named_routers.name_of(value)
     if is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+        return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, tuple):
-        return [_plain(each) for each in value]
+        return [to_plain(each) for each in value]
     return value
 
 
@@ -104,7 +105,7 @@ def _on_its_recipe(settings: Any) -> Any:
     given, recipe = phases.get("sparsity"), settings.get("recipe", TrainConfig.recipe)
     if not isinstance(given, Mapping) or recipe not in list(RECIPES):
         return settings
-    sparsity = _plain(RECIPES[recipe]) | dict(given)
+    sparsity = to_plain(RECIPES[recipe]) | dict(given)
     return {**settings, "phases": {**phases, "sparsity": sparsity}}
 
 
@@ -124,7 +125,7 @@ def _with_sparsity(settings: Any) -> Any:
     phases = settings.get("phases") if isinstance(settings, Mapping) else None
     if not isinstance(phases, Mapping):
         return settings
-    defaults = _plain(DENSE) | FORMER_DEFAULTS
+    defaults = to_plain(DENSE) | FORMER_DEFAULTS
     former = {name: phases[name] for name in phases if name in defaults}
     own = {name: value for name, value in phases.items() if name not in former}
     if former and own.get("sparsity") is not None:

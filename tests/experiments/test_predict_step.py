@@ -1,14 +1,22 @@
 """Predicted steps against those that were measured and are kept."""
 
 import json
+from dataclasses import replace
 from statistics import median
 
 import pytest
 
-from experiments.predict_step import RESULTS, Config, main, measured_runs
-from sparsejax.config import TrainConfig
-from sparsejax.config.config_file import to_json
+from experiments.predict_step import (
+    RESULTS,
+    Config,
+    _sparsity_by_name,
+    main,
+    measured_runs,
+)
+from sparsejax.config import RECIPES, TrainConfig
+from sparsejax.config.config_file import to_json, to_plain
 from sparsejax.config.schedule import phases
+from sparsejax.routing.routers import ActivationEnergy
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +99,18 @@ def test_several_gpus_are_predicted_too_fast_but_for_dense_steps_on_data(rows):
     dense, *experts, dense_on_four = once
     assert abs(dense) < 0.01 and -0.025 < dense_on_four < 0 and len(experts) == 2
     assert -0.07 < min(experts) and max(experts) < -0.05
+
+
+def test_a_step_is_predicted_by_the_sparsity_that_its_row_says():
+    """Rows of the recipe experts that do not say it are of when it chose exactly."""
+    given, experts = TrainConfig(), RECIPES["experts"]
+    silent = {"experts": 8, "v": 128}
+    exact = _sparsity_by_name("recipe experts", silent, given)
+    assert exact == replace(experts, router=ActivationEnergy(), skip_blocks=False)
+    says = silent | {"sparsity": to_plain(experts)}
+    assert _sparsity_by_name("recipe experts", says, given) == experts
+    assert _sparsity_by_name("of no name", says, given) == experts
+    assert _sparsity_by_name("of no name", silent, given) is None
 
 
 def logged_ms(comparison: str, arm: str, kind: str) -> float:

@@ -11,11 +11,13 @@ import pytest
 from experiments.bench import step
 from experiments.bench.sparse_modes import sparse_modes
 from pallas_kernels import tuning
+from sparsejax.config.config_file import from_plain
 from sparsejax.config.presets import PRESETS
 from sparsejax.config.schedule import Phase
 from sparsejax.cost_model import parameter_count
-from sparsejax.feed_forward.sparsity import DENSE
+from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
 from sparsejax.ops import fp8_linear
+from sparsejax.sparsity.patterns import NM
 from tests.support.devices import hopper
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -56,6 +58,8 @@ def test_rows(config, tmp_path):
     assert sparse["over_dense_alone"] / dense["over_dense_alone"] == pytest.approx(
         dense["step_ms"] / sparse["step_ms"]
     )
+    computed = [from_plain(FFNSparsity, row["sparsity"]) for row in rows]
+    assert computed == [DENSE, FFNSparsity(weights=NM(2, 4))]
     # On a CPU the sparse step is the masked one, rounded in float32.
     assert sparse["error"] == pytest.approx({"loss": 0, "gradient_norm": 0}, abs=1e-5)
     model = replace(PRESETS["tiny"]().model, layers=1)
