@@ -34,10 +34,18 @@ def say_gemms(
       micro_batches: how many micro-batches a step has.
     """
     executed = statistics.fmean(decision.executed_share for decision in decisions)
-    of_router = ""
+    of_router = advice = ""
     if sparsity.chooses_in_fp8:
         of_router = ", and for the router as many as GEMM 1 has, in 8-bit floats"
+        device = decisions[0].spec.device
+        if device.platform == "gpu" and (why := why_no_tensor_cores(device)):
+            advice = (
+                f"  which take as long as others here, for {why}; --phases.router "
+                f"activation_energy --phases.no-skip-blocks chooses by GEMM 1 itself"
+            )
     say(f"FFN, {name} phase: {executed:.0%} of the dense FLOPs executed{of_router}")
+    if advice:
+        say(advice)
     _say_paths(decisions)
     if any(decision.times is not None for decision in decisions):
         flops = cost_model.flops_per_token(config.model, config.data.sequence_length)

@@ -125,3 +125,10 @@ def test_the_product_of_a_router_of_8_bit_floats_is_told(capsys, monkeypatch):
         assert f"FFN, sparse phase: {share}% of the dense FLOPs executed" in shown
         for told in ("as many as GEMM 1 has, in 8-bit floats", "for the router"):
             assert (told in shown) == of_router
+        assert "chooses by GEMM 1 itself" not in shown
+    hopper.see_device(monkeypatch, hopper.A100)
+    for command, advised in ((by_energy, False), (rounded, True)):
+        assert run_train(command.split()) == 0
+        shown = capsys.readouterr().out
+        assert ("A100" in shown.partition("take as long")[2].split(";")[0]) == advised
+        assert ("--phases.no-skip-blocks chooses by GEMM 1" in shown) == advised
