@@ -98,15 +98,14 @@ def chunks_of(spec: GemmSpec) -> tuple[int, float]:
     return size, (rows // size + experts) * size / (spec.tokens * experts)
 
 
-def _chunks(rows: int, v: int, tile_expert, used_tiles, experts: int):
-    """Returns for each chunk its expert, its first row, and how many of its rows belong
-    to the expert.
+def _chunks(rows: int, size: int, v: int, tile_expert, used_tiles, experts: int):
+    """Returns for each chunk of `size` rows its expert, its first row, and how many of
+    its rows belong to the expert.
 
     There are as many chunks as any distribution over the experts needs, a static
     number, since a loop on a GPU waits for the host where its length is data. Unused
     chunks start at row `rows`.
     """
-    size = min(CHUNK_ROWS, rows)
     first, end = tile_ranges(tile_expert, used_tiles, experts)
     group = v * (end - first)
     last = jnp.cumsum(-(-group // size), dtype=jnp.int32)
@@ -119,7 +118,6 @@ def _chunks(rows: int, v: int, tile_expert, used_tiles, experts: int):
     return expert, start, jnp.where(used, group[expert] - offset, 0)
 
 
-@partial(jax.jit, static_argnames="out_dtype", inline=True)
 def matmul_by_chunks(rows, weights, tile_expert, used_tiles, out_dtype):
     """Multiplies every row by its expert's weights in one loop over chunks of rows,
     each chunk with the weights of one expert.
@@ -127,9 +125,15 @@ def matmul_by_chunks(rows, weights, tile_expert, used_tiles, out_dtype):
     On GPU XLA expands `lax.ragged_dot` into one dense GEMM over all experts, which
     took 1.13 to 1.31 times the dense GEMM that it was to replace (H200).
     """
+    size = min(CHUNK_ROWS, rows.shape[0])
+    return _matmul_by_chunks(rows, weights, tile_expert, used_tiles, out_dtype, size)
+
+
+@partial(jax.jit, static_argnames=("out_dtype", "size"), inline=True)
+def _matmul_by_chunks(rows, weights, tile_expert, used_tiles, out_dtype, size: int):
     total = rows.shape[0]
-    v, size = tile_rows(total, tile_expert), min(CHUNK_ROWS, total)
-    chunks = _chunks(total, v, tile_expert, used_tiles, weights.shape[0])
+    v, experts = tile_rows(total, tile_expert), weights.shape[0]
+    chunks = _chunks(total, size, v, tile_expert, used_tiles, experts)
     padded = jnp.pad(rows, ((0, size), (0, 0)))
 
     def chunk(out, of_chunk):
@@ -146,11 +150,16 @@ def matmul_by_chunks(rows, weights, tile_expert, used_tiles, out_dtype):
     return jnp.where(jnp.arange(total)[:, None] < v * used_tiles, out, 0)
 
 
-@partial(jax.jit, static_argnames="experts", inline=True)
 def outer_by_chunks(lhs, rhs, tile_expert, used_tiles, experts):
+    size = min(CHUNK_ROWS, lhs.shape[0])
+    return _outer_by_chunks(lhs, rhs, tile_expert, used_tiles, experts, size)
+
+
+@partial(jax.jit, static_argnames=("experts", "size"), inline=True)
+def _outer_by_chunks(lhs, rhs, tile_expert, used_tiles, experts: int, size: int):
     total = lhs.shape[0]
-    v, size = tile_rows(total, tile_expert), min(CHUNK_ROWS, total)
-    chunks = _chunks(total, v, tile_expert, used_tiles, experts)
+    v = tile_rows(total, tile_expert)
+    chunks = _chunks(total, size, v, tile_expert, used_tiles, experts)
     lhs, rhs = (jnp.pad(x, ((0, size), (0, 0))) for x in (lhs, rhs))
     accumulate = accumulation_dtype(lhs.dtype)
 

@@ -212,6 +212,23 @@ def test_rows_of_whole_tiles_take_their_kernel_unasked(monkeypatch):
     assert calls == []
 
 
+@pytest.mark.parametrize(
+    ("matmul", "outer"),
+    [
+        (grouped_loops.matmul_by_tiles, grouped_loops.outer_by_tiles),
+        (grouped_loops._matmul_by_chunks, grouped_loops._outer_by_chunks),
+    ],
+)
+def test_outside_of_a_jit_a_loop_is_compiled_once(matmul, outer):
+    rows, weights, *tiles, _ = make([4, 1, 3], v=2)
+    size = (4,) if matmul is grouped_loops._matmul_by_chunks else ()
+    before = matmul._cache_size(), outer._cache_size()
+    for _ in range(2):
+        out = matmul(rows, weights, *tiles, jnp.dtype("float32"), *size)
+        outer(rows, out, *tiles, EXPERTS, *size)
+    assert (matmul._cache_size(), outer._cache_size()) == (before[0] + 1, before[1] + 1)
+
+
 def test_a_routing_may_need_every_chunk():
     """The number of chunks is static, and the least that all routings fit in: chunks of
     5 rows, experts with 6, 6 and 2 of 14 need rows // size + experts of them."""
