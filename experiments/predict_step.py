@@ -308,6 +308,13 @@ def _settings_of(row: dict) -> TrainConfig:
     return PRESETS[row["preset"]]()
 
 
+FORMER_EXPERTS = replace(
+    RECIPES["experts"], router=ActivationEnergy(), skip_blocks=False
+)
+"""The sparsity of the recipe experts in rows that do not say theirs: they are of before
+it chose by 8-bit floats."""
+
+
 def _sparsity_by_name(name: str, row: dict, given: TrainConfig) -> FFNSparsity | None:
     """Returns what a step of `bench/step.py` has computed, or None where the row does
     not say so and no step has that name today."""
@@ -324,12 +331,6 @@ def _sparsity_by_name(name: str, row: dict, given: TrainConfig) -> FFNSparsity |
         run = name.partition(", ")[0]
         known |= sparsities_of_runs(_file_of(row), (run,))
     return known.get(name)
-
-
-FORMER_EXPERTS = replace(
-    RECIPES["experts"], router=ActivationEnergy(), skip_blocks=False
-)
-"""The sparsity of the recipe experts in the rows that do not say it."""
 
 
 def _file_of(row: dict) -> Path:

@@ -49,13 +49,13 @@ RECIPES: dict[RecipeName, FFNSparsity] = {
     "s2d": DENSE,
     "dense": DENSE,
 }
-"""The sparsity of the FFNs in each recipe's sparse phase. experts, two of eight experts
-by an estimate of their activation energy with dense weights and a penalty on the
-neurons of the others, is the one whose runs took least of dense's time
-(docs/results.md). two-four has 2:4
-weights and activations. paper is that of arXiv 2602.06183, one of four experts by
-nearest centre; activations is that of arXiv 2503.16672; `STATIC_WEIGHTS` says what s2d
-has besides."""
+"""The sparsity of the FFNs in each recipe's sparse phase.
+
+experts has two of eight experts, chosen by an estimate of their activation energy, with
+dense weights and a penalty on the neurons of the others; its runs took least of dense's
+time (docs/results.md). two-four has 2:4 weights and activations. paper is that of arXiv
+2602.06183, one of four experts by nearest centre; activations is that of arXiv
+2503.16672; `STATIC_WEIGHTS` says what s2d has besides."""
 
 STATIC_WEIGHTS: dict[RecipeName, StaticPattern] = {"s2d": BlockDiagonal(4)}
 """The entries that the weights of all linear layers have in the first phase of a recipe
