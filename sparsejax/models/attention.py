@@ -27,6 +27,10 @@ from sparsejax.models.block_diagonal import (
 from sparsejax.models.ffn_state import WeightsAsRead
 from sparsejax.models.initializers import fan_in_normal
 from sparsejax.models.norm import RMSNorm
+from sparsejax.models.repeatable_attention import (
+    ask_for_repeatable_gradients,
+    bits_repeat,
+)
 from sparsejax.ops.fp8_linear import fp8_linear
 from sparsejax.ops.fp8_matmul import QuantisedWeight, quantise_weight
 from sparsejax.ops.linear import as_read, linear, rounded_copy
@@ -195,6 +199,8 @@ class Attention(nnx.Module):
         query, key, value = self._query_key_value(x, precision=self.precision)
         query, key = rotate(query), rotate(key)
         implementation, _ = attention_implementation(self.head_dim, self.dtype)
+        if implementation == "cudnn" and bits_repeat():
+            ask_for_repeatable_gradients()
         mixed = jax.nn.dot_product_attention(
             query, key, value, is_causal=True, implementation=implementation
         )

@@ -1,6 +1,5 @@
 """The plan that is printed before a run: what it will train, on what, at which cost."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -19,11 +18,12 @@ from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.interchange.architectures import why_no_architecture
 from sparsejax.interchange.pretrained import Pretrained
 from sparsejax.models.attention import attention_implementation
+from sparsejax.models.repeatable_attention import bits_repeat
 from sparsejax.ops.backend import Decision, current_device
 from sparsejax.reports.metrics import ffn_decisions
 from sparsejax.sparsity.patterns import Pattern, name_of
 from sparsejax.terminal import console
-from sparsejax.terminal.console import DETERMINISTIC, say
+from sparsejax.terminal.console import say
 from sparsejax.terminal.printed_gemms import (
     names_of,
     say_attention,
@@ -209,8 +209,8 @@ def _say_devices(config: TrainConfig, mesh: MeshConfig) -> None:
     )
     say(f"mesh: {in_words(mesh)} = {_count(mesh.devices, 'device')}, {what_for}")
     if device.platform == "gpu":
-        repeats = DETERMINISTIC in os.environ.get("XLA_FLAGS", "")
-        how = "with the same bits" if repeats else "within rounding (--deterministic)"
+        rounding = "within rounding (--deterministic)"
+        how = "with the same bits" if bits_repeat() else rounding
         say(f"a resumed run continues {how}")
 
 
