@@ -3,8 +3,8 @@
 
     C = A B,    A (m, k),    B (k, n),    C (m, n)
 
-A persistent kernel, as `sparse_kernel`: every block walks over tiles of C. One
-warpgroup copies the operands of the next steps into shared memory (TMA), two multiply
+A persistent kernel, as `sparse_kernel`: every block walks over tiles of C. One warp
+copies the operands of the next steps into shared memory (TMA), two warpgroups multiply
 64 or 128 rows of A each and write their rows of C. The blocks of a cluster have tiles
 of C side by side, and load the operand together that these tiles have in common, a part
 each.
@@ -106,7 +106,12 @@ class Operand(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """The functions by which a warpgroup writes its rows of a tile of C."""
+    """The functions by which a warpgroup writes its rows of a tile of C.
+
+    Its warps wait for each other only where a function makes them: in
+    `wait_smem_to_gmem`, before they write to an epilogue tile again, and in
+    `commit_smem`, before its copy to C begins.
+    """
 
     begin: Callable[..., None] | None
     """A function that is called before a tile is multiplied, with (task, origin, the
@@ -162,8 +167,16 @@ def dense_kernel(
         return lax.rem(before, stages)
 
     def load(a_smem, b_smem, out_smem, full, empty, filled) -> None:
-        """Runs on the memory warpgroup: fills slots as they become empty."""
+        """Runs on the memory warpgroup, one warp of which fills slots as they become
+        empty: before a copy of a whole warpgroup its four warps wait for each other."""
         plgpu.set_max_registers(40, action="decrease")
+
+        @plgpu.warp_map
+        def _(warp):
+            pl.when(warp == 0)(partial(load_all, a_smem, b_smem, full, empty))
+
+    def load_all(a_smem, b_smem, full, empty) -> None:
+        """Runs on that warp: loads the operands of all tiles of the block."""
 
         def load_tile(tile, before):
             task, row, column = own_tasks.task(tile)
@@ -327,6 +340,8 @@ def launch(
         thread_name="warpgroup",
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            # `Epilogue` says where warps wait for each other instead.
+            unsafe_no_auto_barriers=True,
         ),
     )(*operands)

@@ -2,8 +2,8 @@
 
     C = A B,    A (m, k) 2:4 along k,    B (k, n),    C (m, n)
 
-A persistent kernel: every block walks over tiles of C. One warpgroup copies the
-operands of the next steps into shared memory (TMA), the others multiply 64 or 128 rows
+A persistent kernel: every block walks over tiles of C. One warp copies the operands of
+the next steps into shared memory (TMA), one or two warpgroups multiply 64 or 128 rows
 of A each and write their rows of C. The blocks of a cluster lie side by side along m
 and load B together, a part each. What differs between a single GEMM, GEMMs of experts
 and weight gradients of experts is the order of the tiles, and so what a block looks up
@@ -92,8 +92,16 @@ def sparse_kernel(
         return lax.rem(2 * before + half, stages)
 
     def load(a_smem, b_smem, out_smem, a_slots, b_slots) -> None:
-        """Runs on the memory warpgroup: fills slots as they become empty."""
+        """Runs on the memory warpgroup, one warp of which fills slots as they become
+        empty: before a copy of a whole warpgroup its four warps wait for each other."""
         plgpu.set_max_registers(40, action="decrease")
+
+        @plgpu.warp_map
+        def _(warp):
+            pl.when(warp == 0)(partial(load_all, a_smem, b_smem, a_slots, b_slots))
+
+    def load_all(a_smem, b_smem, a_slots, b_slots) -> None:
+        """Runs on that warp: loads the operands of all tiles of the block."""
         values_smem, metadata_smem = a_smem
 
         def load_tile(tile, before):
