@@ -129,6 +129,7 @@ def llama_7b() -> TrainConfig:
             d_hidden=16_384,
             rope_base=500_000.0,
             dtype="bfloat16",
+            scan_layers=False,
             remat="full",
         ),
         data=DataConfig(sequence_length=4096),

@@ -64,10 +64,11 @@ def test_one_gpu_has_no_links(devices, capsys):
 
 
 def test_a_loop_over_layers_has_no_stage_that_sums_once(capsys):
-    looped = planned(capsys, "--preset", "llama-7b", "--devices", "64")
+    seven = ["--preset", "llama-7b", "--model.scan-layers"]
+    looped = planned(capsys, *seven, "--devices", "64")
     assert "ZeRO 2" in looped and "ZeRO 1" not in looped
     # Nor does the plan name the stage that such a run would be refused.
-    split = planned(capsys, "--preset", "llama-7b", "--devices", "8", "--mesh.fsdp=8")
+    split = planned(capsys, *seven, "--devices", "8", "--mesh.fsdp=8")
     assert "at --mesh.zero-stage 2" in split and "zero-stage 1" not in split
 
 
