@@ -36,7 +36,6 @@ def test_bits_repeat_where_xla_is_asked_for_it(monkeypatch, flags, expected):
     assert bits_repeat() is expected
 
 
-@pytest.mark.newest_jax
 @pytest.mark.parametrize("flags", ["", "--xla_gpu_deterministic_ops=true"])
 def test_every_call_says_whether_its_gradient_repeats_its_bits(monkeypatch, flags):
     """XLA itself says it of the first of equal calls alone."""
