@@ -67,6 +67,9 @@ LAST_OF_OTHER_GEMM_1 = "2026-11-25"
 """The last date of rows of sparse steps in `fp8` whose GEMM 1 was in bfloat16."""
 LAST_OF_OTHER_ROWS = "2026-11-25"
 """The last date of runs whose tokens had a row for each of their experts."""
+LAST_OF_ATTENTION_AGAIN = "2026-11-28"
+"""The last date of steps whose backward computed attention and the rotations again with
+remat "dots"."""
 LAST_OF_XLA_SQUARES = "2026-11-26"
 """The last date of runs whose dense FFNs had their squares from XLA on every GPU."""
 
@@ -124,10 +127,18 @@ class Measured:
 
     def predicted(self) -> PredictedStep:
         """Returns the predicted step."""
-        speeds = Speeds.of(Device.named(self.device), self.model.dtype)
+        step = self._predicted(self.model)
+        if self.model.remat == "dots" and self.date <= LAST_OF_ATTENTION_AGAIN:
+            again = self._predicted(replace(self.model, remat="full"))
+            whole = {"attention": again.attention, "elementwise": again.elementwise}
+            step = replace(step, **whole)
+        return step
+
+    def _predicted(self, model: ModelConfig) -> PredictedStep:
+        speeds = Speeds.of(Device.named(self.device), model.dtype)
         assert speeds is not None, self.device
         return predicted_step(
-            self.model,
+            model,
             sequence_length=self.sequence_length,
             tokens_per_device=self.tokens_per_device,
             micro_batches=self.micro_batches,

@@ -13,6 +13,14 @@ HIDDEN = "ffn_hidden"
 """The name of the hidden values that an FFN's backward reads. A policy that keeps the
 outputs of GEMMs needs it, since to such a policy a kernel is no GEMM."""
 
+ROTATED = "rotated"
+"""The name of queries and keys that have been rotated, which attention's backward
+reads. Where they are kept, nothing reads the outputs of their GEMMs."""
+
+MIXED = "mixed_values"
+"""The name of attention's result, which the gradient of W_out reads, where its
+operations are XLA's."""
+
 
 def under_name[T](name: str, arrays: T) -> T:
     """Returns a pytree of arrays that have the name."""

@@ -48,15 +48,16 @@ class ModelConfig:
     is dense: operands in `dtype` ("dtype"); rounded to 8-bit floats in the forward and
     for the gradients of inputs ("fp8"); those of weights too ("fp8_all"). Of a sparse
     FFN only GEMM 1 is rounded, where its weights are dense and no neuron is skipped.
-    Experimental: no loss was compared yet. A phase may have its own."""
+    Experimental: dense runs of 85 M parameters ended up to 0.9 thousandths of a nat
+    higher with "fp8". A phase may have its own."""
     logits_of_loss: Literal["float32", "dtype"] = "float32"
     """Dtype of the logits that a loss is computed from: "float32", or the compute dtype
     ("dtype"). The logits of a large vocabulary are the largest array of a step, and in
     bfloat16 they have half as many bytes. The loss itself is computed in float32."""
     remat: Literal["none", "full", "dots"] = "none"
     """The part that a block recomputes in the backward: nothing ("none"), everything
-    ("full"), or all but the outputs of the plain GEMMs and what an FFN by expert keeps
-    of its neurons ("dots")."""
+    ("full"), or all but the outputs of the plain GEMMs, attention's result, and what an
+    FFN by expert keeps of its neurons ("dots")."""
     scan_layers: bool = True
     """Whether one block is compiled and a loop runs it for every layer. False: the
     program has all layers one after the other; it takes longer to compile, and nothing

@@ -80,8 +80,9 @@ def memory_bytes(
         gathered in the backward, all of "none": XLA puts the weights' gradients off and
         holds what they are computed from. There this is rough: steps of `llama-1b` and
         `llama-7b` compiled for four H100s need 16 % more to 22 % less memory.
-      remat "dots": x and the outputs of the plain GEMMs: query, key, value, attention's
-        projection, and the FFN's hidden values as above; and one layer's "none". In a
+      remat "dots": x and the outputs of the plain GEMMs: query and key, which are
+        rotated already but with qk_norm, value, attention's projection, and the FFN's
+        hidden values as above; attention's result; and one layer's "none". In a
         sparse FFN without experts a GEMM that a kernel of ours runs is recomputed
         instead: there this is an upper bound.
     The embedding's rows and what the head reads are one x each. Logits are float32,
@@ -113,7 +114,7 @@ def memory_bytes(
     per_layer, recomputed = {
         "none": (everything, 0),
         "full": (element * d, everything),
-        "dots": (element * (2 * d + qkv + kept_hidden), everything),
+        "dots": (element * (2 * d + mixed + qkv + kept_hidden), everything),
     }["none" if puts_off else config.remat]
     saved = config.layers * per_layer + recomputed + 2 * d * element
     packed = bytes_as_read(config, sparsity, copied=is_whole)

@@ -83,8 +83,8 @@ def predicted_step(
     GEMMs run at `speeds`, or take the time that was measured for their kernel. Once a
     GEMM runs on sparse tensor cores all other computation has the lower clock. With
     remat "full" the backward computes again what attention and the GEMMs into the
-    hidden layer gave; with "dots" attention's mixing, and in a sparse FFN without
-    experts those GEMMs that run on kernels of ours.
+    hidden layer gave; with "dots", in a sparse FFN without experts, those GEMMs that
+    run on kernels of ours.
 
     Where layers are compiled one by one, gathers of weights hide behind computation:
     those of the forward, taken as half of them, behind a third of it, the others, and
@@ -120,7 +120,7 @@ def predicted_step(
     dense += tokens * router_flops(config, sparsity) / FP8_GAIN / mesh.tensor
     gemms = slowed * speeds.gemm_seconds(dense, config.d_model)
     gemms += micro_batches * config.layers * config.groups * ffn
-    mixing = flops.sdpa_causal * (1 + (config.remat != "none") / 3)
+    mixing = flops.sdpa_causal * (1 + again / 3)
     mixed = tokens * mixing / mesh.tensor
     attention = slowed * speeds.attention_seconds(mixed, config.head_width)
     moved = elementwise_bytes(
@@ -254,7 +254,8 @@ def elementwise_bytes(
     read and summed, and those of X and of dY are read, and written in the order of the
     experts; and all hidden values once more where the router reads them, or their
     estimate, which it does not where a kernel sums their energies (`sums_energies`).
-    With remat the forward's come twice, but for what the router reads: today it comes
+    With remat the forward's come twice, with "dots" but for the rotation, unless it
+    follows a norm, and in any case but for what the router reads: today that comes
     once, and is still counted as in the steps that were measured. In 8-bit floats 5
     bytes for each operand that is rounded, X for the router among them: it is read
     twice and written once. Where training observes a sample of the tokens, 24 bytes for
@@ -282,7 +283,10 @@ def elementwise_bytes(
         backward += (5 * rows_of_token + 1) * d
         if sparsity.router.inside and not sums_energies:
             forward += hidden
-    per_token = element * (forward * (1 + (config.remat != "none")) + backward)
+    again = forward * (config.remat != "none")
+    if config.remat == "dots" and not config.qk_norm:
+        again -= 2 * heads
+    per_token = element * (forward + again + backward)
     per_token += 5 * d * sparsity.chooses_in_fp8
     if sparsity.samples_tokens:
         stride = sampling_stride(tokens_per_device * mesh.token_shards)

@@ -18,6 +18,7 @@ from sparsejax.annotations import check_sizes, check_value
 from sparsejax.distributed.mesh import BATCH, constrain, split_over
 from sparsejax.dtypes import Precision
 from sparsejax.explicit_axes import inside_automatic_axes
+from sparsejax.kept_names import MIXED, ROTATED, under_name
 from sparsejax.models.block_diagonal import (
     check_groups,
     contiguous_groups,
@@ -198,12 +199,17 @@ class Attention(nnx.Module):
         rotate = partial(rotary_embedding, positions=positions, base=self.rope_base)
         query, key, value = self._query_key_value(x, precision=self.precision)
         query, key = rotate(query), rotate(key)
+        if self.query_norm is None:
+            # The backward of a norm reads what it was given: two arrays would be kept.
+            query, key = under_name(ROTATED, (query, key))
         implementation, _ = attention_implementation(self.head_dim, self.dtype)
         if implementation == "cudnn" and bits_repeat():
             ask_for_repeatable_gradients()
         mixed = jax.nn.dot_product_attention(
             query, key, value, is_causal=True, implementation=implementation
         )
+        if implementation == "xla":
+            mixed = under_name(MIXED, mixed)
         out = self._write(mixed.reshape(*shape[:-1], -1), precision=self.precision)
         return constrain(out, self.mesh, BATCH, None, None)
 

@@ -24,7 +24,7 @@ from sparsejax.explicit_axes import (
     with_automatic_axes,
 )
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
-from sparsejax.kept_names import HIDDEN, ROUTES
+from sparsejax.kept_names import HIDDEN, MIXED, ROTATED, ROUTES
 from sparsejax.models.attention import Attention, KVCache
 from sparsejax.models.ffn_state import (
     EmbeddingAsHead,
@@ -352,11 +352,19 @@ def rematerialise(
     dots = plain if groups == 1 else _has_one_batch_axis
     policy = routes
     if remat == "dots":
-        named = policies.save_only_these_names(ROUTES, HIDDEN)
+        named = policies.save_only_these_names(ROUTES, HIDDEN, ROTATED, MIXED)
         policy = policies.save_from_both_policies(dots, named)
+        policy = policies.save_from_both_policies(policy, _is_flash_attention)
     # The body of a loop cannot be merged with its recomputation, so that barriers
     # against that would only cost.
     return jax.checkpoint(block, policy=policy, prevent_cse=not in_loop)
+
+
+def _is_flash_attention(primitive: Primitive, *_: Any, **_parameters: Any) -> bool:
+    """Returns whether an operation is the forward of cuDNN's flash attention, in the
+    form of a policy of `jax.checkpoint`. Its backward reads its result and, of each
+    row, the logarithm of the sum of its exponentials, which have no names in JAX."""
+    return primitive.name == "dot_product_attention_fwd_wrapper"
 
 
 def _has_one_batch_axis(primitive: Primitive, *_: Any, **parameters: Any) -> bool:

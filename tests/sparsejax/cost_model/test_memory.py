@@ -209,7 +209,7 @@ def test_projections_kept_by_the_plain_gemms_are_split_but_not_their_sums():
     dots = dataclasses.replace(SPLIT, remat="dots")
     memory = memory_bytes(dots, tokens_per_device=1, mesh=CUBE)
     none = memory_bytes(SPLIT, tokens_per_device=1, mesh=CUBE)
-    per_layer = 2 * (2 * 16 + (16 + 2 * 8) // 2) + 2 * 64 // 2
+    per_layer = 2 * (2 * 16 + (16 + 2 * 8) // 2 + 16 // 2) + 2 * 64 // 2
     one_layer = (none.activations - 2 * 2 * 16) // 3
     assert memory.activations == 3 * per_layer + one_layer + 2 * 2 * 16
 

@@ -7,6 +7,7 @@ import pytest
 from pallas_kernels.device import Device
 from sparsejax.config import MeshConfig, ModelConfig
 from sparsejax.cost_model import Links, Speeds, predicted_step
+from sparsejax.cost_model.gathered import element_bytes
 from sparsejax.cost_model.hardware import FP8_GAIN, SLOWED_BESIDE, SQUARES_SLOWER
 from sparsejax.cost_model.step_time import (
     elementwise_bytes,
@@ -176,7 +177,19 @@ def test_what_is_recomputed_is_paid_again():
     again = SLOW_GEMMS * 32 * 2 * (PER_TOKEN["attention"] + 8 * 16) / 1e6
     assert full.gemms - none.gemms == pytest.approx(again)
     assert dots.gemms == none.gemms
-    assert full.attention == dots.attention == pytest.approx(none.attention * 4 / 3)
+    assert full.attention == pytest.approx(none.attention * 4 / 3)
+    assert dots.attention == none.attention
+
+
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_with_dots_rotations_are_kept_unless_they_follow_a_norm(qk_norm):
+    model = dataclasses.replace(MODEL, qk_norm=qk_norm, scan_layers=False)
+    full, dots = (
+        step(dataclasses.replace(model, remat=remat)) for remat in ("full", "dots")
+    )
+    heads = MODEL.query_width + MODEL.kv_width
+    kept = 0 if qk_norm else 32 * MODEL.layers * element_bytes(MODEL) * 2 * heads / 1e6
+    assert full.elementwise - dots.elementwise == pytest.approx(kept)
 
 
 def test_micro_batches_cost_sums_of_gradients_only():

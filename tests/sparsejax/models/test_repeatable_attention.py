@@ -8,12 +8,12 @@ import pytest
 from flax import nnx
 from jax._src.cudnn import fused_attention_stablehlo
 
-from sparsejax.models import attention
 from sparsejax.models.attention import Attention
 from sparsejax.models.repeatable_attention import (
     ask_for_repeatable_gradients,
     bits_repeat,
 )
+from tests.support.devices.flash_attention import pretend_cudnn
 
 SETTINGS = "create_dot_product_attention_backend_config_base"
 
@@ -39,7 +39,8 @@ def test_bits_repeat_where_xla_is_asked_for_it(monkeypatch, flags, expected):
 @pytest.mark.parametrize("flags", ["", "--xla_gpu_deterministic_ops=true"])
 def test_every_call_says_whether_its_gradient_repeats_its_bits(monkeypatch, flags):
     """XLA itself says it of the first of equal calls alone."""
-    _pretend_hopper(monkeypatch)
+    pretend_cudnn(monkeypatch)
+    _put_back(monkeypatch)
     monkeypatch.setenv("XLA_FLAGS", flags)
     first, second = (_attention(seed) for seed in range(2))
 
@@ -58,16 +59,8 @@ def _attention(seed: int) -> Attention:
     return Attention(128, 2, dtype=jnp.bfloat16, rngs=nnx.Rngs(seed))
 
 
-def _pretend_hopper(monkeypatch) -> None:
-    """As JAX and `Attention` ask a GPU; what is replaced in JAX is put back."""
+def _put_back(monkeypatch) -> None:
+    """Lets what is replaced in JAX be put back behind the test."""
     original = getattr(fused_attention_stablehlo, SETTINGS)
     monkeypatch.setattr(fused_attention_stablehlo, SETTINGS, original)
     ask_for_repeatable_gradients.cache_clear()
-    for name, answer in {
-        "check_cudnn_version": lambda: 91900,
-        "check_compute_capability": lambda capability: True,
-        "is_cuda_compute_capability_equal": lambda capability: False,
-    }.items():
-        monkeypatch.setattr(fused_attention_stablehlo, name, answer)
-    chosen = lambda *arguments: ("cudnn", "pretended")
-    monkeypatch.setattr(attention, "attention_implementation", chosen)

@@ -1,6 +1,7 @@
 """The transformer: causality, the scan against a loop, remat, dtypes, sampling."""
 
 import dataclasses
+import re
 from functools import partial
 
 import chex
@@ -26,6 +27,7 @@ from sparsejax.routing.routers import (
 from sparsejax.sparsity.patterns import NM, VNM
 from sparsejax.switches.switching import set_sparsity
 from sparsejax.training.micro_batches import loss_and_gradient
+from tests.support.devices.flash_attention import pretend_cudnn
 
 TINY = ModelConfig(
     vocab_size=61, d_model=16, layers=2, heads=2, kv_heads=1, d_hidden=64
@@ -208,6 +210,34 @@ def test_what_is_recomputed_is_not_merged_with_the_forward():
     assert none < dots < full
     for remat in ("dots", "full"):
         assert "optimization_barrier" not in lowered(remat, True).as_text()
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_dots_keep_what_the_backward_of_attention_reads(
+    qk_norm, scan_layers, monkeypatch
+):
+    """Neither attention nor the rotations run again; those of normalised queries do,
+    for else both what is normalised and what is rotated would be kept."""
+    pretend_cudnn(monkeypatch)
+    tokens = some_tokens(2, 129)
+
+    def counts(remat):
+        sizes = dict(layers=2, d_model=16, heads=2, kv_heads=2, dtype="bfloat16")
+        config = dataclasses.replace(
+            TINY, **sizes, remat=remat, qk_norm=qk_norm, scan_layers=scan_layers
+        )
+        model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+        grads = nnx.jit(nnx.grad(cross_entropy)).trace(model, tokens)
+        text = grads.lower(lowering_platforms=("cuda",)).as_text()
+        # In a loop a layer's operations stand once, whatever its trips.
+        times = 1 if scan_layers else config.layers
+        forwards = text.count("@__cudnn$fmhaSoftmax(")
+        return forwards / times, len(re.findall(r"call @\w*flip", text)) / times
+
+    assert counts("none") == (1, 4)
+    assert counts("dots") == (1, 6 if qk_norm else 4)
+    assert counts("full") == (2, 6)
 
 
 def test_gradients_match_finite_differences_in_the_dense_model():
