@@ -183,7 +183,8 @@ def test_the_backward_recomputes_no_linear_layer_where_it_keeps_their_outputs():
     assert (none[1], none[2]) == (18, 6)
     # No backward reads the output of the last one.
     assert (dots[1], full[1]) == (18, 18 + 5)
-    assert dots[2] == full[2] > none[2]
+    # XLA's scores are computed again; what they mix is kept with dots.
+    assert (dots[2], full[2]) == (6 + 1, 6 + 2)
 
 
 @pytest.mark.parametrize(
