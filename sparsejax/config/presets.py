@@ -130,7 +130,7 @@ def llama_7b() -> TrainConfig:
             rope_base=500_000.0,
             dtype="bfloat16",
             scan_layers=False,
-            remat="full",
+            remat="dots",
         ),
         data=DataConfig(sequence_length=4096),
         optimizer=OptimizerConfig(
