@@ -189,15 +189,21 @@ class Steps:
         self, step: Callable[[Phase], Any], *, without: str | None = None
     ) -> dict[str, jax.stages.Compiled]:
         """Returns the steps of all modes by name, traced one by one and compiled side
-        by side."""
+        by side, and prints how long both took: they are most of the benchmark."""
+        start = time.perf_counter()
         lowered = {
             name: step(phase).lower(self._of(name), self.tokens)
             for name, phase in self.modes.items()
             if name != without
         }
+        traced = time.perf_counter()
         with ThreadPoolExecutor(8) as pool:
-            compiled = pool.map(lambda program: program.compile(), lowered.values())
-            return dict(zip(lowered, compiled, strict=True))
+            programs = pool.map(lambda program: program.compile(), lowered.values())
+            compiled = dict(zip(lowered, programs, strict=True))
+        tracing, compiling = traced - start, time.perf_counter() - traced
+        steps = f"{len(compiled)} steps traced in {tracing:.0f} s"
+        print(f"{steps}, compiled in {compiling:.0f} s", flush=True)
+        return compiled
 
     def _clustered(self, state: TrainState) -> tuple[TrainState, float | None]:
         """Returns a dense state whose neurons lie cluster by cluster, as the first
