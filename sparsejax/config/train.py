@@ -143,7 +143,8 @@ class TrainConfig:
                         f"phase {phase.name!r} makes activations 2:4, which "
                         f"model.activation='swiglu' cannot be (silu is nowhere zero); "
                         f"leave activations out, let them be dense inside experts, as "
-                        f"in '128:4:32', or use --model.activation reglu2 or relu2"
+                        f"in '128:4:32', or use --model.activation reglu2 or relu2, "
+                        f"or with weights of --init-from --relufy"
                     )
         own = self.model.static_weights
         static = [phase.static_weights or own for phase in schedule]
@@ -216,7 +217,8 @@ class TrainConfig:
             raise ValueError(
                 f"recipe={self.recipe!r} makes activations 2:4, which "
                 f"model.activation='swiglu' cannot be (silu is nowhere zero); use"
-                f"{inside} --recipe weights or --model.activation reglu2 or relu2"
+                f"{inside} --recipe weights or --model.activation reglu2 or relu2, "
+                f"or with weights of --init-from --relufy"
             )
 
     @property

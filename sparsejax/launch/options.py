@@ -22,6 +22,7 @@ from sparsejax.config.config_file import (
 from sparsejax.config.presets import PRESETS
 from sparsejax.config.schedule import phases
 from sparsejax.cost_model import Links
+from sparsejax.feed_forward.activation import ActivationName
 from sparsejax.interchange.pretrained import Pretrained
 from sparsejax.launch import before_training
 from sparsejax.launch.flags import REGISTRY, check_flags, with_flags, without_flags
@@ -140,6 +141,7 @@ def parse[T: RunOptions](
     first.add_argument("--init-from", type=Path)
     first.add_argument("--relufy", action=argparse.BooleanOptionalAction, default=False)
     first.add_argument("--schedule", type=Path)
+    first.add_argument("--model.activation", dest="activation")
     start, _ = first.parse_known_args(arguments)
     check_flags(arguments)
     branch = None if start.branch is None else Branch.named(start.branch)
@@ -160,7 +162,7 @@ def parse[T: RunOptions](
         if start.schedule is not None:
             default = default.with_schedule(read_schedule(start.schedule))
         if pretrained is not None:
-            default = pretrained.settings(default)
+            default = _before_flags(pretrained, default, start.activation)
     options = tyro.cli(
         kind,
         args=arguments,
@@ -182,9 +184,33 @@ def parse[T: RunOptions](
         check_branchable(trunk, options.config, branch.folder)
         branch.first_step()
     elif pretrained is not None:
+        computed = replace(
+            options.config.model, activation=pretrained.model.activation
+        )
+        options = replace(options, config=replace(options.config, model=computed))
         pretrained.check_fits(options.config.model)
         pretrained.check_phases(phases(options.config))
     return options
+
+
+def _before_flags(
+    pretrained: Pretrained, start: TrainConfig, activation: str | None
+) -> TrainConfig:
+    """Returns the settings `start` with the model of a folder, as flags change them.
+
+    A gate of SiLU does not fit a recipe with 2:4 activations, but flags may still
+    change those: until they have, the model's gate is a squared ReLU. Raises ValueError
+    where `activation`, which a flag gives, is another one than the folder's."""
+    model = pretrained.model
+    if activation in get_args(ActivationName):
+        pretrained.check_fits(replace(model, activation=activation))
+    try:
+        return pretrained.settings(start)
+    except ValueError:
+        if model.activation != "swiglu":
+            raise
+        gated = replace(model, activation="reglu2")
+        return replace(pretrained, model=gated).settings(start)
 
 
 def _is_other_recipe(recipe: str | None, default: TrainConfig) -> bool:

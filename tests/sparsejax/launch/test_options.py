@@ -72,10 +72,23 @@ def test_weights_of_a_folder_bring_their_model(text, tmp_path, capsys):
         (["--recipe", "dense", "--model.layers", "3"], "model.layers=3 is not that of"),
         (["--resume", "runs/a"], "goes on with a run, and --init-from"),
         (["--branch", "runs/a"], "leave one of them out"),
-        (["--recipe", "two-four"], "--recipe weights"),  # silu has no zeros
+        # silu has no zeros
+        (["--recipe", "two-four"], "--recipe weights .* or .*--init-from --relufy"),
+        # What contradicts the folder is told before what does not fit the recipe.
+        (["--model.activation", "relu2"], "activation='relu2' is not that of"),
+        (
+            ["--recipe", "paper", "--model.activation=reglu2"],
+            "activation='reglu2' is not that of",
+        ),
     ]:
         with pytest.raises(ValueError, match=reason):
             read_options([*begin, *more])
+    # The way out that `paper` names is one.
+    dense_inside = ["--recipe", "paper", "--phases.activations", "128:4:16"]
+    config = read_options([*begin, *dense_inside]).config
+    assert config.model == MODELS["swiglu"]
+    vnm = VNM(128, 4, 16)
+    assert config.sparsity == replace(RECIPES["paper"], activations=vnm)
 
 
 def test_a_gate_of_silu_becomes_squared_relu_and_begins_dense(text, tmp_path, capsys):
