@@ -34,6 +34,23 @@ def named_checkpoint(text: str) -> tuple[Path, int | None]:
     return (Path(text), None) if stated is None else (Path(stated[1]), int(stated[2]))
 
 
+def check_there(folder: Path) -> None:
+    """Raises ValueError where there is no such folder."""
+    if not folder.is_dir():
+        raise ValueError(
+            f"there is no folder {folder}; give that of a run, or of a model"
+            f"{runs_beside(folder)}"
+        )
+
+
+def runs_beside(folder: Path) -> str:
+    """Returns which three runs beside a folder, which need not be there, are the
+    newest, as the end of a message; an empty text where there are none."""
+    runs = [path.parent for path in folder.parent.glob("*/checkpoints")]
+    newest = sorted(runs, key=lambda run: run.stat().st_mtime, reverse=True)[:3]
+    return f"; there are {', '.join(map(str, newest))}" if newest else ""
+
+
 def latest_step(folder: Path) -> int | None:
     """Returns the step of the newest complete checkpoint in a folder, which need not
     exist; None where there is none."""

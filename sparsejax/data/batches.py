@@ -108,7 +108,11 @@ def validation_batches(
             f"batch_size={batch_size} and batches={batches} must be positive"
         )
     windows = _Windows(corpus.validation, config.sequence_length)
-    _check_enough(windows, batch_size, corpus, side="held-out", remedy="hold out more")
+    remedy = (
+        "hold out more with --data.validation-share, or, of shards with val in their "
+        "names, where they are made"
+    )
+    _check_enough(windows, batch_size, corpus, side="held-out", remedy=remedy)
     batches = min(batches, len(windows) // batch_size)
     chosen = np.arange(batches * batch_size) * len(windows) // (batches * batch_size)
     return list(windows.read(chosen).reshape(batches, batch_size, -1))
@@ -146,5 +150,5 @@ def _check_enough(
         raise ValueError(
             f"batch_size={batch_size} exceeds the {len(windows)} {side} windows of "
             f"sequence_length={windows.length} ({corpus.description}); make one of "
-            f"them smaller, or {remedy}"
+            f"them smaller (--batch-size, --data.sequence-length), or {remedy}"
         )

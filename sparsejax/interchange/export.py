@@ -20,7 +20,11 @@ from sparsejax.data.tokenizers import Tokenizer, load_tokenizer
 from sparsejax.interchange.architectures import WeightDtype, huggingface_config
 from sparsejax.interchange.model_card import model_card
 from sparsejax.interchange.tensors import huggingface_tensors, write_tensors
-from sparsejax.interchange.trained_model import TrainedModel, as_dense
+from sparsejax.interchange.trained_model import (
+    TrainedModel,
+    as_dense,
+    steps_without_masks,
+)
 from sparsejax.models.transformer import Transformer
 
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -125,7 +129,13 @@ def export_run(
         run is not where it was.
     """
     check_unused(Path(folder))
-    dense = as_dense(run.model, drop_activation_masks=drop_activation_masks)
+    try:
+        dense = as_dense(run.model, drop_activation_masks=drop_activation_masks)
+    except ValueError as error:
+        if not (steps := steps_without_masks(run.folder)):
+            raise
+        others = ", ".join(f"{run.folder}@{step}" for step in steps)
+        raise ValueError(f"{error}; or take a checkpoint without: {others}") from error
     of_run = run_tokenizer(run, tokenizer)
     words = None
     if of_run is not None:

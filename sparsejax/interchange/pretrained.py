@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from sparsejax.annotations import fits
-from sparsejax.checkpoints.checkpoint_folder import named_checkpoint
+from sparsejax.checkpoints.checkpoint_folder import check_there, named_checkpoint
 from sparsejax.config import ModelConfig, TrainConfig
 from sparsejax.config.schedule import Phase
 from sparsejax.data.tokenizers import ByteTokenizer
@@ -52,14 +52,15 @@ class Pretrained:
     were trained: `with_relu`."""
 
     @classmethod
-    def read(cls, folder: Path) -> "Pretrained":
+    def read(cls, folder: str | os.PathLike[str]) -> "Pretrained":
         """Reads config.json, or what a checkpoint says where `folder` is a run folder
         or RUN@STEP, and no weights.
 
         Raises:
           ValueError: there is neither, or our transformer cannot hold the model.
         """
-        run, step = named_checkpoint(str(folder))
+        run, step = named_checkpoint(os.fspath(folder))
+        folder = Path(folder)
         if (run / "checkpoints").is_dir():
             return PretrainedRun.of_run(run, step)
         if step is not None:
@@ -67,6 +68,7 @@ class Pretrained:
                 f"{run} is no run, and has no checkpoint of step {step}; leave @{step} "
                 f"out"
             )
+        check_there(folder)
         path = folder / "config.json"
         if not path.exists():
             raise ValueError(

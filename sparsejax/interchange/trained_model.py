@@ -4,6 +4,7 @@ Neither the run's data nor its optimiser is needed, and no moments are read.
 """
 
 import json
+import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import jax
 from flax import nnx
 
 from sparsejax.checkpoints.checkpoint import Checkpoints
+from sparsejax.checkpoints.checkpoint_folder import check_there
 from sparsejax.config import ModelConfig, TrainConfig
 from sparsejax.config.config_file import from_json
 from sparsejax.config.schedule import Phase, model_of, phases, with_dense
@@ -100,13 +102,16 @@ def trained_settings(folder: Path, step: int | None = None) -> TrainedSettings:
         return _settings_of(checkpoints, step)
 
 
-def load_trained_model(folder: Path, step: int | None = None) -> TrainedModel:
+def load_trained_model(
+    folder: str | os.PathLike[str], step: int | None = None
+) -> TrainedModel:
     """Returns the model in a run folder after `step` steps, by default in its latest
     checkpoint, on the first device.
 
     Raises:
       ValueError: the folder has no such checkpoint, or it is damaged.
     """
+    folder = Path(folder)
     with _checkpoints(folder) as checkpoints:
         of = _settings_of(checkpoints, step)
         build = partial(_build, replace(of.config, model=of.model), of.phase.held)
@@ -125,7 +130,18 @@ def load_trained_model(folder: Path, step: int | None = None) -> TrainedModel:
     )
 
 
+def steps_without_masks(folder: Path) -> list[int]:
+    """Returns the steps of the checkpoints in a run folder whose activations are not
+    sparse, so that dense weights compute what their models do. Raises ValueError where
+    the folder has no checkpoints."""
+    with _checkpoints(folder) as checkpoints:
+        steps = checkpoints.steps()
+        of = {step: _settings_of(checkpoints, step).phase for step in steps}
+    return [step for step in steps if of[step].sparsity.activations is None]
+
+
 def _checkpoints(folder: Path) -> Checkpoints:
+    check_there(folder)
     if not (folder / "checkpoints").is_dir():
         raise ValueError(
             f"{folder} has no folder checkpoints; give the run folder of a run that "
@@ -166,8 +182,7 @@ def as_dense(model: Transformer, *, drop_activation_masks: bool = False) -> Tran
         raise ValueError(
             f"the model has sparse activations "
             f"({name_of(model.sparsity.activations)}), and no dense weights compute "
-            f"the same; go on with the run to a dense phase, take an earlier "
-            f"checkpoint with RUN@STEP, or drop the masks "
+            f"the same; go on with the run to a dense phase, or drop the masks "
             f"(--drop-activation-masks), which gives a model near to it"
         )
     dense = nnx.clone(model)

@@ -8,10 +8,11 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, cast, get_args
 
 import tyro
 
+from sparsejax.checkpoints.checkpoint_folder import runs_beside
 from sparsejax.config import RecipeName, TrainConfig
 from sparsejax.config.config_file import (
     check_branchable,
@@ -184,9 +185,7 @@ def parse[T: RunOptions](
         check_branchable(trunk, options.config, branch.folder)
         branch.first_step()
     elif pretrained is not None:
-        computed = replace(
-            options.config.model, activation=pretrained.model.activation
-        )
+        computed = replace(options.config.model, activation=pretrained.model.activation)
         options = replace(options, config=replace(options.config, model=computed))
         pretrained.check_fits(options.config.model)
         pretrained.check_phases(phases(options.config))
@@ -203,7 +202,8 @@ def _before_flags(
     where `activation`, which a flag gives, is another one than the folder's."""
     model = pretrained.model
     if activation in get_args(ActivationName):
-        pretrained.check_fits(replace(model, activation=activation))
+        given = cast(ActivationName, activation)
+        pretrained.check_fits(replace(model, activation=given))
     try:
         return pretrained.settings(start)
     except ValueError:
@@ -240,5 +240,6 @@ def settings_in(folder: Path, flag: str, what: str) -> TrainConfig:
     if not saved.is_file():
         raise ValueError(
             f"{flag} {folder}: there is no {saved}; give the run folder of {what}"
+            f"{runs_beside(folder)}"
         )
     return read_config(saved)

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
+from difflib import get_close_matches
 from itertools import batched
 from pathlib import Path
 from typing import Any
@@ -245,11 +246,13 @@ def evaluate_tasks(
     if not set(names) <= set(manager.all_tasks):
         manager = TaskManager(include_path=folder)
     if unknown := sorted(set(names) - set(manager.all_tasks)):
-        near = [name for name in manager.all_tasks if unknown[0] in name][:5]
-        hint = f", which has {', '.join(near)}" if near else ""
-        where = f"nor of {folder}" if folder is not None else "and no --tasks-folder"
+        near = [name for name in manager.all_tasks if unknown[0] in name]
+        near += get_close_matches(unknown[0], manager.all_tasks)
+        like = f"; like it are {', '.join(near[:5])}" if near else ""
+        also = "" if folder is None else f", nor one in the YAML files of {folder}"
         raise ValueError(
-            f"{unknown[0]} is no task of lm-evaluation-harness{hint}, {where} is given"
+            f"{unknown[0]} is no task of lm-evaluation-harness{also}{like}; give "
+            f"another, or the folder of your own ones with --tasks-folder"
         )
     # A process with JAX's threads must not be forked, as it is for standard errors.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")

@@ -274,7 +274,8 @@ def test_validation_windows_are_distinct_whole_and_even(
     corpus = corpus_of([0], validation=parts)
     config = DataConfig(sequence_length=length)
     if batch_size > len(windows):
-        with pytest.raises(ValueError, match=r"exceeds the \d+ held-out windows"):
+        message = r"exceeds the \d+ held-out windows .*--data.validation-share"
+        with pytest.raises(ValueError, match=message):
             validation_batches(corpus, config, batch_size=batch_size, batches=batches)
         return
     found = validation_batches(corpus, config, batch_size=batch_size, batches=batches)

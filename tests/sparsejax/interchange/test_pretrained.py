@@ -1,6 +1,7 @@
 """Hugging Face folders that come in: the same model, or refused with the reason."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from sparsejax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from sparsejax.interchange import tensors
 from sparsejax.interchange.export import export_huggingface
 from sparsejax.interchange.pretrained import Pretrained
+from sparsejax.interchange.trained_model import load_trained_model
 from tests.support.files.exported_models import MODELS, SMALL, some_model
 from tests.support.files.tokenizer_file import write_tokenizer
 
@@ -189,7 +191,15 @@ def test_what_is_no_such_folder_is_refused(tmp_path):
         Pretrained.read(tmp_path)
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ValueError, match="there is no complete checkpoint in "):
-        Pretrained.read(tmp_path)
+        Pretrained.read(str(tmp_path))
+    for name in ("a", "b"):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+        os.utime(tmp_path / name, (0, "ba".index(name)))
+    beside = f"there is no folder {tmp_path}/c; .*there are {tmp_path}/a, {tmp_path}/b$"
+    with pytest.raises(ValueError, match=beside):
+        Pretrained.read(tmp_path / "c")
+    with pytest.raises(ValueError, match=beside):
+        load_trained_model(tmp_path / "c")
 
 
 def test_model_and_tokenizer_come_from_the_folder_and_the_rest_does_not(tmp_path):

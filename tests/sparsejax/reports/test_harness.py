@@ -141,6 +141,9 @@ def test_a_table_is_printed_and_what_is_no_task_is_refused(folder, tmp_path, cap
     missing = ["eval", str(folder), "--tasks-folder", "nowhere", "--tasks", "x"]
     assert main.run(missing) == 1
     assert "nowhere is no folder" in capsys.readouterr().err
+    assert main.run([*command, "--tasks", "my-multiple-choise"]) == 1
+    error = capsys.readouterr().err
+    assert f"nor one in the YAML files of {tmp_path}; like it are my-multi" in error
     for wrong in (["--windows", "3", "--tasks", "x"], ["--limit", "3"]):
         with pytest.raises(SystemExit):
             main.run(["eval", str(folder), *wrong])
