@@ -44,7 +44,8 @@ class Options:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Prints each prompt with what the model adds to it.
+    """Prints each prompt with what the model adds to it, of several ones each below a
+    line with its number.
 
     Raises:
       ValueError, ImportError, OSError: the model, its tokenizer or an option is not
@@ -72,7 +73,9 @@ def run(arguments: Sequence[str]) -> None:
         seed=options.seed,
         end_tokens=ends,
     )
-    for prompt, tokens in zip(prompts, added, strict=True):
+    for number, (prompt, tokens) in enumerate(zip(prompts, added, strict=True), 1):
         if (at := np.flatnonzero(np.isin(tokens, ends))).size:
             tokens = tokens[: at[0]]
+        if len(prompts) > 1:
+            print(f"--- prompt {number} of {len(prompts)}")
         print(tokenizer.decode(np.concatenate([prompt, tokens])))

@@ -196,6 +196,11 @@ def read_schedule(path: Path) -> tuple[PhaseConfig, ...]:
     Raises:
       ValueError: names the file, and why it cannot be read or which setting is wrong.
     """
+    if not path.is_file():
+        raise ValueError(
+            f"there is no schedule {path}; give a file of phases, tables [[phase]] "
+            f"with a name and a share of the steps"
+        )
     parse = json.loads if path.suffix == ".json" else tomllib.loads
     try:
         content = parse(path.read_text(encoding="utf-8"))

@@ -148,7 +148,8 @@ class Pretrained:
         """Returns the settings `start` with the folder's model and tokenizer. Where the
         model is gated, a recipe's penalty on skipped neurons, which gated FFNs cannot
         have, is left out. Of weights that were trained for another activation, at least
-        `RELUFIED_WARMUP` of the steps are dense before the sparse ones.
+        `RELUFIED_WARMUP` of the steps are dense before the sparse ones, which are so
+        many fewer.
 
         Raises:
           ValueError: the recipe does not fit the model.
@@ -161,7 +162,8 @@ class Pretrained:
             recipe = replace(recipe, sparsity=own).relative_to(start.recipe)
         if self.relufied and not recipe.schedule:
             warmup = max(recipe.warmup_share, RELUFIED_WARMUP)
-            sparse = min(recipe.sparse_share, 1 - warmup)
+            later = warmup - recipe.warmup_share
+            sparse = max(round(recipe.sparse_share - later, 6), 0.0)
             recipe = replace(recipe, warmup_share=warmup, sparse_share=sparse)
         return replace(
             start,

@@ -134,7 +134,12 @@ def parse[T: RunOptions](
       ValueError: --resume with --schedule or with --branch, a damaged config.json, a
         setting that may not change, or no checkpoint to branch from.
     """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first = argparse.ArgumentParser(
+        prog=f"sparsejax {command}",
+        usage="%(prog)s [OPTIONS]",
+        add_help=False,
+        allow_abbrev=False,
+    )
     first.add_argument("--preset", choices=list(PRESETS))
     first.add_argument("--recipe")
     first.add_argument("--resume", type=Path)

@@ -24,6 +24,14 @@ def test_help_lists_every_command(capsys):
         assert re.search(rf"^  {name} +{re.escape(does)}$", said, re.MULTILINE)
 
 
+def test_a_reader_that_has_read_enough_is_no_error():
+    script = Path(sysconfig.get_path("scripts")) / "sparsejax"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([script, "plan", "--help"], stdout=pipe, stderr=pipe) as run:
+        run.stdout.close()
+        assert run.stderr.read() == b"" and run.wait() == 0
+
+
 def test_every_command_is_a_module_and_every_module_a_command():
     folder = Path(sparsejax.command.__file__).parent
     modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "main"}
@@ -58,7 +66,8 @@ def test_a_run_and_its_export_say_the_same(uninterrupted, tmp_path, capsys):
     for model in (folder, out, f"{folder}@12"):
         assert main.run(["sample", str(model), *options]) == 0
         said.append(capsys.readouterr().out)
-    assert len(set(said)) == 1 and said[0].startswith("the ") and "\ntoken" in said[0]
+    assert len(set(said)) == 1 and said[0].startswith("--- prompt 1 of 2\nthe ")
+    assert "\n--- prompt 2 of 2\ntoken" in said[0]
     (out / "tokenizer.json").unlink()
     assert main.run(["sample", str(out), *options]) == 1
     assert "--tokenizer" in capsys.readouterr().err

@@ -102,6 +102,8 @@ def test_a_gate_of_silu_becomes_squared_relu_and_begins_dense(text, tmp_path, ca
     config = read_options(begin).config
     assert config.model == replace(MODELS["qwen2"], activation="reglu2")
     assert config.recipe == "experts" and config.phases.warmup_share == 0.2
+    # The dense tail is as long as ever.
+    assert config.phases.sparse_share == 0.6
     shares = ["--phases.warmup-share", "0.3", "--phases.sparse-share", "0.5"]
     longer = read_options([*begin, *shares]).config
     assert longer.phases.warmup_share == 0.3
@@ -220,7 +222,10 @@ def test_the_phases_of_a_run_are_read_from_a_file(text, tmp_path, capsys):
     assert run_train(["--resume", str(folder)]) == 0
     capsys.readouterr()
     for given, message in (
-        (["--schedule", "none.toml"], "none.toml does not hold a schedule: "),
+        (
+            ["--schedule", "none.toml"],
+            "there is no schedule none.toml; give a file of ",
+        ),
         (["--schedule", str(path), "--recipe", "paper"], "has no meaning beside"),
         (["--schedule", str(path), "--resume", str(folder)], "leave --schedule"),
     ):
