@@ -58,11 +58,13 @@ def run(arguments: Sequence[str]) -> int:
     console.quiet_orbax()
     try:
         importlib.import_module(f"sparsejax.command.{name}").run(rest)
-    except BrokenPipeError:
-        # Whoever read our output, as `head` does, has read enough of it. What is left
-        # in the buffer has nowhere to go, at the end of the process neither.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
+        if isinstance(error, BrokenPipeError):
+            # Nobody reads our output any more, and what is left of it would fail again
+            # at the end of the process. Of a help enough was read; all else has failed.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if {"-h", "--help"} & set(rest):
+                return 0
         reason = reason_of(error, name)
         if reason is None:
             raise

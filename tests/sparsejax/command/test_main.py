@@ -24,7 +24,7 @@ def test_help_lists_every_command(capsys):
         assert re.search(rf"^  {name} +{re.escape(does)}$", said, re.MULTILINE)
 
 
-def test_a_reader_that_has_read_enough_is_no_error():
+def test_a_reader_that_has_read_enough_of_a_help_is_no_error():
     script = Path(sysconfig.get_path("scripts")) / "sparsejax"
     pipe = subprocess.PIPE
     with subprocess.Popen([script, "plan", "--help"], stdout=pipe, stderr=pipe) as run:
