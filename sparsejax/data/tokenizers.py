@@ -144,7 +144,8 @@ class HuggingFaceTokenizer:
         except Exception as error:  # `tokenizers` raises nothing narrower.
             raise ValueError(
                 f"tokenizer={os.fspath(path)!r} is not a Hugging Face "
-                f"tokenizer.json: {error}"
+                f"tokenizer.json: {error}; save one with the package `tokenizers`, or "
+                f"leave it out for bytes"
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
