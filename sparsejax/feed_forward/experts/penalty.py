@@ -93,13 +93,14 @@ def penalised(
     so that the sum of these shares has `strength` times the norm of the sum of all
     devices' dW1, by estimates of both norms (`GROUPS`, `SIGNS`)."""
     x, dy_up, strength = penalty
-    own = jnp.matmul(x.T, dy_up, preferred_element_type=jnp.float32)
+    # In the dtype of x: it is a small part of the sum, and half as many bytes.
+    own = jnp.matmul(x.T, dy_up, preferred_element_type=x.dtype)
     # The projection of a product is that of its factors, which are smaller.
     of_own = _product(_row_sums(x.T), _column_sums(dy_up, layout))
     projections = jnp.stack((of_own, _row_sums(_column_sums(dw_up, layout))))
     norm, size = _norms_of_sums(projections, layout)
     scale = strength[0] * size / jnp.where(norm > 0, norm, 1)
-    return dw_up + (scale * own).astype(dw_up.dtype)
+    return dw_up + (scale * own.astype(jnp.float32)).astype(dw_up.dtype)
 
 
 def _column_sums(

@@ -52,7 +52,7 @@ def all_products(
     x: Float[Array, "sampled d_model"], w_up: Float[Array, "d_model own_hidden"]
 ) -> Float[Array, "sampled own_hidden"]:
     """Returns Y1 of the sampled tokens, in the dtype of x."""
-    return jnp.matmul(x, w_up, preferred_element_type=jnp.float32).astype(x.dtype)
+    return jnp.matmul(x, w_up, preferred_element_type=x.dtype)
 
 
 def sample_of(
