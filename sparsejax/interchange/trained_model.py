@@ -5,6 +5,7 @@ Neither the run's data nor its optimiser is needed, and no moments are read.
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -132,12 +133,15 @@ def load_trained_model(
 
 def steps_without_masks(folder: Path) -> list[int]:
     """Returns the steps of the checkpoints in a run folder whose activations are not
-    sparse, so that dense weights compute what their models do. Raises ValueError where
-    the folder has no checkpoints."""
+    sparse, so that dense weights compute what their models do; not those that cannot be
+    read. Raises ValueError where the folder has no checkpoints."""
+    found = []
     with _checkpoints(folder) as checkpoints:
-        steps = checkpoints.steps()
-        of = {step: _settings_of(checkpoints, step).phase for step in steps}
-    return [step for step in steps if of[step].sparsity.activations is None]
+        for step in checkpoints.steps():
+            with suppress(ValueError):
+                phase = _settings_of(checkpoints, step).phase
+                found += [step] * (phase.sparsity.activations is None)
+    return found
 
 
 def _checkpoints(folder: Path) -> Checkpoints:
