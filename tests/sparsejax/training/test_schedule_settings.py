@@ -128,7 +128,7 @@ def test_a_file_that_holds_no_schedule_is_refused(text, message, tmp_path):
     with pytest.raises(ValueError, match=message) as caught:
         read_schedule(path)
     assert str(caught.value).startswith(f"{path} does not hold a schedule: ")
-    with pytest.raises(ValueError, match=r"there is no schedule .*b\.toml; give a file"):
+    with pytest.raises(ValueError, match="there is no schedule .*; give a file"):
         read_schedule(tmp_path / "b.toml")
 
 
