@@ -135,6 +135,11 @@ def read_comparison(path: Path) -> Comparison:
     Raises:
       ValueError: names the file, and the entry in it that is wrong.
     """
+    if not path.is_file():
+        raise ValueError(
+            f"there is no comparison {path}; give a TOML file of runs, as those in "
+            f"experiments/comparisons"
+        )
     try:
         return _comparison(path.stem, tomllib.loads(path.read_text(encoding="utf-8")))
     except (ValueError, OSError, RecursionError) as error:

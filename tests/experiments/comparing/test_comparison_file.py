@@ -283,6 +283,8 @@ def test_a_file_that_cannot_be_is_refused_by_its_name(text, message, tmp_path):
     with pytest.raises(ValueError, match=message) as caught:
         read_comparison(path)
     assert str(caught.value).startswith(f"{path} does not hold a comparison: ")
+    with pytest.raises(ValueError, match="there is no comparison .*; give a TOML file"):
+        read_comparison(tmp_path / "none.toml")
 
 
 def test_dense_and_sparse_differ_in_what_their_names_say():
