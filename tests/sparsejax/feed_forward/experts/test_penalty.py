@@ -16,7 +16,7 @@ from sparsejax.feed_forward.experts.penalty import (
     penalised,
     penalty,
 )
-from sparsejax.feed_forward.experts.sample import Sample
+from sparsejax.feed_forward.experts.sample import Sample, all_products
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.routing.routers import ActivationEnergy
@@ -82,6 +82,23 @@ def test_it_is_added_in_proportion_to_the_gradient():
     expected = 0.25 * jnp.linalg.norm(dw) / jnp.linalg.norm(own) * own
     # differences of float32
     np.testing.assert_allclose(added, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_in_bfloat16_its_product_is_rounded_and_the_sum_is_not():
+    x, w_up, used = operands()
+    dw = jax.random.normal(jax.random.key(0), w_up.shape)
+    x = x.astype(jnp.bfloat16)
+    y_up = all_products(x, w_up.astype(jnp.bfloat16))
+    assert y_up.dtype == jnp.bfloat16
+    own = penalty(*sample_of(y_up, used, x), jnp.float32(0.25))
+    added = penalised(dw, own) - dw
+    exact = Penalty(*(of.astype(jnp.float32) for of in own))
+    expected = penalised(dw, exact) - dw
+    assert added.dtype == jnp.float32 and jnp.linalg.norm(expected) > 1
+    np.testing.assert_allclose(added, expected, rtol=2**-8, atol=1e-5)
+    # Half as many bytes as float32 would be.
+    products = f"bf16[{D},{E * NEURONS}] = dot_general"
+    assert products in str(jax.make_jaxpr(penalised)(dw, own))
 
 
 @pytest.mark.parametrize("neurons", [GROUPS, 2 * GROUPS, 2 * GROUPS + 6])
