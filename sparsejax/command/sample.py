@@ -44,8 +44,8 @@ class Options:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Prints each prompt with what the model adds to it, of several ones each below a
-    line with its number.
+    """Prints each prompt with what the model adds to it. Where there are several, a
+    line with its number stands above each.
 
     Raises:
       ValueError, ImportError, OSError: the model, its tokenizer or an option is not

@@ -139,8 +139,8 @@ def steps_without_masks(folder: Path) -> list[int]:
     with _checkpoints(folder) as checkpoints:
         for step in checkpoints.steps():
             with suppress(ValueError):
-                phase = _settings_of(checkpoints, step).phase
-                found += [step] * (phase.sparsity.activations is None)
+                if _settings_of(checkpoints, step).phase.sparsity.activations is None:
+                    found.append(step)
     return found
 
 
