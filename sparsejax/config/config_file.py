@@ -76,8 +76,8 @@ def from_json(settings: Any) -> TrainConfig:
 FORMER_RECIPES: dict[str, RecipeName] = {"default": "two-four"}
 """Former names of recipes, and what they are called now."""
 
-FORMER_SPARSE_SHARE = 0.5
-"""The former default of `phases.sparse_share`."""
+FORMER_SPARSE_SHARES = (0.5, 0.75)
+"""The former defaults of `phases.sparse_share`."""
 
 
 def _of_this_version(settings: Any) -> Any:
@@ -90,7 +90,7 @@ def _of_this_version(settings: Any) -> Any:
     now = FORMER_RECIPES.get(recipe) if isinstance(recipe, str) else None
     if not (isinstance(phases, Mapping) and phases.get("schedule")):
         return {**settings, "recipe": now} if now else settings
-    if phases.get("sparse_share") == FORMER_SPARSE_SHARE:
+    if phases.get("sparse_share") in FORMER_SPARSE_SHARES:
         phases = {**phases, "sparse_share": RecipeConfig.sparse_share}
     named = {"recipe": TrainConfig.recipe} if now else {}
     return {**settings, **named, "phases": phases}

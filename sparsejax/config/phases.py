@@ -173,9 +173,9 @@ class RecipeConfig:
 
     warmup_share: Share = 0.05
     """Share of the steps that are dense before the sparse phase."""
-    sparse_share: Share = 0.75
+    sparse_share: Share = 0.85
     """Share of the steps that are sparse; the rest is the dense tail, by default the
-    steps in which the learning rate decays."""
+    second half of the steps in which the learning rate decays."""
     sparsity: FFNSparsity | None = None
     """Sparsity of the sparse phase: the recipe's, with other settings of its patterns,
     router and backward. None: the recipe's own."""

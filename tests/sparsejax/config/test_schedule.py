@@ -22,7 +22,7 @@ def test_phases_are_warm_up_sparse_dense_and_add_up():
     config = replace(tiny(), steps=1001)
     kinds = [phase.kind for phase in phases(config)]
     assert kinds == ["warm-up", "sparse", "dense"]
-    assert [phase.steps for phase in phases(config)] == [50, 751, 200]
+    assert [phase.steps for phase in phases(config)] == [50, 851, 100]
     dense = phases(replace(config, recipe="dense"))
     assert [(p.kind, p.steps) for p in dense] == [("dense", 1001)]
 
