@@ -6,19 +6,21 @@
 
 For several runs on one text: each of them then begins at once. In the folder:
 tokenizer.json (Hugging Face, extra "hf"), train.npy and val.npy, one array of tokens
-each. Files are held out by the hash of their path, as `pretrain.py` does with text;
-those that are not UTF-8, or not a character long, are left out and counted.
+each. Files are held out by the hash of their path, as `pretrain.py` does with text, by
+whole packages and without copies where it is asked to; those that are not UTF-8, or not
+a character long, are left out and counted.
 """
 
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 import tyro
 
-from sparsejax.data.files import hold_out, text_files
+from sparsejax.data.files import hold_out, hold_out_packages, text_files
 from sparsejax.data.tokenizers import Tokens, load_tokenizer
 from sparsejax.terminal import console
 
@@ -41,7 +43,12 @@ class Config:
     trained_on: int = 2**26
     """Bytes of text, of files that are not held out, in which merges are counted."""
     validation_share: float = 0.01
-    """Share of the files that is held out."""
+    """Share of the files, or of the packages, that is held out."""
+    split_by: Literal["file", "package"] = "file"
+    """The unit that lies on one side as a whole: each file, or each package, all files
+    in the same folder at the top of the glob."""
+    drop_duplicates: bool = False
+    """Whether, of files with the same content, only the first by name is written."""
 
 
 def main(config: Config) -> dict[str, int]:
@@ -49,7 +56,8 @@ def main(config: Config) -> dict[str, int]:
 
     Raises:
       ValueError: before anything is written, where no file matches, a side is empty, a
-        size or the share is out of range, or the folder exists.
+        size or the share is out of range, all files are of one package that is to be
+        on one side, or the folder exists.
       ImportError: before anything is written, where `tokenizers` is not installed.
     """
     if config.vocab_size <= BYTES or config.trained_on < 1:
@@ -64,34 +72,14 @@ def main(config: Config) -> dict[str, int]:
         )
     if config.folder.exists():
         raise ValueError(f"folder={config.folder} exists; choose another, or delete it")
-    found = text_files(config.text)
-    texts, left_out = [], 0
-    sides: list[bool] = []
-    held_out = hold_out(found.names, config.validation_share)
-    for path, out in zip(found.paths, held_out, strict=True):
-        content = path.read_bytes()
-        if not content or not _is_utf8(content):
-            left_out += 1
-            continue
-        texts.append(content)
-        sides.append(out)
-    by_side = {
-        side: [text for text, out in zip(texts, sides, strict=True) if out == held]
-        for side, held in (("train", False), ("val", True))
-    }
-    for side, of_side in by_side.items():
-        if not of_side:
-            raise ValueError(
-                f"no text for {side} in {found.origin}, of {len(texts)} files; match "
-                f"more of them, or change validation_share={config.validation_share}"
-            )
-    trained = _train(by_side["train"], config)
+    text = _read(config)
+    trained = _train(text.by_side["train"], config)
     config.folder.mkdir(parents=True)
     path = config.folder / "tokenizer.json"
     path.write_text(trained, encoding="utf-8")
     tokenizer = load_tokenizer(str(path))
     sizes = {}
-    for side, of_side in by_side.items():
+    for side, of_side in text.by_side.items():
         parts: list[Tokens] = []
         for start in range(0, len(of_side), TEXTS_AT_A_TIME):
             parts += tokenizer.encode_batch(of_side[start : start + TEXTS_AT_A_TIME])
@@ -102,10 +90,52 @@ def main(config: Config) -> dict[str, int]:
             f"{side}: {len(of_side):,} files, {tokens.size:,} tokens, "
             f"{sum(map(len, of_side)) / tokens.size:.2f} bytes each"
         )
-    console.say(
-        f"{tokenizer.vocab_size:,} tokens in {path}; left out: {left_out} files"
-    )
+    left_out = f"left out: {text.left_out} files"
+    left_out += f" and {text.copies} copies" if config.drop_duplicates else ""
+    console.say(f"{tokenizer.vocab_size:,} tokens in {path}; {left_out}")
     return sizes
+
+
+class _Text(NamedTuple):
+    by_side: dict[str, list[bytes]]
+    """The contents of the files for "train" and for "val"."""
+    left_out: int
+    """The number of files that are empty or not UTF-8."""
+    copies: int
+    """The number of copies that were dropped."""
+
+
+def _read(config: Config) -> _Text:
+    """Returns the text on its two sides. Raises the ValueErrors of `main` that are
+    about files."""
+    found = text_files(config.text)
+    contents = [path.read_bytes() for path in found.paths]
+    named = zip(found.names, contents, strict=True)
+    texts = {name: text for name, text in named if text and _is_utf8(text)}
+    if not texts:
+        raise ValueError(
+            f"all {len(contents)} files of {found.origin} are empty or not UTF-8; "
+            f"match other files, or convert them"
+        )
+    left_out, copies = len(contents) - len(texts), 0
+    if config.drop_duplicates:
+        first: dict[bytes, str] = {}
+        for name, text in texts.items():
+            first.setdefault(text, name)
+        copies = len(texts) - len(first)
+        texts = {name: text for text, name in first.items()}
+    split = hold_out_packages if config.split_by == "package" else hold_out
+    held_out = split(list(texts), config.validation_share)
+    by_side: dict[str, list[bytes]] = {"train": [], "val": []}
+    for text, out in zip(texts.values(), held_out, strict=True):
+        by_side["val" if out else "train"].append(text)
+    for side, of_side in by_side.items():
+        if not of_side:
+            raise ValueError(
+                f"no text for {side} in {found.origin}, of {len(texts)} files; match "
+                f"more of them, or change validation_share={config.validation_share}"
+            )
+    return _Text(by_side, left_out, copies)
 
 
 def _is_utf8(content: bytes) -> bool:

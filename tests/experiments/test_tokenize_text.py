@@ -49,6 +49,34 @@ def test_the_shards_hold_the_text(config, capsys):
     assert held_out.encode() == bytes(np.concatenate(whole.validation).astype(np.uint8))
 
 
+def test_packages_and_copies_lie_on_the_sides_that_they_have_as_text(config, capsys):
+    root = config.folder.parents[1] / "packages"
+    lines = "copies of one file, lines of another: " * 40
+    for package in range(12):
+        (root / f"p{package}").mkdir(parents=True)
+        (root / f"p{package}" / "own.txt").write_text(f"{package} {lines}")
+        (root / f"p{package}" / "same.txt").write_text(lines)
+    split = {"validation_share": 0.3, "split_by": "package", "drop_duplicates": True}
+    chosen = Config(
+        folder=config.folder, text=f"{root}/**/*.txt", vocab_size=300, **split
+    )
+    tokenize_text.main(chosen)
+    assert "left out: 0 files and 11 copies" in capsys.readouterr().out
+    tokenizer = f"{config.folder}/tokenizer.json"
+    tokens = DataConfig(
+        shards=str(config.folder), tokenizer=tokenizer, sequence_length=64
+    )
+    written = load_corpus(tokens, vocab_size=300)
+    text = DataConfig(
+        text=chosen.text, tokenizer=tokenizer, sequence_length=64, **split
+    )
+    read = load_corpus(text, vocab_size=300)
+    for side in ("train", "validation"):
+        of_shards, of_text = getattr(written, side), getattr(read, side)
+        np.testing.assert_array_equal(*map(np.concatenate, (of_shards, of_text)))
+    assert sum(map(len, read.validation)) > 0
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -69,6 +97,17 @@ def test_what_makes_no_shards_is_refused(config, changes, message, capsys):
     assert words.startswith("ValueError")
     with pytest.raises(ValueError, match=message):
         tokenize_text.main(Config(**arguments))
+    assert not config.folder.exists()
+
+
+def test_a_text_of_one_package_or_of_no_readable_file_is_refused(config):
+    root = config.folder.parents[1]
+    one = Config(folder=config.folder, text=f"{root}/*/?.txt", split_by="package")
+    with pytest.raises(ValueError, match="and all 8 files lie in 'text'"):
+        tokenize_text.main(one)
+    unreadable = Config(folder=config.folder, text=f"{root}/*/[el]*.txt")
+    with pytest.raises(ValueError, match="all 2 files .* are empty or not UTF-8"):
+        tokenize_text.main(unreadable)
     assert not config.folder.exists()
 
 
