@@ -68,8 +68,10 @@ LAST_OF_OTHER_GEMM_1 = "2026-11-25"
 LAST_OF_OTHER_ROWS = "2026-11-25"
 """The last date of runs whose tokens had a row for each of their experts."""
 LAST_OF_ATTENTION_AGAIN = "2026-11-28"
+COMMITS_OF_ATTENTION_AGAIN = ("efeac6f+",)
 """The last date of steps whose backward computed attention and the rotations again with
-remat "dots"."""
+remat "dots", and the commits of those of that date, on which others ran that did
+not."""
 LAST_OF_XLA_SQUARES = "2026-11-26"
 """The last date of runs whose dense FFNs had their squares from XLA on every GPU."""
 
@@ -106,6 +108,7 @@ class Measured:
     micro_batches: int
     backend: Any
     date: str
+    commit: str | None
     step_ms: float
 
     @property
@@ -128,11 +131,16 @@ class Measured:
     def predicted(self) -> PredictedStep:
         """Returns the predicted step."""
         step = self._predicted(self.model)
-        if self.model.remat == "dots" and self.date <= LAST_OF_ATTENTION_AGAIN:
+        if self.model.remat == "dots" and self._attention_ran_again():
             again = self._predicted(replace(self.model, remat="full"))
             whole = {"attention": again.attention, "elementwise": again.elementwise}
             step = replace(step, **whole)
         return step
+
+    def _attention_ran_again(self) -> bool:
+        if self.date == LAST_OF_ATTENTION_AGAIN:
+            return self.commit in COMMITS_OF_ATTENTION_AGAIN
+        return self.date < LAST_OF_ATTENTION_AGAIN
 
     def _predicted(self, model: ModelConfig) -> PredictedStep:
         speeds = Speeds.of(Device.named(self.device), model.dtype)
@@ -209,6 +217,7 @@ def measured_steps(config: Config) -> Iterator[Measured | None]:
             micro_batches=row["micro_batches"],
             backend=_backend_of_dense(row) if sparsity.is_dense else None,
             date=row["date"],
+            commit=row.get("commit"),
             step_ms=row["step_ms"],
         )
         # Rows without the column had a row for each.
@@ -249,6 +258,7 @@ def measured_meshes(config: Config) -> Iterator[Measured | None]:
             micro_batches=micro_batches,
             backend=row["backend"] or _backend_on(row["date"], sparsity),
             date=row["date"],
+            commit=row.get("commit"),
             step_ms=row["step_ms"],
         )
 
@@ -296,6 +306,7 @@ def _phases_of(
             micro_batches=micro_batches,
             backend=_backend_on(session["date"], phase.sparsity),
             date=session["date"],
+            commit=session.get("commit"),
             step_ms=1e3 * given.tokens_per_step / median(speeds),
         )
 
