@@ -42,6 +42,7 @@ from sparsejax.config.config_file import changed_settings, read_config
 from sparsejax.data.tokenizers import tokenizer_within
 from sparsejax.distributed.own_process import Terminated, in_own_process
 from sparsejax.launch import job
+from sparsejax.launch.before_training import keep_programs
 from sparsejax.reports.provenance import commit
 from sparsejax.reports.records import (
     check_writable,
@@ -268,6 +269,9 @@ def train_beside(
     with (folder / "console.txt").open("ab") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
+    if slots.at_once > 1:
+        # What one run compiles, others read: no time of such runs is recorded.
+        keep_programs()
     return train_here(config, folder, branch, slots.at_once)
 
 

@@ -191,7 +191,10 @@ def rows_of(path: Path) -> list[dict]:
 def test_runs_side_by_side_are_those_of_one_after_the_other(
     text, tmp_path, capsys, monkeypatch
 ):
-    """But for their speed, which their rows do not state."""
+    """But for their speed, which their rows do not state; and what one compiles, the
+    others need not."""
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.setenv("SPARSEJAX_CACHE", str(tmp_path))
     comparison = micro_comparison(text)
     folder, results = tmp_path / "beside", tmp_path / "rows.jsonl"
     with pytest.raises(RunsFailed, match=r"1 of the runs .*lost, seed 0: .*nowhere"):
@@ -199,6 +202,7 @@ def test_runs_side_by_side_are_those_of_one_after_the_other(
     shown = capsys.readouterr().out
     assert shown.index("trunk, seed 0: has ended") < shown.index("short, seed 0: begin")
     assert "step 4/4" not in shown
+    assert list((tmp_path / "programs").iterdir())
     console = (folder / "trunk" / "seed-0" / "console.txt").read_text()
     assert "step 4/4" in console
     rows = rows_of(results)
