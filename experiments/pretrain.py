@@ -4,7 +4,7 @@
     uv run --extra cuda experiments/pretrain.py --preset gpt-124m --recipe paper \\
         --data.text 'corpus/**/*.txt' --data.tokenizer tokenizer.json
 
-On two CPU cores the first takes 3 to 11 minutes, reads the bytes of the Python standard
+On two CPU cores the first takes 3 to 13 minutes, reads the bytes of the Python standard
 library's source, and ends with a validation loss of about 1.1 nats per byte (unigram
 model 3.4). `--help` lists every setting.
 """

@@ -1,6 +1,6 @@
 """Pre-trains a transformer: dense warm-up, sparse feed-forward network, dense tail.
 
-On a laptop or any machine (3 to 11 minutes on two CPU cores; bytes of the Python
+On a laptop or any machine (3 to 13 minutes on two CPU cores; bytes of the Python
 standard library's source; validation loss about 1.1 nats per byte, unigram model 3.4):
 
     sparsejax train
