@@ -122,8 +122,8 @@ def plot_equal_loss(
     over those of the dense arm that needs the fewest, against tokens per parameter,
     with its interval, cut off far below all arms, or a triangle where it is only the
     least that it can be; arms stand a little beside each other. Each arm is a line that
-    is labelled at its end, at most six with the dense model's: those with sparse steps
-    first, then those with the lowest R. A loss that the dense model never has is on the
+    is labelled, at most six with the dense model's: those with sparse steps first, then
+    those with the lowest R. A loss that the dense model never has is on the
     left where all seconds were measured, and one that no other dense arm has is not on
     the right.
 
@@ -154,8 +154,8 @@ def plot_equal_loss(
     ends: dict[Any, list[tuple[Any, str]]] = {left: [], right: []}
     at, label = _time_axis(all_rows, max((row["tokens"] for row in dense), default=1))
     shown_ratios: list[float] = []
+    measured = {arm: all(row["measured"] for row in of) for arm, of in shown.items()}
     for place, (arm, points) in enumerate(shown.items()):
-        how = "measured" if all(row["measured"] for row in points) else "not measured"
         is_dense = arm == reference
         color = {"color": "black"} if is_dense else {}
         ordered = sorted(points, key=at)
@@ -183,22 +183,25 @@ def plot_equal_loss(
             markersize=4,
             color=line.get_color(),
         )
-        ends[right].append((line, f"{arm} ({how})"))
+        how = "measured" if measured[arm] else "not measured"
+        is_mixed = len(set(measured.values())) > 1
+        ends[right].append((line, f"{arm}, {how}" if is_mixed else arm))
     left.set_xlabel(label)
     left.set_ylabel("final loss less seeds' effects, nats per token")
     right.axhline(1.0, color="black", linestyle="--", linewidth=1)
     lengths = sorted({row["tokens_per_parameter"] for row in rows})
     if lengths:
         right.set_xscale("log")
-        right.set_xlim(lengths[0] / 1.5, lengths[-1] * 3)
+        right.set_xlim(lengths[0] / 1.5, lengths[-1] * 1.5)
         right.set_xticks(lengths, [f"{length:.3g}" for length in lengths], minor=False)
         right.set_xticks([], minor=True)
     right.set_xlabel("tokens per parameter of the dense model")
-    right.set_ylabel("R_best, seconds to the loss /\nthose of the best dense arm")
+    seconds = "seconds" if any(measured.values()) else "seconds, not measured,"
+    right.set_ylabel(f"R_best, {seconds} to the loss /\nthose of the best dense arm")
     if shown_ratios:
         right.set_ylim(bottom=LOWEST_SHOWN * min(shown_ratios))
     for axes in (left, right):
-        axes.margins(x=0.3)
+        axes.margins(x=0.08)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(folder.name)
     figure.canvas.draw()  # The layout says where the points lie.
@@ -220,7 +223,7 @@ def _time_axis(
         return lambda row: row["seconds"], "seconds of training steps"
     return (
         lambda row: row["R"] * row["dense_tokens"] / longest,
-        "seconds, not measured, over those of the longest dense run",
+        "seconds, not measured,\nover those of the longest dense run",
     )
 
 
@@ -228,42 +231,57 @@ LABEL_HEIGHT = 13
 """The height of a label in points, with what is left free above it."""
 MARK_RADIUS = 3
 """What the mark of a point takes to each side, in points."""
-LETTER_WIDTH = 6
-"""The width that a letter of a label takes at most on average, in points."""
 
 
 def _label_ends(axes: Any, lines_and_texts: Sequence[tuple[Any, str]]) -> None:
-    """Writes each text right of its line's last point, and above the texts and the
-    points that it would else hide, on a ground that hides what other lines would strike
-    through."""
-    points = 72 / axes.figure.dpi
-    lines = {
-        line: points * axes.transData.transform(line.get_xydata())
-        for line, _ in lines_and_texts
-    }
-    # What stands there: from where to where, its height, and what it keeps free.
-    taken: list[tuple[float, float, float, float]] = [
-        (x - MARK_RADIUS, x + MARK_RADIUS, y, LABEL_HEIGHT / 2 + MARK_RADIUS)
-        for marks in lines.values()
-        for x, y in marks
-    ]
-    ends = [(*lines[line][-1], line, text) for line, text in lines_and_texts]
-    for x, y, line, text in sorted(ends, key=lambda end: end[1]):
-        begin, end, at = x + 2 * MARK_RADIUS, x + LETTER_WIDTH * len(text), y
-        for begins, ends_there, height, free in sorted(taken, key=lambda at: at[2]):
-            beside = end < begins or ends_there < begin
-            if not beside and abs(at - height) < free:
-                at = height + free
-        taken.append((begin, end, at, LABEL_HEIGHT))
+    """Writes the texts in a column right of the axes, each as near as there is room to
+    the height of its line's last point, to which a thin line leads from it. All of the
+    lines have been drawn, and no limit of the axes changes any more."""
+    ends = [(line.get_xydata()[-1], line, text) for line, text in lines_and_texts]
+    height = axes.get_window_extent().height
+    least = LABEL_HEIGHT * axes.figure.dpi / 72 / height
+    to_axes = axes.transData + axes.transAxes.inverted()
+    heights = [to_axes.transform(point)[1] for point, _, _ in ends]
+    order = sorted(range(len(ends)), key=lambda i: (heights[i], ends[i][2]))
+    places = _apart([heights[i] for i in order], least)
+    for i, place in zip(order, places, strict=True):
+        point, line, text = ends[i]
+        color = line.get_color()
         axes.annotate(
             text,
-            line.get_xydata()[-1],
-            xytext=(2 * MARK_RADIUS, at - y),
-            textcoords="offset points",
-            color=line.get_color(),
+            point,
+            xytext=(1.02, place),
+            textcoords="axes fraction",
+            color=color,
             va="center",
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": color,
+                "linewidth": 0.5,
+                "relpos": (0, 0.5),
+                "shrinkA": 0,
+                "shrinkB": MARK_RADIUS,
+            },
         )
+
+
+def _apart(heights: Sequence[float], least: float) -> list[float]:
+    """Returns heights in the same order that are at least `least` apart, near the given
+    ones, which are sorted: those that are too near to each other spread around their
+    mean."""
+    groups: list[list[float]] = []
+
+    def bottom(group: Sequence[float]) -> float:
+        return sum(group) / len(group) - least * (len(group) - 1) / 2
+
+    for height in heights:
+        groups.append([height])
+        while len(groups) > 1:
+            before, last = groups[-2:]
+            if bottom(last) - bottom(before) >= least * len(before):
+                break
+            groups[-2:] = [before + last]
+    return [bottom(of) + least * i for of in groups for i in range(len(of))]
 
 
 def _validation_curve(records: list[dict]) -> list[tuple[int, float]]:

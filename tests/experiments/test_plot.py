@@ -4,16 +4,22 @@ import json
 import math
 import subprocess
 import sys
-from itertools import chain
+from itertools import chain, combinations
 from pathlib import Path
 
 import matplotlib
 import matplotlib.image
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.text import Text
 
 from experiments import plot
-from experiments.plot import _label_ends, _seconds_label, plot_comparison
+from experiments.plot import (
+    _apart,
+    _label_ends,
+    _seconds_label,
+    plot_comparison,
+)
 from sparsejax.config import DataConfig, TrainConfig
 from sparsejax.config.config_file import to_json
 from sparsejax.reports.loss_figure import SHADES
@@ -155,46 +161,31 @@ def test_seconds_of_a_shared_device_are_told(tmp_path):
     assert _seconds_label(folders).endswith("steps, on a shared device")
 
 
-def test_labels_of_lines_that_end_together_stand_above_each_other():
+def test_labels_stand_beside_the_axes_and_apart_near_their_lines_ends():
     figure, axes = plt.subplots()
-    ends = [axes.plot([0, 1], [0, height])[0] for height in (0.5, 0.5, 0.0, 1.0)]
+    ends = [axes.plot([0, 1], [0, height])[0] for height in (0.5, 0.5, 0.0, 1.0, 0.51)]
     figure.canvas.draw()
-    _label_ends(axes, list(zip(ends, "abcd", strict=True)))
+    _label_ends(axes, list(zip(ends, "abcde", strict=True)))
     figure.canvas.draw()
-    boxes = {text.get_text(): text.get_window_extent() for text in axes.texts}
-    assert not boxes["a"].overlaps(boxes["b"])
-    # The others have room where their lines end.
-    offsets = {text.get_text(): text.xyann[1] for text in axes.texts}
-    assert offsets["c"] == offsets["d"] == 0 != offsets["a"] + offsets["b"]
+    boxes = {text.get_text(): Text.get_window_extent(text) for text in axes.texts}
+    for one, other in combinations(boxes.values(), 2):
+        assert not one.overlaps(other)
+    inside = axes.get_window_extent()
+    assert all(box.x0 > inside.x1 for box in boxes.values())
+    heights = {name: (box.y0 + box.y1) / 2 for name, box in boxes.items()}
+    at = {height: axes.transData.transform((1, height))[1] for height in (0, 0.5, 1)}
+    # Those that have room are where their lines end; the others are around theirs.
+    assert abs(heights["c"] - at[0]) < 2 and abs(heights["d"] - at[1]) < 2
+    assert heights["a"] < heights["b"] < heights["e"]
+    assert abs(heights["b"] - at[0.5]) < 4
     plt.close(figure)
 
 
-def test_a_long_label_stands_above_the_end_of_another_line_that_it_would_cover():
-    figure, axes = plt.subplots()
-    ends = [axes.plot([0, end], [0, 0.5])[0] for end in (0.3, 0.6)]
-    axes.set_xlim(0, 2)
-    figure.canvas.draw()
-    _label_ends(axes, list(zip(ends, ["a-label-of-some-length", "b"], strict=True)))
-    figure.canvas.draw()
-    first, second = (text.get_window_extent() for text in axes.texts)
-    assert first.x1 > second.x0 and not first.overlaps(second)
-    plt.close(figure)
-
-
-def test_a_label_hides_no_point_of_another_line():
-    figure, axes = plt.subplots()
-    axes.set_xlim(0, 2)
-    ends = [
-        axes.plot([at], [height], "o")[0] for at, height in ((0.3, 0.5), (0.5, 0.5))
-    ]
-    axes.set_ylim(0, 1)
-    figure.canvas.draw()
-    _label_ends(axes, list(zip(ends, ["a-label-of-some-length", "b"], strict=True)))
-    figure.canvas.draw()
-    hidden = axes.texts[0].get_window_extent()
-    assert not hidden.contains(*axes.transData.transform((0.5, 0.5)))
-    assert hidden.x0 < axes.transData.transform((0.5, 0.5))[0] < hidden.x1
-    plt.close(figure)
+def test_what_is_too_near_spreads_around_its_mean_without_a_change_of_order():
+    assert _apart([0.0, 1.0, 5.0], 1.0) == [0.0, 1.0, 5.0]
+    assert _apart([1.0, 1.0], 1.0) == [0.5, 1.5]
+    assert _apart([0.0, 1.5, 1.5, 1.5], 1.0) == [-0.375, 0.625, 1.625, 2.625]
+    assert _apart([], 1.0) == []
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path, capsys):
