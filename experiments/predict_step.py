@@ -68,10 +68,10 @@ LAST_OF_OTHER_GEMM_1 = "2026-11-25"
 LAST_OF_OTHER_ROWS = "2026-11-25"
 """The last date of runs whose tokens had a row for each of their experts."""
 LAST_OF_ATTENTION_AGAIN = "2026-11-28"
-COMMITS_OF_ATTENTION_AGAIN = ("efeac6f+",)
 """The last date of steps whose backward computed attention and the rotations again with
-remat "dots", and the commits of those of that date, on which others ran that did
-not."""
+remat "dots"."""
+COMMITS_OF_ATTENTION_AGAIN = ("efeac6f+",)
+"""The commits of such steps on that date; other steps of that date did not."""
 LAST_OF_XLA_SQUARES = "2026-11-26"
 """The last date of runs whose dense FFNs had their squares from XLA on every GPU."""
 
