@@ -72,6 +72,9 @@ LAST_OF_ATTENTION_AGAIN = "2026-11-28"
 remat "dots"."""
 COMMITS_OF_ATTENTION_AGAIN = ("efeac6f+",)
 """The commits of such steps on that date; other steps of that date did not."""
+LAST_OF_LARGE_SAMPLES = "2026-11-27"
+"""The last date of steps whose FFNs looked at as many tokens in each micro-batch, or on
+a mesh in each call of all its devices, as today in a whole step."""
 LAST_OF_XLA_SQUARES = "2026-11-26"
 """The last date of runs whose dense FFNs had their squares from XLA on every GPU."""
 
@@ -155,6 +158,7 @@ class Measured:
             speeds=speeds,
             mesh=self.mesh,
             links=Links(),
+            share_of_step=1.0 if self.date <= LAST_OF_LARGE_SAMPLES else None,
         )
 
 

@@ -77,6 +77,7 @@ def predicted_step(
     mesh: MeshConfig,
     links: Links,
     optimizer: OptimizerName = "adamw",
+    share_of_step: float | None = None,
 ) -> PredictedStep:
     """Returns the predicted time of a step on a mesh with `data` set.
 
@@ -98,7 +99,11 @@ def predicted_step(
       sequence_length: tokens of a sequence, which attention mixes.
       tokens_per_device: tokens of one micro-batch on one of data x fsdp parts.
       decisions: what runs the GEMMs of one device's FFN for these tokens.
+      share_of_step: the share of a step that FFNs take a micro-batch for, which says
+        how many tokens they look at (`experts.sample`); None for what it is, one over
+        the micro-batches.
     """
+    share_of_step = share_of_step or 1 / micro_batches
     slowed = 1 + LOWER_CLOCK * any(of.on_sparse_cores for of in decisions)
     tokens = micro_batches * tokens_per_device
     flops = flops_per_token(config, sequence_length)
@@ -115,7 +120,7 @@ def predicted_step(
         )
         for of in decisions
     )
-    stride = sampling_stride(tokens_per_device * mesh.token_shards)
+    stride = sampling_stride(tokens_per_device * mesh.token_shards, share_of_step)
     dense += tokens * observed_flops(config, sparsity) / stride / mesh.tensor
     dense += tokens * router_flops(config, sparsity) / FP8_GAIN / mesh.tensor
     gemms = slowed * speeds.gemm_seconds(dense, config.d_model)
@@ -133,6 +138,7 @@ def predicted_step(
         sums_energies=sums_energies(sparsity, decisions),
         passes_of_activation=not any(of.squares for of in decisions),
         optimizer=optimizer,
+        share_of_step=share_of_step,
     )
     elementwise = moved / speeds.memory_bytes_per_s
     received = exchanges(config, mesh, sparsity, micro_batches, tokens_per_device)
@@ -241,6 +247,7 @@ def elementwise_bytes(
     sums_energies: bool = False,
     passes_of_activation: bool = True,
     optimizer: OptimizerName = "adamw",
+    share_of_step: float | None = None,
 ) -> int:
     """Returns the bytes that one device reads and writes in a step outside of GEMMs and
     attention.
@@ -289,7 +296,8 @@ def elementwise_bytes(
     per_token = element * (forward + again + backward)
     per_token += 5 * d * sparsity.chooses_in_fp8
     if sparsity.samples_tokens:
-        stride = sampling_stride(tokens_per_device * mesh.token_shards)
+        in_call = tokens_per_device * mesh.token_shards
+        stride = sampling_stride(in_call, share_of_step or 1 / micro_batches)
         per_token += 24 * hidden // stride
     if config.precision != "dtype":
         rounded = (

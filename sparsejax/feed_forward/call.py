@@ -40,7 +40,7 @@ def call_ffn(
     key: Key[Array, ""] | None,
     layout: FFNLayout | None,
     backend: Backend | None,
-    observes: bool = False,
+    observed_share: float | None = None,
 ) -> tuple[Float[Array, "tokens d_model"], Sample | None]:
     """Returns Y of an FFN, and what it observes: decides what runs its GEMMs, packs its
     weights where the caller has not, and runs it.
@@ -48,9 +48,10 @@ def call_ffn(
     Args:
       spec: the static facts of the call; `ffn` and `gated_ffn` describe the other
         arguments.
-      observes: whether to return a sample of the tokens, of which there must be some,
-        and not None; then the sparsity has experts. The penalty is added where
-        `experts` has its strength.
+      observed_share: the share of an optimiser step that the call is, to return a
+        sample of the tokens, of which there must be some; then the sparsity has
+        experts. The penalty is added where `experts` has its strength. None: no sample
+        is returned.
     Raises:
       ValueError: an argument that the sparsity needs is missing or does not fit.
       NotImplementedError: the named backend cannot run a GEMM; says why.
@@ -90,7 +91,7 @@ def call_ffn(
             layout=layout,
             backend=backend,
         )
-    static = Static(plan, layout, _execution(plan), observes)
+    static = Static(plan, layout, _execution(plan), observed_share)
     key = key if sparsity.needs_key else None
     packed, experts = jax.lax.stop_gradient((packed, experts))
     operands = x, weights, packed, experts, key

@@ -108,6 +108,7 @@ def observed_ffn(
     expert_index: Int[Array, "tokens experts_per_token"] | None = None,
     energy_threshold: Float[Array, ""] | None = None,
     penalty_strength: Float[Array, ""] | None = None,
+    share_of_step: float = 1.0,
     key: Key[Array, ""] | None = None,
     layout: FFNLayout | None = None,
     backend: Backend | None = None,
@@ -120,6 +121,8 @@ def observed_ffn(
         those of `ffn`.
       penalty_strength: the norm of what the penalty on skipped neurons adds to dW1
         (`experts.penalty`), as a share of that of dW1; None adds nothing.
+      share_of_step: the share of an optimiser step that the call is, one over the
+        number of micro-batches: a smaller share has a smaller sample.
     Raises:
       ValueError: as `ffn`, or there are no experts or no tokens to observe.
       NotImplementedError: as `ffn`.
@@ -140,7 +143,7 @@ def observed_ffn(
         key=key,
         layout=layout,
         backend=backend,
-        observes=True,
+        observed_share=share_of_step,
     )
     assert sample is not None
     return y, sample

@@ -58,8 +58,9 @@ class Static(NamedTuple):
     plan: FFNPlan
     layout: FFNLayout | None
     execution: Execution
-    observes: bool = False
-    """Whether some tokens are looked at with all of their neurons."""
+    observed_share: float | None = None
+    """The share of an optimiser step that the call is, where some tokens are looked at
+    with all of their neurons; None where none are."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -203,6 +203,7 @@ class SparseFFN(nnx.Module):
         if self.is_observing and tokens.size:
             observed = {} if self.observed is None else arrays_of(self.observed)
             shared["penalty_strength"] = observed.get("penalty_strength")
+            shared["share_of_step"] = self.share_of_step
             out, sample = observed_ffn(tokens, w_up, w_down, **shared)
             self._observe(sample)
         else:

@@ -2,9 +2,10 @@
 
 A token's own GEMMs compute the neurons of its experts alone, or say of the others no
 more than their energies. All neurons are computed for a sixteenth of the tokens, and
-for no more than 2,048 of a call, so that what a token skips is known too. On a mesh
-every device takes some of its own tokens, with the experts that these have in the call,
-and with the neurons that its GEMMs compute.
+for no more than 2,048 of an optimiser step, or 256 of each call where it has more than
+eight, so that what a token skips is known too. On a mesh every device takes some of its
+own tokens, with the experts that these have in the call, and with the neurons that its
+GEMMs compute.
 """
 
 import math
@@ -21,8 +22,13 @@ EVERY = 16
 """Every so many tokens one is in the sample, unless that makes more than `MOST`."""
 
 MOST = 2048
-"""The most tokens of a sample. With as many the penalty and the adaptive number of
-experts were compared (experiments/LOG.md); a larger call needs no larger sample."""
+"""The most tokens of the samples of an optimiser step. With as many the penalty and the
+adaptive number of experts were compared (experiments/LOG.md); a larger step needs no
+more."""
+
+MOST_OF_SMALL_PART = 256
+"""The most tokens of the sample of a call whose share of `MOST` is less than that: with
+fewer the GEMMs of the sample would hardly take less time."""
 
 
 class Sample(NamedTuple):
@@ -35,17 +41,21 @@ class Sample(NamedTuple):
     """Whether a token uses an expert."""
 
 
-def sampling_stride(tokens: int) -> int:
-    """Returns every how many tokens of a call one is in the sample."""
-    return max(EVERY, math.ceil(tokens / MOST))
+def sampling_stride(tokens: int, share_of_step: float) -> int:
+    """Returns every how many tokens of a call one is in the sample, where the call is
+    that share of an optimiser step."""
+    most = max(MOST * share_of_step, MOST_OF_SMALL_PART)
+    return max(EVERY, math.ceil(tokens / most))
 
 
-def stride_on_device(tokens: int, layout: FFNLayout | None) -> int:
+def stride_on_device(
+    tokens: int, layout: FFNLayout | None, share_of_step: float
+) -> int:
     """Returns the `sampling_stride` of a call of which this device has so many tokens.
     Where it does not divide them, the devices' samples are not what one device would
     take of the whole call."""
     parts = 1 if layout is None else layout.token_shards
-    return sampling_stride(tokens * parts)
+    return sampling_stride(tokens * parts, share_of_step)
 
 
 def all_products(

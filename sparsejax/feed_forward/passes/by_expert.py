@@ -118,7 +118,7 @@ def forward(
         if field not in ("routed", "rows", "x_rows")
     }
     residuals = residuals._replace(**named)
-    if not static.observes:
+    if static.observed_share is None:
         return y, WithPenalty(residuals, None), None
     assert chosen is not None
     strength = operands.penalty_strength
@@ -138,7 +138,8 @@ def _observed(
     sampled tokens is computed where GEMM 1 has not."""
     sparsity, layout = static.plan.sparsity, static.layout
     assert sparsity.experts is not None
-    stride = stride_on_device(len(x), layout)
+    assert static.observed_share is not None
+    stride = stride_on_device(len(x), layout, static.observed_share)
     x, chosen = x[::stride], chosen[::stride]
     if products is None:
         w_up = as_dense(w.up, w.packed_up, up=True)

@@ -1,6 +1,7 @@
 """Some tokens of a call with all of their neurons, against what the call computes."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -65,13 +66,26 @@ def test_a_sample_has_the_energies_and_the_experts_of_the_call(weights, router):
     ("tokens", "stride"), [(1, 16), (3200, 16), (32768, 16), (32769, 17), (65536, 32)]
 )
 def test_a_sample_has_every_sixteenth_token_and_2048_at_most(tokens, stride):
-    assert stride_on_device(tokens, None) == stride
+    assert stride_on_device(tokens, None, 1.0) == stride
     assert -(-tokens // stride) <= 2048
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "sampled"), [(1, 1024), (2, 1024), (4, 512), (8, 256), (64, 256)]
+)
+def test_the_samples_of_a_step_have_2048_tokens_or_256_of_each_call(
+    micro_batches, sampled
+):
+    share = 1 / micro_batches
+    assert 16384 // stride_on_device(16384, None, share) == sampled
+    ones = jnp.ones((16384, 8)), jnp.ones((8, 64)), jnp.ones((64, 8))
+    run = partial(observed_ffn, sparsity=SAMPLED, scales=BETAS, share_of_step=share)
+    assert len(jax.eval_shape(run, *ones)[1].x) == sampled
 
 
 def test_a_device_of_a_mesh_has_its_share_of_the_sample():
     layout = FFNLayout(mesh=jax.sharding.AbstractMesh((4,), ("data",)))
-    assert stride_on_device(16384, layout) == 32
+    assert stride_on_device(16384, layout, 1.0) == 32
 
 
 @pytest.mark.parametrize(
