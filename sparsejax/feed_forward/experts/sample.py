@@ -44,7 +44,7 @@ class Sample(NamedTuple):
 def sampling_stride(tokens: int, share_of_step: float) -> int:
     """Returns every how many tokens of a call one is in the sample, where the call is
     that share of an optimiser step."""
-    most = max(MOST * share_of_step, MOST_OF_SMALL_PART)
+    most = max(math.ceil(MOST * share_of_step), MOST_OF_SMALL_PART)
     return max(EVERY, math.ceil(tokens / most))
 
 
