@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from sparsejax.feed_forward.experts.sample import stride_on_device
 from sparsejax.feed_forward.ffn import ffn, observed_ffn
 from sparsejax.feed_forward.layout import FFNLayout
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
+from sparsejax.models import sparse_ffn
+from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import NM, VNM
 from tests.support.oracles.ffn_cases import make_inputs
@@ -82,6 +85,20 @@ def test_the_samples_of_a_step_have_2048_tokens_or_256_of_each_call(
     ones = jnp.ones((16384, 8)), jnp.ones((8, 64)), jnp.ones((64, 8))
     run = partial(observed_ffn, sparsity=SAMPLED, scales=BETAS, share_of_step=share)
     assert len(jax.eval_shape(run, *ones)[1].x) == sampled
+
+
+def test_a_layer_says_what_share_of_a_step_its_call_is(monkeypatch):
+    layer = SparseFFN(8, 64, sparsity=SAMPLED, rngs=nnx.Rngs(0))
+    layer.share_of_step = 1 / 8
+    shares = []
+
+    def observed(*operands, share_of_step, **others):
+        shares.append(share_of_step)
+        return observed_ffn(*operands, share_of_step=share_of_step, **others)
+
+    monkeypatch.setattr(sparse_ffn, "observed_ffn", observed)
+    layer(jnp.ones((64, 8)))
+    assert shares == [1 / 8]
 
 
 def test_a_device_of_a_mesh_has_its_share_of_the_sample():
