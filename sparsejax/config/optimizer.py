@@ -77,5 +77,7 @@ class OptimizerConfig:
         if self.schedule == "wsd" and self.warmup_share + self.decay_share > 1:
             raise ValueError(
                 f"optimizer.warmup_share={self.warmup_share} + decay_share="
-                f"{self.decay_share} exceed 1; they are shares of the run's steps"
+                f"{self.decay_share} exceed 1; they are shares of the run's steps: "
+                f"give --optimizer.decay-share {round(1 - self.warmup_share, 6)} or "
+                f"less, or a shorter warm-up"
             )

@@ -200,7 +200,9 @@ class RecipeConfig:
         if self.warmup_share + self.sparse_share > 1:
             raise ValueError(
                 f"phases.warmup_share={self.warmup_share} + sparse_share="
-                f"{self.sparse_share} exceed 1; they are shares of the run's steps"
+                f"{self.sparse_share} exceed 1; they are shares of the run's steps: "
+                f"give --phases.sparse-share {round(1 - self.warmup_share, 6)} or "
+                f"less, or fewer dense steps before them"
             )
 
     def sparsity_of(self, recipe: RecipeName) -> FFNSparsity:

@@ -41,7 +41,7 @@ def test_a_file_gives_runs_over_a_shared_base(tmp_path):
         [base]
         preset = "gpt-124m"
         steps = 50
-        phases = { warmup_share = 0.25 }
+        phases = { warmup_share = 0.125 }
         [runs.a]
         recipe = "paper"
         phases.sparsity.activations = "128:2:32"
@@ -59,7 +59,7 @@ def test_a_file_gives_runs_over_a_shared_base(tmp_path):
     assert trials[0].place == "b/seed-3"
     gpt = PRESETS["gpt-124m"]()
     seeded = replace(gpt, seed=3, data=replace(gpt.data, seed=3))
-    shared = with_phases(replace(seeded, steps=50), warmup_share=0.25)
+    shared = with_phases(replace(seeded, steps=50), warmup_share=0.125)
     assert trials[0].config == replace(shared, recipe="dense", steps=60)
     optimizer = replace(gpt.optimizer, clip_norm=2.0)
     paper = replace(shared, recipe="paper", optimizer=optimizer)

@@ -48,7 +48,8 @@ def paper(**changes):
         (lambda: ModelConfig(head_dim=0), "model.head_dim=0 must be at least 1"),
         (
             lambda: RecipeConfig(warmup_share=0.6, sparse_share=0.5),
-            r"phases.warmup_share=0.6 \+ sparse_share=0.5 exceed 1; they are shares",
+            r"phases.warmup_share=0.6 \+ sparse_share=0.5 exceed 1; .* give "
+            "--phases.sparse-share 0.4 or less",
         ),
         (
             lambda: TrainConfig(mesh=MeshConfig(fsdp=2, zero_stage=1)),
@@ -61,7 +62,8 @@ def paper(**changes):
         ),
         (
             lambda: OptimizerConfig(schedule="wsd", warmup_share=0.5, decay_share=0.6),
-            r"optimizer.warmup_share=0.5 \+ decay_share=0.6 exceed 1; they are shares",
+            r"optimizer.warmup_share=0.5 \+ decay_share=0.6 exceed 1; .* give "
+            "--optimizer.decay-share 0.5 or less",
         ),
         (
             lambda: RecipeConfig(sparsity=paper(router="truemass")),
