@@ -4,7 +4,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sparsejax.annotations import check_fields
-from sparsejax.config.ranges import Decay, NotNegative, Positive, Share, check_intervals
+from sparsejax.config.ranges import (
+    Decay,
+    NotNegative,
+    Positive,
+    Share,
+    check_intervals,
+    check_shares,
+)
 
 ScheduleName = Literal["cosine", "wsd"]
 OptimizerName = Literal["adamw", "lion", "muon", "adafactor"]
@@ -74,10 +81,11 @@ class OptimizerConfig:
                 f"'cosine', which decays from the warm-up to the last step; leave it "
                 f"out or use --optimizer.schedule wsd"
             )
-        if self.schedule == "wsd" and self.warmup_share + self.decay_share > 1:
-            raise ValueError(
-                f"optimizer.warmup_share={self.warmup_share} + decay_share="
-                f"{self.decay_share} exceed 1; they are shares of the run's steps: "
-                f"give --optimizer.decay-share {round(1 - self.warmup_share, 6)} or "
-                f"less, or a shorter warm-up"
+        if self.schedule == "wsd":
+            check_shares(
+                self,
+                "optimizer.",
+                "warmup_share",
+                "decay_share",
+                otherwise="a shorter warm-up",
             )

@@ -12,6 +12,7 @@ from sparsejax.config.ranges import (
     Positive,
     Share,
     check_intervals,
+    check_shares,
 )
 from sparsejax.dtypes import Precision
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity, TokenSparsity
@@ -197,13 +198,13 @@ class RecipeConfig:
         check_intervals(self, "phases.")
         if self.schedule:
             self._check_schedule()
-        if self.warmup_share + self.sparse_share > 1:
-            raise ValueError(
-                f"phases.warmup_share={self.warmup_share} + sparse_share="
-                f"{self.sparse_share} exceed 1; they are shares of the run's steps: "
-                f"give --phases.sparse-share {round(1 - self.warmup_share, 6)} or "
-                f"less, or fewer dense steps before them"
-            )
+        check_shares(
+            self,
+            "phases.",
+            "warmup_share",
+            "sparse_share",
+            otherwise="fewer dense steps before them",
+        )
 
     def sparsity_of(self, recipe: RecipeName) -> FFNSparsity:
         """Returns the sparsity of the sparse phase under a recipe.

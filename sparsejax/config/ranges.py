@@ -1,6 +1,7 @@
 """The ranges of settings that are numbers."""
 
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cache
 from math import isqrt
 from typing import Annotated, Any, get_type_hints
@@ -59,6 +60,30 @@ def check_intervals(settings: Any, section: str = "") -> None:
         value = getattr(settings, name)
         if value is not None and value not in interval:
             raise ValueError(f"{section}{name}={value} must be {interval}")
+
+
+def check_shares(
+    settings: Any, section: str, first: str, second: str, *, otherwise: str
+) -> None:
+    """Raises ValueError where two shares of a run's steps are together more than 1. The
+    message names the largest second share that fits beside the first.
+
+    Args:
+      settings: a dataclass.
+      section: what precedes a field's name in its dotted name, with the dot.
+      first, second: the names of the fields that hold the shares.
+      otherwise: what else may be changed, as the end of a sentence.
+    """
+    share, other = getattr(settings, first), getattr(settings, second)
+    if share + other <= 1:
+        return
+    flag = f"--{section}{second}".replace("_", "-")
+    # By its decimals: a rounded rest could be too large again.
+    rest = float(1 - Decimal(str(share)))
+    raise ValueError(
+        f"{section}{first}={share} + {second}={other} exceed 1; they are shares of the "
+        f"run's steps: give {flag} {rest} or less, or {otherwise}"
+    )
 
 
 def largest_divisor(number: int, *, most: int) -> int:

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sparsejax.config import (
@@ -221,6 +221,18 @@ def test_shares_may_fill_the_run_exactly():
     wsd = OptimizerConfig(schedule="wsd", warmup_share=0.25, decay_share=0.75)
     assert wsd.warmup_share + wsd.decay_share == 1
     assert RecipeConfig(warmup_share=0.25, sparse_share=0.75).sparse_share == 0.75
+
+
+@given(warmup=st.floats(0.16, 1.0))
+@example(0.3333333)
+@example(1 / 3)
+def test_the_share_that_the_error_names_fits(warmup):
+    with pytest.raises(ValueError, match="exceed 1") as refused:
+        RecipeConfig(warmup_share=warmup)
+    named = re.search(r"--phases.sparse-share (\S+) or less", str(refused.value))
+    assert named is not None
+    fits = RecipeConfig(warmup_share=warmup, sparse_share=float(named[1]))
+    assert fits.warmup_share + fits.sparse_share == 1
 
 
 @given(
