@@ -87,7 +87,7 @@ def test_the_model_computes_the_same_there(name, tmp_path):
     assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys"))
     assert type(loaded).__name__ == f"{CLASSES[name]}ForCausalLM"
     assert loaded.dtype == torch.float32
-    # Theirs in float64: two sums of float32 may err to opposite sides.
+    # They compute in float64: two float32 results may err to opposite sides.
     with torch.no_grad():
         exact = loaded.double()(torch.from_numpy(TOKENS)[None]).logits[0].numpy()
     np.testing.assert_allclose(logits_of(model), exact, atol=1e-5)
