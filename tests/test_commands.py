@@ -39,6 +39,7 @@ DOCUMENTS = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "experiments" / "README.md",
     *sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "first-day.md"}),
+    *sorted((ROOT / "docs" / "results").glob("*.md")),
 ]
 """But for the first day, whose commands `test_first_day` runs in their order."""
 WEIGHTS = ROOT / "docs" / "weights.md"

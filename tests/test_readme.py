@@ -23,7 +23,15 @@ GUIDES = sorted(DOCS.glob("*.md"))
 FIRST_DAY = DOCS / "first-day.md"
 """The guide whose programs need its commands: `test_first_day` runs both."""
 REFERENCE = sorted((DOCS / "reference").glob("*.md"))
-DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", EXPERIMENTS, *GUIDES, *REFERENCE]
+RESULTS = sorted((DOCS / "results").glob("*.md"))
+DOCUMENTS = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    EXPERIMENTS,
+    *GUIDES,
+    *REFERENCE,
+    *RESULTS,
+]
 PROGRAM = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 

@@ -74,7 +74,8 @@ def _why_fused_slower(spec: GemmSpec) -> str | None:
     """Returns why a GEMM with a fused activation is not to be chosen unasked, or None
     where whole steps were faster with it. On an H100 they took 0.95 to 0.98 of the time
     at d_model 768 with 65,536 tokens, and 0.99 at 2,048 with 16,384; loss and gradient
-    norm were those of XLA's steps within 2e-5 and 2.1e-4 (docs/results.md)."""
+    norm were those of XLA's steps within 2e-5 and 2.1e-4 (experiments/LOG.md,
+    2026-11-27)."""
     if spec.device.kind != FUSED_FASTER_ON:
         return f"its dense steps were timed on {FUSED_FASTER_ON} alone"
     least, greatest = FUSED_WIDTHS
