@@ -7,6 +7,8 @@ from pathlib import Path
 
 from sparsejax import __version__
 from sparsejax.command import main
+from sparsejax.command.train import read_options
+from sparsejax.config.schedule import phases
 from tests.support.files.event_files import scalars
 from tests.support.whole_runs import quick_runs
 from tests.test_commands import SMALL, Command, as_ci_does, commands_in
@@ -87,3 +89,17 @@ def test_the_first_day_works_from_its_first_step_to_its_last(
     assert names["tokenizer"]("def ")["input_ids"] == list(b"def ")
     assert float(names["losses"][-1]) < 0.5 * float(names["losses"][0])
     assert type(names["model"].mlp) is names["MLP"]
+
+
+def test_the_guide_names_the_steps_of_each_phase():
+    train = next(words for words in commands_in(GUIDE) if words[1] == "train")
+    planned = phases(read_options(train[2:]).config)
+    named = re.search(
+        r"(\d+) dense steps, (\d+) in which a token uses two of eight experts, "
+        r"(\d+) dense",
+        GUIDE,
+    )
+    assert named is not None
+    assert [int(steps) for steps in named.groups()] == [
+        phase.steps for phase in planned
+    ]
