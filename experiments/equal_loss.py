@@ -18,9 +18,9 @@ arm and each of its lengths D:
                 ended below it: what R is less than without any curve
     R_wall      the same of all wall-clock seconds of the runs
     R_best      R, but over the dense arm, of whatever size, that needs the fewest
-                seconds to that loss (`comparing/dense_rivals.py`); only the least that
-                it can be where a dense arm of a single length seems to have passed the
-                loss in fewer
+                seconds to that loss (`comparing/dense_rivals.py`), with a star where
+                that arm has no runs of both less and more; only the least that it can
+                be where a dense arm of a single length seems to pass the loss in fewer
 
 Below R = 1 the arm is worth its time. Where every run had its device for itself, one
 kind of device, R takes the seconds that the steps took (`measured` is true), and R_wall
@@ -188,7 +188,9 @@ def table_of(rows: Sequence[Row], reference: str) -> Table:
             "" if needed is None else f"{needed:.2f}x",
             str(row.seeds),
         )
-    table.caption = "* outside the lengths of the dense runs"
+    table.caption = (
+        "* outside the lengths of the dense runs, in R_best those of that arm"
+    )
     return table
 
 
@@ -203,7 +205,8 @@ def over_best(row: Row) -> str:
     """Returns R over the best dense arm as the table has it, with the arm's name."""
     ratio = with_interval(row.R_best, row.R_best_low, row.R_best_high)
     least = "at least " if row.best_is_least else ""
-    return f"{least}{ratio}\n{row.best_dense}" if ratio else ""
+    mark = " *" if row.best_extrapolated else ""
+    return f"{least}{ratio}{mark}\n{row.best_dense}" if ratio else ""
 
 
 def with_interval(value: float | None, low: float | None, high: float | None) -> str:

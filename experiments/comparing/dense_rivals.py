@@ -14,6 +14,9 @@ import numpy as np
 from experiments.comparing.bootstrap import Replicates
 from experiments.comparing.dense_curve import DenseCurves
 
+_ROUNDING = 1e-6
+"""The share of a run's cost that rounding may add to that of its own loss."""
+
 
 @dataclass(frozen=True)
 class Length:
@@ -31,30 +34,14 @@ class DenseRivals:
     """The arm of the comparison's dense model."""
     curves: DenseCurves
     """The losses of that model against its tokens."""
+    lengths: Sequence[float]
+    """The tokens of that model's runs."""
     others: Mapping[str, Sequence[Length]]
     """The lengths of every other dense arm, the shortest first."""
 
-    def may_cost_less(self, loss: float, arm: str, lowest: float) -> bool:
-        """Returns whether a dense arm other than `arm` may reach the loss at a lower
-        cost than `lowest`, that of `best`: one with a single length, which ended below
-        the loss and has passed it before, nobody knows when. It may where it does if
-        its loss falls as the reference's does in the middle of its lengths, by as much
-        for each factor e of the cost."""
-        slope = float(self.curves.slope[0])
-        return any(
-            len(lengths) == 1
-            and lengths[0].loss[0] < loss
-            and np.ravel(lengths[0].cost)[0]
-            * np.exp((lengths[0].loss[0] - loss) / slope)
-            < lowest
-            for name, lengths in self.others.items()
-            if name != arm
-        )
-
-    def best(self, losses: Replicates, arm: str) -> tuple[str | None, Replicates]:
+    def best(self, losses: Replicates, arm: str) -> "Best":
         """Returns the dense arm that reaches the first of the losses at the lowest
-        cost, None where no one does, and the lowest cost of each loss: infinite where
-        no one has it, and nan where the reference's curve does not fall.
+        cost.
 
         Args:
           losses: the loss of an arm, and its replicates.
@@ -65,26 +52,80 @@ class DenseRivals:
         costs.pop(arm, None)
         lowest = np.min([np.full_like(losses, np.inf), *costs.values()], axis=0)
         if not np.isfinite(lowest[0]):
-            return None, lowest
-        return min(costs, key=lambda name: costs[name][0]), lowest
+            return Best(name=None, costs=lowest, extrapolated=False, is_least=False)
+        name = min(costs, key=lambda name: costs[name][0])
+        return Best(
+            name=name,
+            costs=lowest,
+            extrapolated=self._is_outside(name, float(lowest[0])),
+            is_least=bool(self._may_cost_less(losses[0], arm, lowest[0])),
+        )
+
+    def _is_outside(self, name: str, cost: float) -> bool:
+        """Returns whether a cost is below that of an arm's shortest run, or above that
+        of its longest."""
+        costs = self.lengths
+        if name != self.reference:
+            costs = [float(np.ravel(of.cost)[0]) for of in self.others[name]]
+        low, high = min(costs) * (1 - _ROUNDING), max(costs) * (1 + _ROUNDING)
+        return not low <= cost <= high
+
+    def _may_cost_less(self, loss: float, arm: str, lowest: float) -> bool:
+        """Returns whether a dense arm with a single length, other than `arm`, may reach
+        the loss at a lower cost than `lowest`: it ended below the loss and has passed
+        it before, or above it and would pass it later, nobody knows when. It may if its
+        loss falls as the reference's does in the middle of its lengths, by as much for
+        each factor e of the cost."""
+        slope = float(self.curves.slope[0])
+        return any(
+            len(lengths) == 1
+            and np.ravel(lengths[0].cost)[0]
+            * np.exp((lengths[0].loss[0] - loss) / slope)
+            < lowest
+            for name, lengths in self.others.items()
+            if name != arm
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """The dense arm that reaches a loss at the lowest cost."""
+
+    name: str | None
+    """The name of the arm; None where no arm reaches the loss."""
+    costs: Replicates
+    """The lowest cost of each replicate of the loss: infinite where no arm reaches it,
+    and nan where the reference's curve does not fall."""
+    extrapolated: bool
+    """Whether that cost is outside those of the arm's runs, so that it rests on how the
+    arm's loss falls before or beyond them."""
+    is_least: bool
+    """Whether another arm may reach the loss at a lower cost: one with a single length,
+    whose fall nobody knows."""
 
 
 def cost_of(losses: Replicates, lengths: Sequence[Length]) -> Replicates:
     """Returns the cost at which an arm reaches each of the losses.
 
     Between two of its lengths the loss of an arm is taken to fall in a straight line
-    against the logarithm of the cost, and before the shortest as between the first two.
-    A loss below all of its lengths costs infinitely much: it has not been reached. Of
-    an arm with one length no more is known than that it costs as much as that one.
+    against the logarithm of the cost, before the shortest as between the first two, and
+    beyond the longest as between the last two. Losses fall less and less, so that this
+    is the least that a loss before or beyond may cost. Where the last two do not fall,
+    a loss below all lengths costs infinitely much. Of an arm with one length no more is
+    known than that it costs as much as that one.
     """
     first = lengths[0]
     costs = np.where(losses >= first.loss, first.cost, np.inf)
-    for number, (shorter, longer) in enumerate(pairwise(lengths)):
+    pairs = list(pairwise(lengths))
+    for number, (shorter, longer) in enumerate(pairs):
         falls = shorter.loss > longer.loss
         whole = np.where(falls, shorter.loss - longer.loss, 1.0)
         way = (shorter.loss - losses) / whole
-        cost = shorter.cost * (longer.cost / shorter.cost) ** way
-        within = falls & (way <= 1.0)
+        with np.errstate(over="ignore"):  # Infinite, as of an arm that does not fall.
+            cost = shorter.cost * (longer.cost / shorter.cost) ** way
+        within = falls
+        if number < len(pairs) - 1:
+            within &= way <= 1.0
         if number:
             within &= way >= 0.0
         costs = np.where(

@@ -131,12 +131,15 @@ class Row:
     R_best_low: float | None
     R_best_high: float | None
     best_dense: str | None
-    """The dense arm of `R_best`, another one than the row's own; None where none has
-    reached the loss."""
+    """The dense arm of `R_best`, another one than the row's own; None where none
+    reaches the loss."""
+    best_extrapolated: bool
+    """Whether that arm reaches the loss before its shortest run or beyond its longest,
+    so that `R_best` rests on how its loss falls there."""
     best_is_least: bool
     """Whether `R_best` is only the least that it can be, and then without an interval:
-    a dense arm with a single length ended below the loss, and where it passed it nobody
-    knows (`DenseRivals.may_cost_less`)."""
+    a dense arm with a single length seems to pass the loss at a lower cost, and where
+    it does nobody knows (`dense_rivals.Best`)."""
     measured: bool
     """Whether R comes from measured seconds; `R_wall` always does."""
     side_by_side: int
@@ -214,12 +217,15 @@ def rows_of(
         key: cost(of, dense_runs, drawn_speeds.get(key[0]))
         for key, of in groups.items()
     }
-    rivals = DenseRivals(
-        reference, curves, _lengths_of_others(groups, losses, costs, reference)
-    )
     has_spread = any(len(of) > 1 for of in groups.values())
     lengths = [tokens for _, tokens in dense]
     longest = (reference, max(lengths))
+    rivals = DenseRivals(
+        reference,
+        curves,
+        lengths,
+        _lengths_of_others(groups, losses, costs, reference),
+    )
     cost_of_longest, _ = costs[longest]
     rows = []
     for key in (*dense, *(key for key in groups if key not in dense)):
@@ -228,10 +234,10 @@ def rows_of(
         in_tokens = tokens / equal
         relative, measured = costs[key]
         ratios = None if relative is None else relative * in_tokens
-        best_dense, lowest = rivals.best(losses[key], arm)
-        over_best = None if relative is None else relative * tokens / lowest
-        is_least = rivals.may_cost_less(losses[key][0], arm, lowest[0])
-        spread_of_best = has_spread and not is_least
+        best = rivals.best(losses[key], arm)
+        over_best = None
+        if relative is not None and best.name is not None:
+            over_best = relative * tokens / best.costs
         of_wall = wall_ratios(of, dense_runs, equal)
         bound: float | None = None
         is_below = np.mean(losses[key] < losses[longest]) >= 0.95
@@ -273,11 +279,10 @@ def rows_of(
                 **ratio_fields("R", ratios, has_spread),
                 R_at_most=bound,
                 **ratio_fields("R_wall", of_wall, has_spread),
-                **ratio_fields(
-                    "R_best", over_best if best_dense else None, spread_of_best
-                ),
-                best_dense=best_dense,
-                best_is_least=is_least and best_dense is not None,
+                **ratio_fields("R_best", over_best, has_spread and not best.is_least),
+                best_dense=best.name,
+                best_extrapolated=best.extrapolated,
+                best_is_least=best.is_least,
                 measured=measured,
                 side_by_side=max(run.side_by_side for run in of),
                 seeds=len(of),

@@ -15,13 +15,21 @@ def curve_loss(tokens):
 def curves():
     """The reference: 0.1 nats for each factor of e, one replicate and one beside it
     that is 0.05 higher."""
-    tokens = np.array([50.0, 100.0, 200.0])
+    tokens = np.array(TOKENS)
     losses = curve_loss(tokens)
     return DenseCurves.fit(tokens, np.stack([losses, losses + 0.05]), np.ones(3))
 
 
 def length(cost: float, *losses: float) -> Length:
     return Length(np.array(losses), cost)
+
+
+TOKENS = (50.0, 100.0, 200.0)
+"""The reference's lengths."""
+
+
+def rivals_of(curves, **others: list[Length]) -> DenseRivals:
+    return DenseRivals("dense", curves, TOKENS, others)
 
 
 def test_between_two_lengths_the_loss_falls_in_a_straight_line_in_the_log_of_cost():
@@ -35,9 +43,11 @@ def test_between_two_lengths_the_loss_falls_in_a_straight_line_in_the_log_of_cos
     np.testing.assert_allclose(
         cost_of(np.array([0.65, 0.6]), lengths), [400 * 2**0.5, 800.0]
     )
-    # Before the shortest the first of the lines goes on, and after the longest none.
+    # Before the shortest the first of the lines goes on, after the longest the last.
     np.testing.assert_allclose(cost_of(np.array([1.0, 0.9]), lengths), [50.0, 25.0])
-    assert np.isinf(cost_of(np.array([0.59, 0.59]), lengths)).all()
+    np.testing.assert_allclose(
+        cost_of(np.array([0.5, 0.55]), lengths), [1600, 800 * 2**0.5]
+    )
 
 
 def test_of_one_length_no_more_is_known_than_what_it_costs():
@@ -45,15 +55,19 @@ def test_of_one_length_no_more_is_known_than_what_it_costs():
     np.testing.assert_array_equal(found, [300.0, np.inf])
 
 
-def test_who_has_one_length_below_a_loss_has_passed_it_for_less(curves):
-    one, two = [length(300.0, 0.8)], [length(30.0, 0.9), length(40.0, 0.8)]
-    rivals = DenseRivals("dense", curves, {"deep": one, "wide": two})
-    # At a factor of e for 0.1 nats, half of one before its end.
-    passed = 300 * np.exp(-0.5)
-    assert rivals.may_cost_less(0.85, "sparse", passed * 1.01)
-    assert not rivals.may_cost_less(0.85, "sparse", passed * 0.99)
-    assert not rivals.may_cost_less(0.8, "sparse", np.inf)
-    assert not rivals.may_cost_less(0.85, "deep", np.inf)
+@pytest.mark.parametrize("loss", [0.85, 0.75])
+def test_who_has_one_length_may_pass_a_loss_before_it_or_after(curves, loss):
+    # At a factor of e for 0.1 nats: half of one before its end, or after.
+    passed = 300 * np.exp((0.8 - loss) / 0.1)
+    losses = np.array([loss, loss])
+    for factor, is_least in ((1.01, True), (0.99, False)):
+        at = passed * factor
+        around = [length(0.9 * at, *losses + 0.01), length(at / 0.9, *losses - 0.01)]
+        rivals = rivals_of(curves, deep=[length(300.0, 0.8, 0.8)], wide=around)
+        best = rivals.best(losses, "sparse")
+        assert best.is_least == is_least
+        # No arm is a rival of its own.
+        assert not rivals.best(losses, "deep").is_least
 
 
 def test_a_longer_run_that_ends_higher_gains_nothing():
@@ -65,27 +79,35 @@ def test_a_longer_run_that_ends_higher_gains_nothing():
 def test_the_best_is_another_arm_than_the_own_one(curves):
     losses = np.array([curve_loss(200.0), curve_loss(200.0)])
     wide = [length(60.0, *(losses + 0.1)), length(150.0, *(losses - 0.1))]
-    rivals = DenseRivals("dense", curves, {"wide": wide})
-    name, lowest = rivals.best(losses, "sparse")
-    assert name == "wide"
-    np.testing.assert_allclose(lowest, [(60 * 150) ** 0.5] * 2, rtol=1e-6)
+    rivals = rivals_of(curves, wide=wide)
+    best = rivals.best(losses, "sparse")
+    assert best.name == "wide" and not best.extrapolated
+    np.testing.assert_allclose(best.costs, [(60 * 150) ** 0.5] * 2, rtol=1e-6)
     # The second replicate of the reference needs half a factor of e more.
-    name, lowest = rivals.best(losses, "wide")
-    assert name == "dense"
-    np.testing.assert_allclose(lowest, [200.0, 200.0 * np.exp(0.5)], rtol=1e-6)
-    alone = DenseRivals("dense", curves, {})
-    name, lowest = alone.best(losses, "dense")
-    assert name is None and np.isinf(lowest).all()
+    best = rivals.best(losses, "wide")
+    assert best.name == "dense" and not best.extrapolated
+    np.testing.assert_allclose(best.costs, [200.0, 200.0 * np.exp(0.5)], rtol=1e-6)
+    best = rivals_of(curves).best(losses, "dense")
+    assert best.name is None and np.isinf(best.costs).all()
+
+
+@pytest.mark.parametrize("more", [0.2, -0.2])
+def test_a_cost_outside_the_lengths_of_the_best_arm_is_extrapolated(curves, more):
+    losses = np.array([0.9, 0.9]) + more
+    around = [length(30.0, 0.95, 0.95), length(40.0, 0.85, 0.85)]
+    best = rivals_of(curves, wide=around).best(losses, "sparse")
+    assert best.name == "wide" and best.extrapolated
+    best = rivals_of(curves).best(losses, "sparse")
+    assert best.name == "dense" and best.extrapolated
 
 
 def test_a_reference_that_does_not_fall_leaves_the_best_unknown():
-    tokens = np.array([50.0, 100.0, 200.0])
-    falls = curve_loss(tokens)
-    curves = DenseCurves.fit(tokens, np.stack([falls, falls[::-1]]), np.ones(3))
-    wide = [length(60.0, 0.9, 0.9)]
-    losses = np.array([curve_loss(100.0)] * 2)
-    name, lowest = DenseRivals("dense", curves, {"wide": wide}).best(losses, "sparse")
-    assert name == "wide" and lowest[0] == 60.0 and np.isnan(lowest[1])
+    falls = curve_loss(np.array(TOKENS))
+    losses = np.stack([falls, falls[::-1]])
+    curves = DenseCurves.fit(np.array(TOKENS), losses, np.ones(3))
+    rivals = rivals_of(curves, wide=[length(60.0, 0.9, 0.9)])
+    best = rivals.best(np.array([curve_loss(100.0)] * 2), "sparse")
+    assert best.name == "wide" and best.costs[0] == 60.0 and np.isnan(best.costs[1])
     # The reference's own rivals do not rest on its curve.
-    _, lowest = DenseRivals("dense", curves, {"wide": wide}).best(losses, "dense")
-    assert lowest.tolist() == [60.0, 60.0]
+    best = rivals.best(np.array([curve_loss(100.0)] * 2), "dense")
+    assert best.costs.tolist() == [60.0, 60.0]
