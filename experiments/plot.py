@@ -108,6 +108,8 @@ LOWEST_SHOWN = 0.7
 """The bottom of the half with R_best, as a share of the lowest one."""
 BESIDE = 1.03
 """The ratio of the places of two arms with as many tokens per parameter."""
+TICK_APART = 1.3
+"""The least ratio of two tokens per parameter that both have a label."""
 
 
 def plot_equal_loss(
@@ -121,7 +123,8 @@ def plot_equal_loss(
     a share of the longest dense run's. On the right is R_best, the seconds to a loss
     over those of the dense arm that needs the fewest, against tokens per parameter,
     with its interval, cut off far below all arms, or a triangle where it is only the
-    least that it can be; arms stand a little beside each other. Each arm is a line that
+    least that it can be, and hollow where the loss of that dense arm was extrapolated;
+    arms stand a little beside each other. Each arm is a line that
     is labelled, at most six with the dense model's: those with sparse steps first, then
     those with the lowest R. A loss that the dense model never has is on the
     left where all seconds were measured, and one that no other dense arm has is not on
@@ -167,6 +170,7 @@ def plot_equal_loss(
         if not compared:
             continue
         beside = BESIDE ** (place - len(shown) / 2)
+        places = [beside * row["tokens_per_parameter"] for row in compared]
         ratios = [row["R_best"] for row in compared]
         intervals = None
         if all(row["R_best_low"] is not None for row in compared):
@@ -176,13 +180,17 @@ def plot_equal_loss(
             ]
         shown_ratios += ratios
         (line, *_) = right.errorbar(
-            [beside * row["tokens_per_parameter"] for row in compared],
+            places,
             ratios,
             intervals,
             fmt=f"{mark}-",
             markersize=4,
             color=line.get_color(),
         )
+        for row, x, ratio in zip(compared, places, ratios, strict=True):
+            if row["best_extrapolated"]:
+                look = {"facecolors": "white", "edgecolors": line.get_color()}
+                right.scatter([x], [ratio], 16, marker=mark, zorder=3, **look)
         how = "measured" if measured[arm] else "not measured"
         is_mixed = len(set(measured.values())) > 1
         ends[right].append((line, f"{arm}, {how}" if is_mixed else arm))
@@ -193,9 +201,20 @@ def plot_equal_loss(
     if lengths:
         right.set_xscale("log")
         right.set_xlim(lengths[0] / 1.5, lengths[-1] * 1.5)
-        right.set_xticks(lengths, [f"{length:.3g}" for length in lengths], minor=False)
+        ticks = lengths[:1]
+        for length in lengths[1:]:
+            if length > TICK_APART * ticks[-1]:
+                ticks.append(length)
+        right.set_xticks(ticks, [f"{length:.3g}" for length in ticks], minor=False)
         right.set_xticks([], minor=True)
-    right.set_xlabel("tokens per parameter of the dense model")
+    compared = [row for row in all_rows if row["R_best"] is not None]
+    marks = {
+        "triangle: at least": "best_is_least",
+        "hollow: extrapolated": "best_extrapolated",
+    }
+    used = [text for text, of in marks.items() if any(row[of] for row in compared)]
+    lines_below = ["tokens per parameter of the dense model", "; ".join(used)]
+    right.set_xlabel("\n".join(filter(None, lines_below)))
     seconds = "seconds" if any(measured.values()) else "seconds, not measured,"
     right.set_ylabel(f"R_best, {seconds} to the loss /\nthose of the best dense arm")
     if shown_ratios:

@@ -142,3 +142,27 @@ def test_an_interval_that_does_not_hold_its_value_ends_there(tmp_path, monkeypat
 def test_the_longest_dense_run_is_not_outside_of_its_own_curve(tmp_path):
     rows = rows_of(tmp_path, dense_runs())
     assert not any(row["extrapolated"] for row in rows.values())
+
+
+def test_R_best_over_a_loss_that_was_extrapolated_is_hollow(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    below, between = (
+        Synthetic(
+            name=name,
+            config=sparse_config(300, 0.8),
+            loss=loss(tokens_of(worth)),
+            seconds=21.0,
+        )
+        for name, worth in (("below", 2000), ("between", 500))
+    )
+    rows = rows_of(tmp_path, [*dense_runs(), below, between])
+    hollow = {
+        name: rows[name, 300]["best_extrapolated"] for name in ("below", "between")
+    }
+    assert hollow == {"below": True, "between": False}
+    right = figures[0].axes[1]
+    assert right.get_xlabel().endswith("\nhollow: extrapolated")
+    (mark,) = right.collections
+    assert mark.get_offsets()[0][1] == rows["below", 300]["R_best"]
