@@ -47,6 +47,7 @@ def print_plan(options: PlanOptions) -> None:
     printed_plan.announce(
         config,
         predicted=True,
+        assumed=ranking is None or not ranking.planned,
         absent=absent,
         branch=branch,
         init_from=init_from,

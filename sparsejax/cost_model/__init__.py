@@ -19,6 +19,7 @@ from sparsejax.cost_model.memory import MemoryBytes as MemoryBytes
 from sparsejax.cost_model.memory import memory_bytes as memory_bytes
 from sparsejax.cost_model.parameters import ParameterCount as ParameterCount
 from sparsejax.cost_model.parameters import parameter_count as parameter_count
+from sparsejax.cost_model.speed import BREAK_EVEN_SPEEDS as BREAK_EVEN_SPEEDS
 from sparsejax.cost_model.speed import GEMM_NUMBERS as GEMM_NUMBERS
 from sparsejax.cost_model.speed import LOWER_CLOCK as LOWER_CLOCK
 from sparsejax.cost_model.speed import FlopsPerToken as FlopsPerToken

@@ -12,6 +12,7 @@ from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.reports.planned_meshes import PlannedMesh, Ranking
 from sparsejax.terminal import console
 from sparsejax.terminal.console import say
+from sparsejax.terminal.printed_shares import break_even_speeds
 
 ROWS = 8
 """The most meshes that are printed."""
@@ -23,6 +24,8 @@ def say_meshes(config: TrainConfig, ranking: Ranking, links: Links) -> None:
     many = ranking.devices > 1
     if ranking.planned:
         console.STDOUT.print(_table(config, ranking))
+        if (gain := whole_run(config, ranking.planned[0])) is not None:
+            say(gain)
     else:
         say(f"no mesh of {ranking.devices:,} {ranking.device.kind} can train this run")
     say(
@@ -43,6 +46,35 @@ def say_meshes(config: TrainConfig, ranking: Ranking, links: Links) -> None:
     for refused in ranking.refused.values():
         mesh, reason = refused[0]
         say(f"refused, {len(refused):,} of the meshes: {in_words(mesh)}: {reason}")
+
+
+def whole_run(config: TrainConfig, planned: PlannedMesh) -> str | None:
+    """Returns in words how fast the sparse steps are, what the run takes of the time of
+    as many dense steps, and what that is worth; None where no step is sparse or none is
+    dense."""
+    names = _columns(config)
+    dense = planned.steps.get((config.model, FFNSparsity()))
+    speeds = [
+        f"{name} steps {dense.total / planned.steps[way].total:.2f} times as fast as "
+        f"dense ones"
+        for way, name in names.items()
+        if dense is not None and not way[1].is_dense
+    ]
+    if dense is None or not speeds:
+        return None
+    share = planned.step_seconds / dense.total
+    told = (
+        f"{', '.join(speeds)}; the run takes {share:.2f} of the time of as many dense "
+        f"steps"
+    )
+    if (speeds_needed := break_even_speeds(config)) is not None:
+        low, high = speeds_needed
+        told += (
+            f". Its loss is another: with this recipe runs had the loss of the best "
+            f"dense one in as many seconds where sparse steps were {low} to {high} "
+            f"times as fast (docs/results.md)"
+        )
+    return told
 
 
 def in_words(mesh: MeshConfig) -> str:

@@ -25,12 +25,16 @@ from sparsejax.sparsity.patterns import Pattern, name_of
 from sparsejax.terminal import console
 from sparsejax.terminal.console import say
 from sparsejax.terminal.printed_gemms import (
-    names_of,
     say_attention,
     say_gemms,
     ways_to_compute,
 )
 from sparsejax.terminal.printed_meshes import in_words
+from sparsejax.terminal.printed_shares import (
+    break_even_speeds,
+    say_assumed,
+    say_shares,
+)
 from sparsejax.training.branch import Branch
 from sparsejax.training.step_times import StepTimes, phases_run_dense
 
@@ -39,14 +43,16 @@ def announce(
     config: TrainConfig,
     *,
     predicted: bool = False,
+    assumed: bool = False,
     absent: "Absent | None" = None,
     step_times: StepTimes | None = None,
     branch: Branch | None = None,
     init_from: Pretrained | None = None,
 ) -> None:
     """Prints devices, mesh, size, FLOPs, phases and the path of each GEMM; with
-    `predicted` also memory, communication and the expected speed-up, for a mesh whose
-    devices need not exist; with `step_times` how fast the steps were, and what follows
+    `predicted` also memory and communication, for a mesh whose devices need not exist;
+    with `assumed` the speed-up that kernels without overhead would give; with
+    `step_times` how fast the steps were, and what follows
     from it; with `branch` or `init_from` where the run begins.
 
     Args:
@@ -114,7 +120,9 @@ def announce(
         console.STDOUT.print(table)
         if mesh.devices > 1:
             _say_communication(mesh, tokens_per_device, ways, micro_batches)
-        _predict(config, planned)
+        say_shares(config, planned)
+    if assumed:
+        say_assumed(config, planned)
     if step_times is not None:
         left = steps_left(planned, begin)
         _say_step_times(config, left, step_times, decisions)
@@ -155,6 +163,16 @@ def _say_step_times(
                 f"it sparse",
                 style="yellow",
             )
+        elif (needed := break_even_speeds(config)) is not None:
+            least, _ = needed
+            speed = times.speedup(of.phase)
+            if speed is not None and speed < least:
+                say(
+                    f"  runs with this recipe had the loss of the best dense one as "
+                    f"soon only where sparse steps were {least} times as fast or more "
+                    f"(docs/results.md): --recipe dense may end lower in this time",
+                    style="yellow",
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,51 +412,3 @@ def _say_communication(
 def _count(number: int, noun: str) -> str:
     plural = noun + ("es" if noun.endswith("s") else "s")
     return f"{number} {noun if number == 1 else plural}"
-
-
-def _predict(config: TrainConfig, planned: tuple[Phase, ...]) -> None:
-    flops = cost_model.flops_per_token(config.model, config.data.sequence_length)
-    say(f"FFN share of a dense step's FLOPs: {flops.ffn_share():.1%}")
-    shares: dict[FFNSparsity, float] = {}
-    spared = _spared_by_smaller_models(config, planned)
-    if spared:
-        say(
-            f"predicted by FLOPs: phases with a smaller model spare {spared:.0%} of a "
-            f"dense run's time. Not a measurement"
-        )
-    for phase in planned:
-        for share, sparsity in zip(phase.shares, phase.sparsities, strict=True):
-            of_run = share * phase.steps / config.steps
-            shares[sparsity] = shares.get(sparsity, 0.0) + of_run
-    sparse = {of: share for of, share in shares.items() if not of.is_dense}
-    if not sparse:
-        return
-    names, took, described = names_of(planned), 0.0, []
-    for sparsity, share in sparse.items():
-        factors = cost_model.gemm_speedups(config.model, sparsity)
-        step = cost_model.predicted_speedup(flops.ffn_share(), factors)
-        took += share / step
-        assumed = ", ".join(f"{factor:.3g}" for factor in factors)
-        described.append(
-            f"(GEMMs {assumed} times as fast, no overhead): {names[sparsity]} step "
-            f"{step:.2f}x"
-        )
-    share = sum(sparse.values())
-    whole = 1 / (1 / cost_model.whole_run_speedup(share / took, share) - spared)
-    say(
-        f"assumed on a GPU with fast kernels {', '.join(described)}, whole run "
-        f"{whole:.2f}x at {share:.0%} sparse steps. Not a measurement"
-    )
-
-
-def _spared_by_smaller_models(config: TrainConfig, planned: tuple[Phase, ...]) -> float:
-    """Returns the share of a dense run's FLOPs that the phases of a model that grows do
-    without before it has grown."""
-    length = config.data.sequence_length
-    return sum(
-        phase.steps
-        / config.steps
-        * (1 - cost_model.relative_flops(of, config.model, length))
-        for phase in planned
-        if (of := model_of(phase, config.model)) != config.model
-    )

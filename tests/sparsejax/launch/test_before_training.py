@@ -13,6 +13,7 @@ import pytest
 from sparsejax.command.train import read_options
 from sparsejax.config import RECIPES, RecipeConfig
 from sparsejax.config.presets import PRESETS
+from sparsejax.cost_model import BREAK_EVEN_SPEEDS
 from sparsejax.distributed.own_process import Terminated, in_own_process
 from sparsejax.launch import before_training
 from sparsejax.terminal import console
@@ -162,6 +163,25 @@ def test_the_plan_says_what_is_trained_and_the_end_how_fast_it_was(
     assert ("times as fast, in this run" in shown) == sparse
     steps = [r for r in read_records(folder) if r["event"] == "step"]
     assert any(r["sparse"] for r in steps) == sparse
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "recipe", "warned"),
+    [(96.0, "experts", True), (80.0, "experts", False), (96.0, "two-four", False)],
+)
+def test_experts_that_gain_too_little_time_to_be_worth_their_loss_are_named(
+    step_ms, recipe, warned, on_a_gpu, quick, text, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(
+        before_training, "times_of_steps", lambda *_, **__: times_of(step_ms)
+    )
+    arguments = arguments_of(micro_config(text, recipe=recipe))
+    assert run_train([*arguments, "--run-folder", str(tmp_path / "run")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"{100 / step_ms:.2f} times as fast as dense" in shown
+    assert (
+        f"only where sparse steps were {BREAK_EVEN_SPEEDS[0]} times" in shown
+    ) == warned
 
 
 @pytest.mark.parametrize("flag", ["--tune", "--no-tune"])

@@ -1,11 +1,14 @@
 """The ranking of meshes that a plan prints."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 from sparsejax.command import main
+from sparsejax.cost_model import BREAK_EVEN_SPEEDS
 
+ROOT = Path(__file__).parents[3]
 H100S = ["--device", "NVIDIA H100 80GB HBM3"]
 
 
@@ -83,3 +86,35 @@ def test_the_links_are_flags(capsys):
         main.run(["plan", *H100S, "--devices", "8", *wrong])
     assert refused.value.code == 2
     assert "network_gb_per_s=0.0 is not above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("recipe", "known"), [("experts", True), ("paper", False)])
+def test_a_plan_says_what_its_steps_make_of_the_run(recipe, known, capsys):
+    shown = planned(capsys, "--preset", "llama-1b", "--recipe", recipe)
+    assert "assumed on a GPU" not in shown
+    ((_, dense, sparse, *_),) = table(shown).values()
+    dense, sparse = (float(cell.replace(",", "")) for cell in (dense, sparse))
+    told = re.search(
+        r"sparse steps (\S+) times as fast as dense ones; the run takes (\S+) of", shown
+    )
+    assert float(told[1]) == pytest.approx(dense / sparse, abs=0.006)
+    share = 51_000 / 60_000
+    took = share * sparse / dense + 1 - share
+    assert float(told[2]) == pytest.approx(took, abs=0.006)
+    low, high = BREAK_EVEN_SPEEDS
+    assert (f"sparse steps were {low} to {high} times as fast" in shown) == known
+
+
+def test_a_plan_of_a_dense_run_compares_no_steps(capsys):
+    shown = planned(capsys, "--preset", "llama-1b", "--recipe", "dense")
+    assert "times as fast as dense ones" not in shown
+
+
+def test_what_breaks_even_is_what_the_results_say():
+    table = (ROOT / "docs" / "results.md").read_text().split("breaks even at |\n", 1)[1]
+    rows = table.split("\n\n", 1)[0].splitlines()[1:]
+    found = [
+        float(at) for row in rows for at in re.findall(r"(\d\.\d+)(?=[^|]*\|$)", row)
+    ]
+    assert len(found) >= 6
+    assert (min(found), max(found)) == BREAK_EVEN_SPEEDS
