@@ -150,7 +150,7 @@ def print_plan(config: TrainConfig) -> str:
     printed = io.StringIO()
     shown, console.STDOUT = console.STDOUT, Console(file=printed, width=120)
     try:
-        printed_plan.announce(config, predicted=True)
+        printed_plan.announce(config, predicted=True, assumed=True)
     finally:
         console.STDOUT = shown
     return printed.getvalue()
