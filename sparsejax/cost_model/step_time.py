@@ -25,6 +25,7 @@ from sparsejax.feed_forward.packing import rows_of_token, sums_energies
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.ops.backend import Decision
 from sparsejax.ops.gemm_spec import INTO_HIDDEN
+from sparsejax.routing.regression import feature_count
 
 HIDEABLE = ("gathered_weights", "reduced_gradients")
 """The purposes of communication that a later or earlier layer's computation can hide.
@@ -123,6 +124,7 @@ def predicted_step(
     stride = sampling_stride(tokens_per_device * mesh.token_shards, share_of_step)
     dense += tokens * observed_flops(config, sparsity) / stride / mesh.tensor
     dense += tokens * router_flops(config, sparsity) / FP8_GAIN / mesh.tensor
+    dense += tokens * regression_flops(config, sparsity)
     gemms = slowed * speeds.gemm_seconds(dense, config.d_model)
     gemms += micro_batches * config.layers * config.groups * ffn
     mixing = flops.sdpa_causal * (1 + again / 3)
@@ -234,6 +236,15 @@ def router_flops(config: ModelConfig, sparsity: FFNSparsity) -> int:
         return 0
     gemms = (2 if config.gated else 1) * config.layers * config.groups
     return 2 * config.d_model * config.d_hidden * gemms
+
+
+def regression_flops(config: ModelConfig, sparsity: FFNSparsity) -> int:
+    """Returns the FLOPs of a token in the GEMM of the features that a learned router
+    scores by; every device of a tensor axis computes them all."""
+    if not sparsity.learns:
+        return 0
+    features = feature_count(config.d_model, config.d_hidden)
+    return 2 * config.d_model * features * config.layers * config.groups
 
 
 def elementwise_bytes(

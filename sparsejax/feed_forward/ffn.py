@@ -34,6 +34,7 @@ def ffn(
     packed: PackedFFN | None = None,
     scales: Float[Array, "2"] | None = None,
     expert_index: Int[Array, "tokens experts_per_token"] | None = None,
+    distinct_experts: bool = False,
     energy_threshold: Float[Array, ""] | None = None,
     key: Key[Array, ""] | None = None,
     layout: FFNLayout | None = None,
@@ -65,6 +66,10 @@ def ffn(
       expert_index: V:N:M with a router before GEMM 1: the experts of each token,
         integers. An expert counts once for a token however often it is named, and a
         choice outside [0, experts) is none: a token without any has Y = 0.
+      distinct_experts: whether every token has `experts_per_token` different experts in
+        [0, experts), as a router's `choose` returns them. Where kernels can, a token
+        then has one row for all of them, which is faster. It is not checked: with other
+        choices the result is wrong.
       energy_threshold: with `most_experts_per_token`, the share of a token's energy
         above which it uses an expert; not read with a router before GEMM 1, whose
         choice is in `expert_index`.
@@ -83,7 +88,7 @@ def ffn(
       energy and several experts per token are ours.
     """
     y, _ = call_ffn(
-        _spec(x, w_up, w_down, sparsity, precision, layout),
+        _spec(x, w_up, w_down, sparsity, precision, layout, distinct_experts),
         x,
         FFNWeights(w_up, w_down),
         packed=packed,
@@ -106,6 +111,7 @@ def observed_ffn(
     packed: PackedFFN | None = None,
     scales: Float[Array, "2"] | None = None,
     expert_index: Int[Array, "tokens experts_per_token"] | None = None,
+    distinct_experts: bool = False,
     energy_threshold: Float[Array, ""] | None = None,
     penalty_strength: Float[Array, ""] | None = None,
     share_of_step: float = 1.0,
@@ -134,7 +140,7 @@ def observed_ffn(
             f"nothing to observe; call ffn, or give it tokens and V:N:M activations"
         )
     y, sample = call_ffn(
-        _spec(x, w_up, w_down, sparsity, precision, layout),
+        _spec(x, w_up, w_down, sparsity, precision, layout, distinct_experts),
         x,
         FFNWeights(w_up, w_down),
         packed=packed,
@@ -156,6 +162,7 @@ def _spec(
     sparsity: FFNSparsity,
     precision: Precision,
     layout: FFNLayout | None,
+    distinct_experts: bool,
 ) -> FFNSpec:
     """Returns the static facts of a call. Raises ValueError where they do not fit."""
     check_value("layout", layout, FFNLayout | None)
@@ -163,4 +170,13 @@ def _spec(
     if layout is not None:
         layout.check(x.shape[0], w_up.shape[1], sparsity)
         shards = layout.shards
-    return FFNSpec.of(x, w_up, w_down, sparsity, precision=precision, **shards)
+    return FFNSpec.of(
+        x,
+        w_up,
+        w_down,
+        sparsity,
+        precision=precision,
+        # Such a router chooses inside the call.
+        distinct_experts=distinct_experts or sparsity.router.inside,
+        **shards,
+    )

@@ -57,6 +57,7 @@ class GatedFFNSpec(FFNCall):
         precision: Precision = "dtype",
         token_shards: int = 1,
         hidden_shards: int = 1,
+        distinct_experts: bool = True,
     ) -> "GatedFFNSpec":
         """Returns the spec of a call, read from its operands. Raises ValueError where
         their shapes do not fit, or where an FFN does not compute in one of their
@@ -87,6 +88,7 @@ class GatedFFNSpec(FFNCall):
             device=current_device(),
             token_shards=token_shards,
             hidden_shards=hidden_shards,
+            distinct_experts=distinct_experts,
         )
 
     def __post_init__(self) -> None:
@@ -163,6 +165,7 @@ def gated_ffn(
     packed: PackedFFN | None = None,
     scales: Float[Array, "3"] | None = None,
     expert_index: Int[Array, "tokens experts_per_token"] | None = None,
+    distinct_experts: bool = False,
     key: Key[Array, ""] | None = None,
     layout: FFNLayout | None = None,
     backend: Backend | None = None,
@@ -192,8 +195,18 @@ def gated_ffn(
     if layout is not None:
         layout.check(x.shape[0], w_up.shape[1], sparsity)
         shards = layout.shards
-    how = {"activation": activation, "precision": precision}
-    spec = GatedFFNSpec.of(x, w_gate, w_up, w_down, sparsity, **how, **shards)
+    spec = GatedFFNSpec.of(
+        x,
+        w_gate,
+        w_up,
+        w_down,
+        sparsity,
+        activation=activation,
+        precision=precision,
+        # Such a router chooses inside the call.
+        distinct_experts=distinct_experts or sparsity.router.inside,
+        **shards,
+    )
     y, _ = call_ffn(
         spec,
         x,

@@ -72,12 +72,12 @@ def joins_experts(sparsity: FFNSparsity, decisions: Sequence[Decision]) -> bool:
     of a row for each; see `passes.joined_experts`.
 
     It has where the GEMMs by expert (2 to 6, and with `skip_blocks` GEMM 1) run on
-    kernels that take such rows and are dense inside the experts, where the FFN chooses
-    the experts itself, so that a token has equally many as all others and no expert
-    twice, and where few rows pad the sets of experts.
+    kernels that take such rows and are dense inside the experts, and where few rows pad
+    the sets of experts. All tokens must have equally many experts and none of them
+    twice, as a router chooses them.
     """
     adaptive = sparsity.most_experts_per_token is not None
-    if not sparsity.router.inside or adaptive or sparsity.experts_per_token == 1:
+    if not sparsity.experts or adaptive or sparsity.experts_per_token == 1:
         return False
     into_hidden = () if sparsity.skip_blocks else INTO_HIDDEN
     gemms = [of for of in decisions if of.spec.role not in into_hidden]

@@ -90,7 +90,7 @@ class FFNPlan:
             kernels=_kernels_of(decisions),
             up_writes_a=writes_packed("up", "down"),
             d_hidden_writes_dy_up=writes_packed("d_hidden", "d_input"),
-            joins_experts=joins_experts(sparsity, decisions),
+            joins_experts=call.distinct_experts and joins_experts(sparsity, decisions),
             sums_energies=sums_energies(sparsity, decisions),
             over_tokens=_packs_over_tokens(sparsity, by_role),
             row_tile=row_tile(sparsity, on_kernels=used),

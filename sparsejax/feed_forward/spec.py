@@ -58,6 +58,9 @@ class FFNCall(ABC):
     """The number of parts that the tokens are split into on a mesh, one per device."""
     hidden_shards: int = 1
     """The number of parts that the neurons are split into on a mesh, one per device."""
+    distinct_experts: bool = True
+    """Whether every token has as many experts as all others and none of them twice, as
+    a router chooses them: choices that a caller hands over need not be so."""
 
     def __post_init__(self) -> None:
         check_value("sparsity", self.sparsity, FFNSparsity)
@@ -171,6 +174,8 @@ class FFNCall(ABC):
     def with_epilogues(self, decisions: Sequence[Decision]) -> tuple[Decision, ...]:
         """Returns the decisions with paths that say what a kernel does besides
         multiply."""
+        if not self.distinct_experts:
+            return tuple(decisions)
         return with_joined_experts(self.sparsity, decisions)
 
 
@@ -192,6 +197,7 @@ class FFNSpec(FFNCall):
         precision: Precision = "dtype",
         token_shards: int = 1,
         hidden_shards: int = 1,
+        distinct_experts: bool = True,
     ) -> "FFNSpec":
         """Returns the spec of a call. Raises ValueError where the operands' shapes do
         not fit, or where a dtype is none that an FFN computes in."""
@@ -218,6 +224,7 @@ class FFNSpec(FFNCall):
             device=current_device(),
             token_shards=token_shards,
             hidden_shards=hidden_shards,
+            distinct_experts=distinct_experts,
         )
 
     def gemms(self) -> tuple[GemmSpec, ...]:

@@ -190,6 +190,7 @@ class SparseFFN(nnx.Module):
             "packed": packed,
             "scales": self.scales[...],
             "expert_index": expert_index,
+            "distinct_experts": True,
             "key": key,
             **where,
         }

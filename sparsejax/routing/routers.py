@@ -21,6 +21,7 @@ from sparsejax.routing.best_experts import best_experts
 from sparsejax.routing.regression import (
     linear_scores,
     regression_at,
+    regression_scores,
     regression_step,
 )
 
@@ -364,17 +365,18 @@ class ActivationEnergyFP8(ActivationEnergy):
 
 @dataclass(frozen=True)
 class LearnedEnergy(Router):
-    """The router by which a token chooses the experts that a linear regression expects
-    the most of its energy in.
+    """The router by which a token chooses the experts that a regression expects the
+    most of its energy in.
 
-    It begins at the centres of `NearestCentre`. At every training step its coefficients
-    take one step of Adam on the squared error of
+    The regression is `regression.regression_scores`: linear in the token and in
+    d_model / 4 learned features of it, each the square of a relu, as neurons are. It
+    begins at the centres of `NearestCentre` and at some of the neurons. At every
+    training step its coefficients take one step of Adam on the cross entropy of
 
-        <x, w_e> + b_e = log(energy_e / sum of all energies + 1e-3)
+        softmax over the experts of s_e  to  energy_e / sum of all energies
 
-    both sides less their mean over the experts, which no choice depends on, for the
-    sample of the tokens whose neurons are all computed. It is known before GEMM 1, so
-    that `skip_blocks` can use it. A new clustering makes it begin anew.
+    for the sample of the tokens whose neurons are all computed. It is known before
+    GEMM 1, so that `skip_blocks` can use it. A new clustering makes it begin anew.
     """
 
     name = "learned"
@@ -385,9 +387,11 @@ class LearnedEnergy(Router):
     def initial_state(
         self, w_up: Float[Array, "d_model d_hidden"], experts: int
     ) -> State:
-        """Returns the coefficients (experts, d_model + 1), of which the last is b_e, at
-        the centres, and Adam's moments of them, zeros."""
-        return regression_at(NEAREST_CENTRE.initial_state(w_up, experts)["centres"])
+        """Returns the regression at the centres of `NearestCentre`, with Adam's moments
+        of its coefficients, zeros."""
+        return regression_at(
+            NEAREST_CENTRE.initial_state(w_up, experts)["centres"], w_up
+        )
 
     def clustered_state(
         self,
@@ -395,20 +399,20 @@ class LearnedEnergy(Router):
         centres: Float[Array, "experts d_model"],
     ) -> State:
         """Returns the state of `initial_state` at other centres."""
-        del w_up
-        return regression_at(centres)
+        return regression_at(centres, w_up)
 
     def scores(
         self, read: Float[Array, "tokens d_model"], experts: int, state: State
     ) -> Float[Array, "tokens experts"]:
-        """Returns the expected logs of the experts' shares, float32."""
+        """Returns the logarithms of the expected shares, each token's but for a
+        constant, float32."""
         del experts
-        return linear_scores(read, state["w"][:, :-1]) + state["w"][None, :, -1]
+        return regression_scores(read, state)
 
     def energy_shares(
         self, scores: Float[Array, "tokens experts"]
     ) -> Float[Array, "tokens experts"]:
-        """Returns the expected shares, made to sum to one."""
+        """Returns the expected shares, which sum to one."""
         return jax.nn.softmax(scores, axis=-1)
 
     def learned_state(
@@ -420,11 +424,9 @@ class LearnedEnergy(Router):
     ) -> State:
         """Returns the state after a step of Adam. Its rate is 1 / (2 d_model), so that
         a step moves a score by about a half where all features agree."""
-        total = jnp.maximum(energies.sum(axis=1, keepdims=True), 1e-30)
-        target = jnp.log(energies / total + 1e-3)
-        error = self.scores(x, energies.shape[1], state) - target
-        error -= error.mean(axis=1, keepdims=True)
-        return regression_step(state, x, error, share / (2 * x.shape[1]))
+        total = jnp.sum(energies, axis=1, keepdims=True)
+        shares = energies / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+        return regression_step(state, x, shares, share / (2 * x.shape[1]))
 
 
 NEAREST_CENTRE = NearestCentre()

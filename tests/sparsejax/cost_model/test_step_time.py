@@ -12,6 +12,7 @@ from sparsejax.cost_model.hardware import FP8_GAIN, SLOWED_BESIDE, SQUARES_SLOWE
 from sparsejax.cost_model.step_time import (
     elementwise_bytes,
     observed_flops,
+    regression_flops,
     router_flops,
 )
 from sparsejax.feed_forward.sparsity import DENSE, FFNSparsity
@@ -110,6 +111,8 @@ def test_rows_of_experts_are_moved_for_each_expert_of_a_token():
     assert observed_flops(model, penalised) == 2 * 2 * 8 * 64
     learned = dataclasses.replace(one, router="learned", skip_blocks=True)
     assert observed_flops(model, learned) == 2 * 8 * 64
+    assert regression_flops(model, learned) == 2 * 8 * 2
+    assert regression_flops(model, by_energy) == 0
     # They are those of a sixteenth of the tokens, and in the time of the GEMMs.
     gemms = [step(model, sparsity=of).gemms for of in (by_energy, penalised)]
     added = SLOW_GEMMS * tokens / 16 * 2 * 2 * 8 * 64 / 1e6

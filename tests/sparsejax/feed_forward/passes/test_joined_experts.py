@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from sparsejax.feed_forward.ffn import ffn, observed_ffn
 from sparsejax.feed_forward.gated_ffn import GatedFFNSpec, gated_ffn
 from sparsejax.feed_forward.plan import FFNPlan
 from sparsejax.feed_forward.sparsity import FFNSparsity
+from sparsejax.models.sparse_ffn import SparseFFN
 from sparsejax.models.transformer import rematerialise
 from sparsejax.ops.backend import current_device
 from sparsejax.routing.expert_sets import rows_of_sets
@@ -44,6 +46,7 @@ TWO_OF_FOUR = FFNSparsity(
 THREE_OF_FOUR = replace(TWO_OF_FOUR, experts_per_token=3)
 PENALTY = replace(TWO_OF_FOUR, skipped_energy=0.05)
 SKIPPED = replace(TWO_OF_FOUR, router=ActivationEnergyFP8(), skip_blocks=True)
+GIVEN = replace(TWO_OF_FOUR, router=TokenHash(), skip_blocks=True)
 
 
 def joins(sparsity, **changes) -> bool:
@@ -51,7 +54,9 @@ def joins(sparsity, **changes) -> bool:
     return FFNPlan.of(spec(sparsity, **facts), None).joins_experts
 
 
-@pytest.mark.parametrize("sparsity", [TWO_OF_FOUR, THREE_OF_FOUR, PENALTY, SKIPPED])
+@pytest.mark.parametrize(
+    "sparsity", [TWO_OF_FOUR, THREE_OF_FOUR, PENALTY, SKIPPED, GIVEN]
+)
 def test_experts_are_joined(untuned, sparsity):
     assert joins(sparsity)
 
@@ -74,7 +79,10 @@ def test_experts_are_joined(untuned, sparsity):
         ({"weights": TWO_FOUR}, {}),
         ({"token_sparsity": "magnitude"}, {}),
         # A caller's choices may name an expert twice.
-        ({"router": TokenHash(), "skip_blocks": True}, {}),
+        (
+            {"router": TokenHash(), "skip_blocks": True},
+            {"distinct_experts": False},
+        ),
         # Where GEMM 1 reads 2:4 weights it has a row for each expert.
         (
             {
@@ -180,6 +188,43 @@ def test_an_ffn_of_whole_numbers_is_exactly_the_reference(calls, sparsity):
     assert_rounded_once(sparsity, arguments, dy)
     assert {"of several experts", "gradient of dense_rows"} <= set(calls)
     assert calls.count("dense_over_rows") == 2 * calls.count("gradient of dense_rows")
+
+
+@pytest.mark.parametrize("distinct", [True, False])
+def test_choices_that_are_given_are_joined_where_they_are_said_to_differ(
+    calls, distinct
+):
+    (x, *weights), dy = whole_numbers(TOKENS, D, F, seed=1)
+    index = TokenHash().choose(jnp.arange(TOKENS), experts=4, experts_per_token=2)
+
+    def given(backend, x, weights, dy):
+        run = lambda *of: ffn(
+            *of,
+            sparsity=GIVEN,
+            expert_index=index,
+            distinct_experts=distinct,
+            backend=backend,
+        )
+        y, pull_back = jax.vjp(run, x, *weights)
+        return y, *pull_back(dy)
+
+    got = given(None, x, weights, dy)
+    in_float32 = x.astype(jnp.float32), weights, dy.astype(jnp.float32)
+    expected = given("reference", *in_float32)
+    assert_close(got, expected)
+    if distinct:  # Else the sum over a token's experts is one of rounded numbers.
+        for ours, right in zip(got, expected, strict=True):
+            np.testing.assert_array_equal(ours, right.astype(ours.dtype))
+    assert ("of several experts" in calls) == distinct
+
+
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+def test_a_layer_says_that_the_choices_of_its_router_differ(calls, activation):
+    how = {"sparsity": GIVEN, "dtype": jnp.bfloat16, "activation": activation}
+    layer = SparseFFN(D, F, **how, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (TOKENS, D), jnp.bfloat16)
+    layer(x, token_ids=jnp.arange(TOKENS))
+    assert "of several experts" in calls
 
 
 @EITHER
