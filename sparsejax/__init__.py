@@ -30,9 +30,9 @@ from sparsejax.routing.dispatch import combine_rows as combine_rows
 from sparsejax.routing.dispatch import dispatch as dispatch
 from sparsejax.routing.dispatch import gather_rows as gather_rows
 from sparsejax.routing.dispatch import used_tiles as used_tiles
+from sparsejax.routing.learned_energy import LearnedEnergy as LearnedEnergy
 from sparsejax.routing.routers import ActivationEnergy as ActivationEnergy
 from sparsejax.routing.routers import ActivationEnergyFP8 as ActivationEnergyFP8
-from sparsejax.routing.routers import LearnedEnergy as LearnedEnergy
 from sparsejax.routing.routers import NearestCentre as NearestCentre
 from sparsejax.routing.routers import Router as Router
 from sparsejax.routing.routers import SameExperts as SameExperts

@@ -5,6 +5,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Key
 
 from sparsejax.explicit_axes import automatically, spec_of
@@ -156,7 +157,8 @@ def _operands_of_experts(
 
 def _check_index(spec: FFNCall, index: Array | None) -> None:
     """Raises ValueError where `expert_index` does not hold integers, `expert_choices`
-    for each token."""
+    for each token; outside of traces also where these are said to differ, and do
+    not."""
     expected = (spec.tokens, spec.sparsity.expert_choices)
     router = spec.sparsity.router
     if index is None or index.shape != expected:
@@ -169,4 +171,20 @@ def _check_index(spec: FFNCall, index: Array | None) -> None:
         raise ValueError(
             f"expert_index has dtype {index.dtype} and must have integers, the "
             f"numbers of experts; make it with {type(router).__name__}.choose"
+        )
+    here = getattr(index, "is_fully_addressable", True)
+    is_known = here and not isinstance(index, jax.core.Tracer)
+    if not (spec.distinct_experts and router.chooses_different and is_known):
+        return
+    found = np.sort(np.asarray(index), axis=1)
+    same = (found[:, 1:] == found[:, :-1]).any(axis=1)
+    outside = ((found < 0) | (found >= spec.sparsity.experts)).any(axis=1)
+    adaptive = spec.sparsity.most_experts_per_token is not None
+    if not adaptive and (wrong := same | outside).any():
+        token = int(np.argmax(wrong))
+        raise ValueError(
+            f"distinct_experts says that each token has {expected[1]} different "
+            f"experts in [0, {spec.sparsity.experts}), and expert_index[{token}] is "
+            f"{np.asarray(index)[token].tolist()}; leave distinct_experts out, or make "
+            f"expert_index with {type(router).__name__}.choose"
         )

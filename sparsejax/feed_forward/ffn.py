@@ -68,8 +68,8 @@ def ffn(
         choice outside [0, experts) is none: a token without any has Y = 0.
       distinct_experts: whether every token has `experts_per_token` different experts in
         [0, experts), as a router's `choose` returns them. Where kernels can, a token
-        then has one row for all of them, which is faster. It is not checked: with other
-        choices the result is wrong.
+        then has one row for all of them, which is faster. Under `jax.jit` it is not
+        checked, and with other choices the result is wrong.
       energy_threshold: with `most_experts_per_token`, the share of a token's energy
         above which it uses an expert; not read with a router before GEMM 1, whose
         choice is in `expert_index`.

@@ -79,6 +79,8 @@ def joins_experts(sparsity: FFNSparsity, decisions: Sequence[Decision]) -> bool:
     adaptive = sparsity.most_experts_per_token is not None
     if not sparsity.experts or adaptive or sparsity.experts_per_token == 1:
         return False
+    if not sparsity.router.chooses_different:
+        return False
     into_hidden = () if sparsity.skip_blocks else INTO_HIDDEN
     gemms = [of for of in decisions if of.spec.role not in into_hidden]
     if not all(of.on_kernels and of.spec.experts for of in gemms):

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+from sparsejax.routing.learned_energy import LearnedEnergy
 from sparsejax.routing.routers import (
     NEAREST_CENTRE,
     ActivationEnergy,
     ActivationEnergyFP8,
-    LearnedEnergy,
     Router,
     SameExperts,
     TokenHash,

@@ -12,7 +12,8 @@ import pytest
 from sparsejax.config import MeshConfig, TrainConfig
 from sparsejax.distributed.mesh import make_mesh, place_rows
 from sparsejax.models.sparse_ffn import sparse_ffns
-from sparsejax.routing.routers import ActivationEnergy, LearnedEnergy
+from sparsejax.routing.learned_energy import LearnedEnergy
+from sparsejax.routing.routers import ActivationEnergy
 from sparsejax.sparsity.patterns import VNM, BlockDiagonal
 from sparsejax.training.run import Run
 from tests.support.devices.eight_devices import MESHES

@@ -14,10 +14,10 @@ from jax.test_util import check_grads
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.sparsity import FFNSparsity
 from sparsejax.routing.dispatch import row_count
+from sparsejax.routing.learned_energy import LearnedEnergy
 from sparsejax.routing.named_routers import ROUTERS
 from sparsejax.routing.routers import (
     ActivationEnergy,
-    LearnedEnergy,
     NearestCentre,
     SameExperts,
     TokenHash,

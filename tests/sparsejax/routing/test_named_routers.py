@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import pytest
 
 from sparsejax.routing import named_routers
+from sparsejax.routing.learned_energy import LearnedEnergy
 from sparsejax.routing.named_routers import ROUTERS, name_of, named_router, names_where
-from sparsejax.routing.routers import ActivationEnergy, LearnedEnergy, TokenHash
+from sparsejax.routing.routers import ActivationEnergy, TokenHash
 
 
 def test_settings_find_a_router_by_its_name_and_by_a_former_one():

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from sparsejax.routing.best_experts import best_experts
+from sparsejax.routing.learned_energy import LearnedEnergy
 from sparsejax.routing.routers import (
     ActivationEnergy,
-    LearnedEnergy,
     NearestCentre,
     SameExperts,
     TokenHash,

@@ -9,9 +9,9 @@ import numpy as np
 from sparsejax.feed_forward.ffn import ffn
 from sparsejax.feed_forward.operands.token_sparsity import fixed_token_order
 from sparsejax.feed_forward.sparsity import FFNSparsity
+from sparsejax.routing.learned_energy import LearnedEnergy
 from sparsejax.routing.named_routers import ROUTERS
 from sparsejax.routing.routers import (
-    LearnedEnergy,
     NearestCentre,
     SameExperts,
     TokenHash,

@@ -21,6 +21,7 @@ from sparsejax.routing.expert_sets import rows_of_sets
 from sparsejax.routing.routers import (
     ActivationEnergy,
     ActivationEnergyFP8,
+    NearestCentre,
     TokenHash,
 )
 from sparsejax.sparsity.patterns import TWO_FOUR, VNM
@@ -216,6 +217,31 @@ def test_choices_that_are_given_are_joined_where_they_are_said_to_differ(
         for ours, right in zip(got, expected, strict=True):
             np.testing.assert_array_equal(ours, right.astype(ours.dtype))
     assert ("of several experts" in calls) == distinct
+
+
+@pytest.mark.parametrize("wrong", [[2, 2], [1, 4], [-1, 0]])
+def test_choices_that_do_not_differ_are_refused_outside_of_jit(wrong):
+    (x, *weights), _ = operands(8, d=D, f=F)
+    index = jnp.asarray([[0, 1]] * 5 + [wrong] + [[3, 2]] * 2)
+    how = {"sparsity": GIVEN, "expert_index": index}
+    with pytest.raises(ValueError, match=r"expert_index\[5\] is \[.*make expert_index"):
+        ffn(x, *weights, **how, distinct_experts=True)
+    ffn(x, *weights, **how)
+
+
+@dataclass(frozen=True)
+class SameTwice(NearestCentre):
+    """A router that names one expert twice."""
+
+    name = "same_twice"
+
+    def choose(self, read, **how):
+        return jnp.repeat(super().choose(read, **how)[:, :1], 2, axis=1)
+
+
+def test_a_router_with_choices_of_its_own_has_a_row_for_each(untuned):
+    assert joins(replace(GIVEN, router=NearestCentre()))
+    assert not joins(replace(GIVEN, router=SameTwice()))
 
 
 @pytest.mark.parametrize("activation", ["relu2", "swiglu"])
