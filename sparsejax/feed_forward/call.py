@@ -172,9 +172,10 @@ def _check_index(spec: FFNCall, index: Array | None) -> None:
             f"expert_index has dtype {index.dtype} and must have integers, the "
             f"numbers of experts; make it with {type(router).__name__}.choose"
         )
-    here = getattr(index, "is_fully_addressable", True)
-    is_known = here and not isinstance(index, jax.core.Tracer)
-    if not (spec.distinct_experts and router.chooses_different and is_known):
+    is_promised = spec.distinct_experts and router.chooses_different
+    if not is_promised or isinstance(index, jax.core.Tracer):
+        return
+    if isinstance(index, jax.Array) and not index.is_fully_addressable:
         return
     found = np.sort(np.asarray(index), axis=1)
     same = (found[:, 1:] == found[:, :-1]).any(axis=1)

@@ -149,6 +149,7 @@ JOINED = FFNSparsity(
 
 
 SKIPPED = replace(JOINED, router=ActivationEnergyFP8(), skip_blocks=True)
+GIVEN = replace(JOINED, router=TokenHash(), skip_blocks=True)
 
 
 def step_with_joined_experts(layout, sparsity):
@@ -161,7 +162,12 @@ def step_with_joined_experts(layout, sparsity):
     )
     up, down = up / 128**0.5, down / 512**0.5
     x, dy = (of.astype(jnp.bfloat16) for of in (x, dy))
-    run = partial(ffn, sparsity=sparsity, layout=layout)
+    given = {}
+    if sparsity == GIVEN:
+        ids = jnp.arange(8 * 2048)
+        index = TokenHash().choose(ids, experts=4, experts_per_token=3)
+        given = {"expert_index": index, "distinct_experts": True}
+    run = partial(ffn, sparsity=sparsity, layout=layout, **given)
     y, pull_back = jax.vjp(run, x, up, down)
     return y, *pull_back(dy)
 
@@ -172,7 +178,7 @@ def step_with_joined_experts_of_one_device(sparsity):
 
 
 @pytest.mark.parametrize("mesh", ["data", "fsdp", "all"])
-@pytest.mark.parametrize("sparsity", [JOINED, SKIPPED])
+@pytest.mark.parametrize("sparsity", [JOINED, SKIPPED, GIVEN])
 def test_rows_of_all_experts_of_a_token_are_those_of_one_device(calls, mesh, sparsity):
     """On the mesh "all" a device has the neurons of two experts: there a token keeps a
     row for each."""

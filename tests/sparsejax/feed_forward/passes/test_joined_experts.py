@@ -227,6 +227,11 @@ def test_choices_that_do_not_differ_are_refused_outside_of_jit(wrong):
     with pytest.raises(ValueError, match=r"expert_index\[5\] is \[.*make expert_index"):
         ffn(x, *weights, **how, distinct_experts=True)
     ffn(x, *weights, **how)
+    how["expert_index"] = np.asarray([[0, 1]] * 8)
+    ffn(x, *weights, **how, distinct_experts=True)
+    jax.jit(partial(ffn, sparsity=GIVEN, distinct_experts=True))(
+        x, *weights, expert_index=index
+    )
 
 
 @dataclass(frozen=True)
