@@ -172,16 +172,16 @@ def _check_index(spec: FFNCall, index: Array | None) -> None:
             f"expert_index has dtype {index.dtype} and must have integers, the "
             f"numbers of experts; make it with {type(router).__name__}.choose"
         )
+    adaptive = spec.sparsity.most_experts_per_token is not None
     is_promised = spec.distinct_experts and router.chooses_different
-    if not is_promised or isinstance(index, jax.core.Tracer):
+    if adaptive or not is_promised or isinstance(index, jax.core.Tracer):
         return
     if isinstance(index, jax.Array) and not index.is_fully_addressable:
         return
     found = np.sort(np.asarray(index), axis=1)
     same = (found[:, 1:] == found[:, :-1]).any(axis=1)
     outside = ((found < 0) | (found >= spec.sparsity.experts)).any(axis=1)
-    adaptive = spec.sparsity.most_experts_per_token is not None
-    if not adaptive and (wrong := same | outside).any():
+    if (wrong := same | outside).any():
         token = int(np.argmax(wrong))
         raise ValueError(
             f"distinct_experts says that each token has {expected[1]} different "
