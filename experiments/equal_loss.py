@@ -30,6 +30,12 @@ dense model's, and a sparse step is as many times as fast as `--speed` says for 
 and there is no R_wall. An arm with sparse steps and neither has no R, but the speed
 from which on it would break even.
 
+A speed of a step of `llama-1b` goes with FLOPs of small models that read bytes only
+roughly: their FFNs are a larger part of a step. With `--widths-of llama-1b --device
+"NVIDIA H200"` a dense step of each arm costs the seconds that `sparsejax plan` predicts
+for its shape at that preset's widths (`comparing/step_costs.py`), and nothing is taken
+from a clock but the speeds.
+
 The 90 % interval is a bootstrap over the seeds and, where the records have them, over
 the batches of the last validation, the same ones for all runs; and over the speed where
 `--speed` gives its interval too. What a seed adds to the losses of all arms alike is
@@ -42,7 +48,7 @@ embedding and head); `--results` takes a row per arm and length.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -52,9 +58,16 @@ from rich.table import Table
 
 from experiments.bench.rows import append_rows
 from experiments.command_line import run_script
-from experiments.comparing.equal_loss_rows import Row, Speed, grouped, rows_of
-from experiments.comparing.finished_runs import baseline_arm, read_finished
+from experiments.comparing.equal_loss_rows import Key, Row, Speed, grouped, rows_of
+from experiments.comparing.finished_runs import (
+    FinishedRun,
+    baseline_arm,
+    read_finished,
+)
+from experiments.comparing.step_costs import AtWidths
 from experiments.plot import plot_equal_loss
+from pallas_kernels.device import Device
+from sparsejax.config import PresetName
 from sparsejax.reports.provenance import commit
 from sparsejax.terminal import console
 
@@ -75,6 +88,11 @@ class Config:
     as its dense step, with a 90 % interval from LOW to HIGH."""
     speed_from: str | None = None
     """Source of these speeds, such as a row of bench_step."""
+    widths_of: PresetName | None = None
+    """Preset at whose widths dense steps cost what `sparsejax plan` predicts. None:
+    they cost what was measured, or their FLOPs."""
+    device: str | None = None
+    """With --widths-of: name of the GPU, as "NVIDIA H200"."""
     draw: tuple[str, ...] | None = None
     """Arms that the figure has beside the dense model. None: all that have an R, the
     sparse ones first, five at most."""
@@ -106,13 +124,37 @@ class Config:
             )
         return speeds
 
+    def at_widths(
+        self, groups: Mapping[Key, Sequence[FinishedRun]], reference: str
+    ) -> AtWidths | None:
+        """Returns the widths at which steps are counted. Raises ValueError where the
+        preset or the GPU is given without the other, or where nothing is known of that
+        GPU."""
+        if (self.widths_of is None) != (self.device is None):
+            raise ValueError(
+                "--widths-of and --device belong together: steps of a preset are "
+                "predicted for a GPU; give both or none"
+            )
+        if self.widths_of is None or self.device is None:
+            return None
+        models = [run.config.model for of in groups.values() for run in of]
+        dense = [
+            of[0].config.model for (arm, _), of in groups.items() if arm == reference
+        ]
+        return AtWidths(
+            preset=self.widths_of,
+            device=Device.named(self.device),
+            reference=dense[0] if dense else models[0],
+            most_layers=max(model.layers for model in models),
+        )
+
 
 def main(config: Config, command: str) -> list[Row]:
     """Prints the table, draws the figure, adds the rows to the file, and returns them.
 
     Raises:
       ValueError: no comparison; no dense curve; a speed of an arm that is not there,
-        or one to draw.
+        or one to draw; widths at which no step can be predicted.
     """
     speeds = config.speeds()
     runs, unfinished = read_finished(config.folder)
@@ -128,6 +170,7 @@ def main(config: Config, command: str) -> list[Row]:
         comparison=config.folder.name,
         command=command,
         analysed_with=commit(),
+        at_widths=config.at_widths(groups, reference),
         seed=config.seed,
     )
     drawn = _drawn(config, rows, reference)

@@ -16,11 +16,11 @@ seconds is
 
 for the costs of the arm's dense and sparse steps and the speed s of a sparse step over
 a dense one of the same model, which `--speed` gives: that of this very recipe at the
-width that is predicted. The costs are FLOPs as if all steps were dense, over those of
-the dense model, at the largest rung: 1 - q and q where the arm has the dense model's
-size, for the share q of its steps that are sparse. An arm without sparse steps costs
-per token what the largest rung says. The 90 % interval comes from the intervals of the
-rows and of the speed.
+width that is predicted. The costs are those of the rows at the largest rung, as if all
+steps were dense, over those of the dense model: 1 - q and q where the arm has the dense
+model's size, for the share q of its steps that are sparse. An arm without sparse steps
+costs per token what the largest rung says. The 90 % interval comes from the intervals
+of the rows and of the speed.
 
 It runs on a CPU in seconds, prints a table, and `--results` takes a row per size and
 length. Every row says that it is predicted, and not measured.
@@ -196,7 +196,7 @@ def cost_per_token(
 
     Raises:
       ValueError: an arm with sparse steps without a speed, or a speed without its
-        source or of an arm without sparse steps; or as `_flops`.
+        source or of an arm without sparse steps; or as `_costs`.
     """
     largest = max(rows, key=_dense_parameters)
     share = largest["sparse_share"]
@@ -218,18 +218,18 @@ def cost_per_token(
             f"has none; leave it out"
         )
     speed = Speed.read(config.speed)
-    dense, sparse = _flops(largest)
+    dense, sparse = _costs(largest)
     return dense + sparse / speed.replicates(generator), share, speed
 
 
-def _flops(row: dict[str, Any]) -> tuple[float, float]:
-    """Returns the FLOPs of an arm's dense and sparse steps, as in its row.
+def _costs(row: dict[str, Any]) -> tuple[float, float]:
+    """Returns the costs of an arm's dense and sparse steps, as in its row.
 
     Raises:
       ValueError: an older row, without them, of another model than the dense one.
     """
-    if "dense_flops" in row:
-        return row["dense_flops"], row["sparse_flops"]
+    if "dense_cost" in row:
+        return row["dense_cost"], row["sparse_cost"]
     own, dense = row["parameters"], _dense_parameters(row)
     if not math.isclose(own, dense, rel_tol=1e-6):
         raise ValueError(

@@ -22,8 +22,16 @@ from experiments.comparing.bootstrap import (
 from experiments.comparing.dense_curve import DenseCurves
 from experiments.comparing.dense_rivals import DenseRivals, Length
 from experiments.comparing.finished_runs import FinishedRun
+from experiments.comparing.step_costs import (
+    AtWidths,
+    are_alike,
+    break_even,
+    cost,
+    cost_shares,
+    mean_where_known,
+)
 from sparsejax.config import ModelConfig
-from sparsejax.cost_model import parameter_count, relative_flops
+from sparsejax.cost_model import parameter_count
 
 type Key = tuple[str, int]
 """The arm of a run, and its number of tokens."""
@@ -96,11 +104,14 @@ class Row:
     """Whether D_eq is below the shortest or above the longest dense run."""
     sparse_share: float
     """The share q of the steps that are sparse."""
-    dense_flops: float
-    """The FLOPs of the arm's dense steps, over those of as many steps of the dense
-    model as the arm has in all."""
-    sparse_flops: float
-    """The FLOPs that the arm's sparse steps would have if they were dense, likewise."""
+    dense_cost: float
+    """The cost of the arm's dense steps, over that of as many steps of the dense model
+    as the arm has in all (`step_costs.cost_shares`)."""
+    sparse_cost: float
+    """The cost that the arm's sparse steps would have if they were dense, likewise."""
+    at_widths: str | None
+    """The preset and the GPU for which the seconds of dense steps were predicted, whose
+    ratios these costs are; None where they are FLOPs of the models as trained."""
     seconds: float | None
     """The measured seconds of the arm's steps, a mean over the seeds; None where not
     known."""
@@ -111,7 +122,8 @@ class Row:
     speed_low: float | None
     speed_high: float | None
     speed_from: str | None
-    """The source of R's seconds: "measured", that of `speed`, or "FLOPs"."""
+    """The source of R's seconds: "measured", that of `speed`, "FLOPs", or the words of
+    `at_widths`."""
     break_even_speed: float | None
     """The speed of a sparse step at which R is 1; None where there is none."""
     R_tokens: float | None
@@ -182,6 +194,7 @@ def rows_of(
     comparison: str,
     command: str,
     analysed_with: str | None = None,
+    at_widths: AtWidths | None = None,
     seed: int = 0,
 ) -> list[Row]:
     """Returns a row per group, the rows of the reference first.
@@ -213,8 +226,9 @@ def rows_of(
         np.array([len(of) for of in dense.values()], np.float64),
     )
     dense_runs = [run for of in dense.values() for run in of]
+    predicted = None if at_widths is None else at_widths.source
     costs = {
-        key: cost(of, dense_runs, drawn_speeds.get(key[0]))
+        key: cost(of, dense_runs, drawn_speeds.get(key[0]), at_widths)
         for key, of in groups.items()
     }
     has_spread = any(len(of) > 1 for of in groups.values())
@@ -238,16 +252,16 @@ def rows_of(
         over_best = None
         if relative is not None and best.name is not None:
             over_best = relative * tokens / best.costs
-        of_wall = wall_ratios(of, dense_runs, equal)
+        of_wall = None if at_widths else wall_ratios(of, dense_runs, equal)
         bound: float | None = None
         is_below = np.mean(losses[key] < losses[longest]) >= 0.95
         if is_below and relative is not None and cost_of_longest is not None:
             own, dense_cost = (np.ravel(of)[0] for of in (relative, cost_of_longest))
             bound = float(own * tokens / (dense_cost * longest[1]))
         reached = bool(np.isfinite(equal[0]))
-        dense_flops, sparse_flops = mean_flop_shares(of, model)
+        dense_cost, sparse_cost = cost_shares(of, model, at_widths)
         speed = speeds.get(arm)
-        source = speed_from if speed is not None else "FLOPs"
+        source = predicted or "FLOPs" if speed is None else speed_from
         if measured or relative is None:
             source = "measured" if measured else None
         rows.append(
@@ -266,15 +280,16 @@ def rows_of(
                     min(lengths) * (1 - 1e-6) <= equal[0] <= max(lengths) * (1 + 1e-6)
                 ),
                 sparse_share=float(np.mean([run.sparse_share for run in of])),
-                dense_flops=dense_flops,
-                sparse_flops=sparse_flops,
-                seconds=_mean(run.seconds for run in of),
-                wall_seconds=_mean(run.wall_seconds for run in of),
+                dense_cost=dense_cost,
+                sparse_cost=sparse_cost,
+                at_widths=predicted,
+                seconds=mean_where_known(run.seconds for run in of),
+                wall_seconds=mean_where_known(run.wall_seconds for run in of),
                 speed=None if speed is None else speed.value,
                 speed_low=None if speed is None else speed.low,
                 speed_high=None if speed is None else speed.high,
                 speed_from=source,
-                break_even_speed=break_even(dense_flops, sparse_flops, in_tokens[0]),
+                break_even_speed=break_even(dense_cost, sparse_cost, in_tokens[0]),
                 **ratio_fields("R_tokens", in_tokens, has_spread),
                 **ratio_fields("R", ratios, has_spread),
                 R_at_most=bound,
@@ -336,28 +351,6 @@ def ratio_fields(
     return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 
-def cost(
-    runs: Sequence[FinishedRun],
-    dense_runs: Sequence[FinishedRun],
-    speed: Replicates | None,
-) -> tuple[Replicates | float | None, bool]:
-    """Returns the cost of a token of these runs, in tokens of the dense runs' model,
-    and whether it was measured. It is measured in seconds of steps where no speed is
-    given, no run shared its device, and all had as many devices of one kind; by FLOPs
-    and the speed of the sparse steps elsewhere.
-
-    The cost is None where the runs have sparse steps whose speed is not known.
-    """
-    if speed is None and _alike(runs, dense_runs):
-        own, dense = (_mean_per_token(of) for of in (runs, dense_runs))
-        if own is not None and dense is not None:
-            return own / dense, True
-    if speed is None and any(run.sparse_share > 0 for run in runs):
-        return None, False
-    dense, sparse = mean_flop_shares(runs, dense_runs[0].config.model)
-    return dense + sparse / (1.0 if speed is None else speed), False
-
-
 def wall_ratios(
     runs: Sequence[FinishedRun],
     dense_runs: Sequence[FinishedRun],
@@ -375,9 +368,9 @@ def wall_ratios(
       dense_runs: the runs of the dense model, of at least two lengths.
       equal: D_eq, the tokens after which the dense model has the arm's loss.
     """
-    own = _mean(run.wall_seconds for run in runs)
+    own = mean_where_known(run.wall_seconds for run in runs)
     dense = [run.wall_seconds for run in dense_runs if run.wall_seconds is not None]
-    if own is None or len(dense) < len(dense_runs) or not _alike(runs, dense_runs):
+    if own is None or len(dense) < len(dense_runs) or not are_alike(runs, dense_runs):
         return None
     slope, constant = np.polyfit([run.tokens for run in dense_runs], dense, 1)
     if constant < 0 and equal[0] < min(run.tokens for run in dense_runs):
@@ -385,64 +378,10 @@ def wall_ratios(
     return own / (constant + slope * equal)
 
 
-def flop_shares(run: FinishedRun, model: ModelConfig) -> tuple[float, float]:
-    """Returns the FLOPs of a run's dense steps, and those that its sparse steps would
-    have if they were dense, over those of the dense `model` in as many steps."""
-    length = run.config.data.sequence_length
-    dense = sparse = 0.0
-    for of in run.stretches:
-        share = relative_flops(of.model, model, length) * of.steps / run.config.steps
-        dense += (1 - of.sparse_share) * share
-        sparse += of.sparse_share * share
-    return dense, sparse
-
-
-def mean_flop_shares(
-    runs: Sequence[FinishedRun], model: ModelConfig
-) -> tuple[float, float]:
-    """Returns the `flop_shares` of an arm, means over its runs: which steps are sparse
-    may differ between them, where phases were found slower than dense."""
-    shares = [flop_shares(run, model) for run in runs]
-    dense, sparse = (float(np.mean(of)) for of in zip(*shares, strict=True))
-    return dense, sparse
-
-
-def break_even(dense: float, sparse: float, excess: float) -> float | None:
-    """Returns the speed of a sparse step at which R is 1, by FLOPs; None where the arm
-    has no sparse steps, or where no speed suffices.
-
-    Args:
-      dense: the FLOPs of the arm's dense steps, as `flop_shares` returns them.
-      sparse: those of its sparse steps.
-      excess: D / D_eq.
-    """
-    left = (1 / excess if excess > 0 else math.inf) - dense
-    return sparse / left if sparse and left > 0 else None
-
-
 def parameters(model: ModelConfig) -> int:
     """Returns the number of a model's parameters without embedding and head."""
     count = parameter_count(model)
     return count.total - count.embedding - count.head
-
-
-def _alike(runs: Sequence[FinishedRun], others: Sequence[FinishedRun]) -> bool:
-    """Returns whether all of these runs were trained on one kind of device, and on as
-    many of them."""
-    return len({run.device for run in (*runs, *others)}) == 1
-
-
-def _mean_per_token(runs: Sequence[FinishedRun]) -> float | None:
-    """Returns the measured seconds of steps per token; None where a run has none."""
-    mean = _mean(run.seconds for run in runs)
-    return None if mean is None else mean * len(runs) / sum(r.tokens for r in runs)
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    """Returns the mean of the values; None where one of them is None."""
-    given = list(values)
-    known = [value for value in given if value is not None]
-    return float(np.mean(known)) if len(known) == len(given) else None
 
 
 def _all_of(values: Iterable[str | None]) -> str | None:

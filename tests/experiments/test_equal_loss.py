@@ -171,8 +171,8 @@ def test_shares_of_sparse_steps_are_means_over_the_seeds(tmp_path):
     given = {"speed": ("sparse=1.5",), "speed_from": "a test"}
     dense = dense_runs(side_by_side=2)
     row = rows_of(tmp_path, [*dense, *runs], **given)["sparse", 300]
-    assert row["sparse_share"] == row["sparse_flops"] == pytest.approx(0.6)
-    assert row["dense_flops"] == pytest.approx(0.4)
+    assert row["sparse_share"] == row["sparse_cost"] == pytest.approx(0.6)
+    assert row["dense_cost"] == pytest.approx(0.4)
     expected = (0.4 + 0.6 / 1.5) * 300 / 270
     assert row["R"] == pytest.approx(expected, rel=1e-4)
 

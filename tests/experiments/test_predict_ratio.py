@@ -87,7 +87,7 @@ def test_a_speed_brings_its_interval_and_a_control_its_own_cost(tmp_path):
     assert of.R_low == pytest.approx((0.2 + 0.8 / 1.6) * excess, rel=4e-3)
     assert of.R_high == pytest.approx((0.2 + 0.8 / 1.4) * excess, rel=4e-3)
     # A larger model, whose steps cost more.
-    flops = {"parameters": 9_000_000, "dense_flops": 0.3, "sparse_flops": 1.2}
+    flops = {"parameters": 9_000_000, "dense_cost": 0.3, "sparse_cost": 1.2}
     wide = write_rows(tmp_path, size=0.02, spread=1e-6, **flops)
     (of,) = predicted(wide, speed="1.5", **asked)
     assert pytest.approx((0.3 + 1.2 / 1.5) * excess, rel=1e-9) == of.R
