@@ -43,6 +43,7 @@ from experiments.command_line import run_script
 from experiments.comparing.bootstrap import INTERVAL, Replicates
 from experiments.comparing.delta_fit import DeltaFit, Excess
 from experiments.comparing.equal_loss_rows import Speed
+from sparsejax.config import PresetName
 from sparsejax.terminal import console
 
 
@@ -63,6 +64,9 @@ class Config:
     90 % interval."""
     speed_from: str | None = None
     """Source of that speed, such as a row of bench_step."""
+    widths_of: PresetName | None = None
+    """Preset at whose widths the rows that are read count steps, as in `equal_loss.py`.
+    None: those without, which count FLOPs or measured seconds."""
     seed: int = 0
     """Seed of the bootstrap."""
     results: Path = Path("runs/predicted_ratio.jsonl")
@@ -101,7 +105,7 @@ def main(config: Config, command: str) -> list[Prediction]:
         nothing can be predicted.
     """
     generator = np.random.default_rng(config.seed)
-    rows = rows_of_arm(config.rows, config.arm)
+    rows = rows_of_arm(config.rows, config.arm, config.widths_of)
     fit = DeltaFit.draw(list(map(_excess, rows)), generator)
     cost, sparse_share, speed = cost_per_token(config, rows, generator)
     slope = fit.size_slope()
@@ -140,14 +144,26 @@ def main(config: Config, command: str) -> list[Prediction]:
     return predictions
 
 
-def rows_of_arm(path: Path, arm: str) -> list[dict[str, Any]]:
-    """Returns the last row of the arm for each size and length. Rows without an
-    interval, of arms with one seed, are named on the console and left out.
+def rows_of_arm(
+    path: Path, arm: str, widths_of: PresetName | None = None
+) -> list[dict[str, Any]]:
+    """Returns the last row of the arm for each size and length, of those that count
+    steps at the widths of a preset, or of those that do not. Rows without an interval,
+    of arms with one seed, are named on the console and left out.
 
     Raises:
-      ValueError: the file has no row of the arm, or none with an interval.
+      ValueError: the file has no row of the arm, or none with an interval, at those
+        widths.
     """
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    every = [json.loads(line) for line in path.read_text().splitlines()]
+    preset = lambda row: (row.get("at_widths") or "").partition(",")[0] or None
+    rows = [row for row in every if preset(row) == widths_of]
+    if every and not rows:
+        known = sorted({str(preset(row)) for row in every})
+        raise ValueError(
+            f"{path} has no row at --widths-of {widths_of}; its rows are at "
+            f"{', '.join(known)}"
+        )
     arms = dict.fromkeys(row["arm"] for row in rows)
     if arm not in arms:
         raise ValueError(

@@ -12,7 +12,7 @@ weights, and runs whose comparison the row does not name), those of sparse steps
 a token where it has one row for all of them today, are left out and counted; so are
 runs that shared a GPU, and phases whose steps differ among themselves.
 
-It runs on a CPU in a few seconds. Expected: of 167 steps of one GPU half are within
+It runs on a CPU in a few seconds. Expected: of 173 steps of one GPU half are within
 1.8 %, and all but three within 11 %; 12 steps of `gpt-124m` on two GPUs are predicted 6
 to 15 % too short, 18 of `llama-1b` on two and four between 4 % too long and 7 % too
 short.
@@ -394,6 +394,7 @@ def _row(measured: Measured) -> dict:
         "preset": measured.preset,
         "layers": measured.model.layers,
         "d_hidden": measured.model.d_hidden,
+        "remat": measured.model.remat,
         "micro_batches": measured.micro_batches,
         "scan_layers": measured.model.scan_layers,
         "precision": measured.model.precision,
@@ -409,7 +410,8 @@ def _row(measured: Measured) -> dict:
 
 def _print(rows: list[dict], left_out: int) -> None:
     for row in rows:
-        loop = ", loop over layers" if row["scan_layers"] else ""
+        loop = "" if row["remat"] == "none" else f", remat {row['remat']}"
+        loop += ", loop over layers" if row["scan_layers"] else ""
         parts = f", {row['micro_batches']} micro-batch"
         parts += "es" if row["micro_batches"] > 1 else ""
         fp8 = "" if row["precision"] == "dtype" else f", {row['precision']}"

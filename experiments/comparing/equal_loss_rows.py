@@ -111,7 +111,8 @@ class Row:
     """The cost that the arm's sparse steps would have if they were dense, likewise."""
     at_widths: str | None
     """The preset and the GPU for which the seconds of dense steps were predicted, whose
-    ratios these costs are; None where they are FLOPs of the models as trained."""
+    ratios these costs are, as "llama-1b, NVIDIA H200"; None where they are FLOPs of the
+    models as trained."""
     seconds: float | None
     """The measured seconds of the arm's steps, a mean over the seeds; None where not
     known."""
@@ -122,8 +123,8 @@ class Row:
     speed_low: float | None
     speed_high: float | None
     speed_from: str | None
-    """The source of R's seconds: "measured", that of `speed`, "FLOPs", or the words of
-    `at_widths`."""
+    """The source of R's seconds: "measured", that of `speed`, "FLOPs", or "predicted
+    for" and `at_widths`."""
     break_even_speed: float | None
     """The speed of a sparse step at which R is 1; None where there is none."""
     R_tokens: float | None
@@ -226,7 +227,7 @@ def rows_of(
         np.array([len(of) for of in dense.values()], np.float64),
     )
     dense_runs = [run for of in dense.values() for run in of]
-    predicted = None if at_widths is None else at_widths.source
+    predicted = None if at_widths is None else at_widths.name
     costs = {
         key: cost(of, dense_runs, drawn_speeds.get(key[0]), at_widths)
         for key, of in groups.items()
@@ -261,7 +262,9 @@ def rows_of(
         reached = bool(np.isfinite(equal[0]))
         dense_cost, sparse_cost = cost_shares(of, model, at_widths)
         speed = speeds.get(arm)
-        source = predicted or "FLOPs" if speed is None else speed_from
+        source = speed_from
+        if speed is None:
+            source = f"predicted for {predicted}" if predicted else "FLOPs"
         if measured or relative is None:
             source = "measured" if measured else None
         rows.append(

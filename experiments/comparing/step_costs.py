@@ -44,9 +44,9 @@ class AtWidths:
     """The number of layers of the comparison's deepest arm."""
 
     @property
-    def source(self) -> str:
-        """The words for these costs in a row: the preset and the GPU."""
-        return f"steps predicted at {self.preset}'s widths, {self.device.kind}"
+    def name(self) -> str:
+        """The preset and the GPU, as rows name them."""
+        return f"{self.preset}, {self.device.kind}"
 
     def seconds_per_token(self, model: ModelConfig) -> float:
         """Returns the predicted seconds of a token in a dense step of an arm. Between

@@ -96,6 +96,23 @@ def test_a_speed_brings_its_interval_and_a_control_its_own_cost(tmp_path):
     assert pytest.approx(0.9 * excess, rel=1e-9) == of.R
 
 
+def test_rows_at_the_widths_of_a_preset_are_read_where_they_are_asked_for(tmp_path):
+    flops = {"dense_cost": 0.2, "sparse_cost": 0.8}
+    at_1b = {"dense_cost": 0.3, "sparse_cost": 0.9, "at_widths": "llama-1b, an H200"}
+    path = write_rows(tmp_path, size=0.0, spread=0.002, **flops)
+    lines = path.read_text()
+    path = write_rows(tmp_path, size=0.0, spread=0.002, **at_1b)
+    path.write_text(lines + path.read_text())
+    given = {"parameters": (1.8e9,), "tokens_per_parameter": (20,)}
+    (plain,) = predicted(path, **given)
+    (wide,) = predicted(path, widths_of="llama-1b", **given)
+    assert wide.delta == pytest.approx(plain.delta, rel=1e-6)
+    ratio = (0.3 + 0.9 / 1.5) / (0.2 + 0.8 / 1.5)
+    assert wide.R / plain.R == pytest.approx(ratio, rel=1e-6)
+    with pytest.raises(ValueError, match="no row at --widths-of llama-7b.*llama-1b"):
+        predicted(path, widths_of="llama-7b", **given)
+
+
 @pytest.mark.parametrize(
     ("changes", "settings", "message"),
     [

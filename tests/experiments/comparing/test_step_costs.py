@@ -59,8 +59,8 @@ def test_an_arm_costs_what_its_shape_is_predicted_to_cost_at_the_widths(tmp_path
     row = rows["deep", 240]
     assert row["R"] == pytest.approx(seconds() / dense * 240 / 300, rel=1e-4)
     assert not row["measured"] and row["R_wall"] is None
-    assert row["speed_from"] == row["at_widths"]
-    assert row["at_widths"] == "steps predicted at llama-1b's widths, NVIDIA H200"
+    assert row["at_widths"] == "llama-1b, NVIDIA H200"
+    assert row["speed_from"] == "predicted for llama-1b, NVIDIA H200"
     narrow_seconds = seconds(layers=10, d_hidden=2048)
     assert narrow_seconds < 0.8 * dense
     row = rows["narrow", 400]
