@@ -17,8 +17,6 @@ from experiments.comparing.equal_loss_rows import (
 )
 from experiments.comparing.equal_loss_rows import rows_of as of_groups
 from experiments.comparing.finished_runs import read_finished
-from sparsejax.config import PhaseConfig
-from sparsejax.cost_model import flops_per_token
 from tests.support.files.equal_loss_runs import (
     BUDGETS,
     dense_runs,
@@ -217,40 +215,6 @@ def test_a_table_in_a_pipe_has_all_of_its_numbers(tmp_path, capsys):
         assert f"{row['R_low']:.3f}-{row['R_high']:.3f}" in shown
     assert len(rows) == 4 and "seeds" in shown
     assert f"{rows['sparse', 300]['break_even_speed']:.2f}x" in shown
-
-
-def test_another_model_costs_its_share_of_the_FLOPs(tmp_path):
-    model = replace(DENSE.model, d_hidden=64)
-    narrow = Synthetic(
-        name="narrow",
-        config=replace(DENSE, model=model, steps=400),
-        loss=loss(tokens_of(300)),
-        side_by_side=2,
-    )
-    row = rows_of(tmp_path, [*dense_runs(), narrow])["narrow", 400]
-    flops = [flops_per_token(of, 64).total() for of in (model, DENSE.model)]
-    assert row["R"] == pytest.approx(flops[0] / flops[1] * 400 / 300, rel=1e-4)
-    assert (row["measured"], row["speed_from"]) == (False, "FLOPs")
-    assert row["break_even_speed"] is None
-    assert row["parameters"] < parameters(DENSE.model)
-
-
-def test_a_phase_with_a_smaller_model_costs_its_own_FLOPs(tmp_path):
-    schedule = (
-        PhaseConfig(name="narrow", share=0.75, d_hidden=64),
-        PhaseConfig(name="whole"),
-    )
-    grown = Synthetic(
-        name="grown",
-        config=replace(DENSE, steps=400).with_schedule(schedule),
-        loss=loss(tokens_of(380)),
-        side_by_side=2,
-    )
-    row = rows_of(tmp_path, [*dense_runs(), grown])["grown", 400]
-    small = flops_per_token(replace(DENSE.model, d_hidden=64), 64).total()
-    share = small / flops_per_token(DENSE.model, 64).total()
-    assert row["R"] == pytest.approx((0.75 * share + 0.25) * 400 / 380, rel=1e-4)
-    assert row["parameters"] == parameters(DENSE.model)
 
 
 def test_a_branch_has_the_steps_of_its_trunk_as_they_were_trained(tmp_path):

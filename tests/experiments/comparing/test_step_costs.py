@@ -1,15 +1,16 @@
-"""The costs of steps at the widths of a preset, against the steps that are predicted
-for models written out here."""
+"""What a step of each arm costs: by its FLOPs, and at the widths of a preset, against
+the steps that are predicted for models written out here."""
 
 from dataclasses import replace
 
 import pytest
 
+from experiments.comparing.equal_loss_rows import parameters
 from experiments.comparing.step_costs import AtWidths
 from pallas_kernels.device import Device
 from sparsejax.config import MeshConfig, PhaseConfig
 from sparsejax.config.presets import PRESETS
-from sparsejax.cost_model import Links, Speeds, predicted_step
+from sparsejax.cost_model import Links, Speeds, flops_per_token, predicted_step
 from sparsejax.feed_forward.sparsity import DENSE as NO_SPARSITY
 from sparsejax.reports.metrics import ffn_decisions
 from tests.support.files.equal_loss_runs import (
@@ -43,11 +44,14 @@ def seconds(**sizes) -> float:
     ).total
 
 
-def of_arm(name: str, steps: int, **sizes) -> Synthetic:
+def of_arm(name: str, steps: int, side_by_side: int = 1, **sizes) -> Synthetic:
     """A run of another shape that has the loss of dense after 300 steps."""
-    model = replace(DENSE.model, **sizes)
-    config = replace(DENSE, model=model, steps=steps)
-    return Synthetic(name=name, config=config, loss=loss(tokens_of(300)))
+    return Synthetic(
+        name=name,
+        config=replace(DENSE, model=replace(DENSE.model, **sizes), steps=steps),
+        loss=loss(tokens_of(300)),
+        side_by_side=side_by_side,
+    )
 
 
 def test_an_arm_costs_what_its_shape_is_predicted_to_cost_at_the_widths(tmp_path):
@@ -85,19 +89,40 @@ def test_sparse_steps_cost_the_dense_ones_of_their_shape_over_their_speed(tmp_pa
     assert needed == pytest.approx(1, rel=1e-4)
 
 
-def test_a_phase_with_a_smaller_model_costs_its_own_steps(tmp_path):
+def grown(**changes) -> Synthetic:
+    """A run whose FFNs grow from 64 neurons to 256 after three quarters of its 400
+    steps, and that ends where dense is after 380."""
     schedule = (
         PhaseConfig(name="narrow", share=0.75, d_hidden=64),
         PhaseConfig(name="whole"),
     )
-    grown = Synthetic(
-        name="grown",
-        config=replace(DENSE, steps=400).with_schedule(schedule),
-        loss=loss(tokens_of(380)),
-    )
-    row = rows_of(tmp_path, [*dense_runs(), grown], **WIDTHS)["grown", 400]
+    config = replace(DENSE, steps=400).with_schedule(schedule)
+    return Synthetic(name="grown", config=config, loss=loss(tokens_of(380)), **changes)
+
+
+def test_a_phase_with_a_smaller_model_costs_its_own_steps(tmp_path):
+    row = rows_of(tmp_path, [*dense_runs(), grown()], **WIDTHS)["grown", 400]
     share = seconds(d_hidden=2048) / seconds()
     assert row["R"] == pytest.approx((0.75 * share + 0.25) * 400 / 380, rel=1e-4)
+
+
+def test_a_phase_with_a_smaller_model_costs_its_own_FLOPs(tmp_path):
+    row = rows_of(tmp_path, [*dense_runs(), grown(side_by_side=2)])["grown", 400]
+    small = flops_per_token(replace(DENSE.model, d_hidden=64), 64).total()
+    share = small / flops_per_token(DENSE.model, 64).total()
+    assert row["R"] == pytest.approx((0.75 * share + 0.25) * 400 / 380, rel=1e-4)
+    assert row["parameters"] == parameters(DENSE.model)
+
+
+def test_another_model_costs_its_share_of_the_FLOPs(tmp_path):
+    narrow = of_arm("narrow", 400, d_hidden=64, side_by_side=2)
+    row = rows_of(tmp_path, [*dense_runs(), narrow])["narrow", 400]
+    models = (narrow.config.model, DENSE.model)
+    small, whole = (flops_per_token(of, 64).total() for of in models)
+    assert row["R"] == pytest.approx(small / whole * 400 / 300, rel=1e-4)
+    assert (row["measured"], row["speed_from"]) == (False, "FLOPs")
+    assert row["at_widths"] is None and row["break_even_speed"] is None
+    assert row["parameters"] < parameters(DENSE.model)
 
 
 def test_between_whole_numbers_of_layers_a_step_lies_on_a_line():
