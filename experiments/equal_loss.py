@@ -20,7 +20,8 @@ arm and each of its lengths D:
     R_best      R, but over the dense arm, of whatever size, that needs the fewest
                 seconds to that loss (`comparing/dense_rivals.py`), with a star where
                 that arm has no runs of both less and more; only the least that it can
-                be where a dense arm of a single length seems to pass the loss in fewer
+                be where a dense arm of a single length seems to pass the loss in fewer,
+                with what it likely is, if that arm's loss falls as others' do
 
 Below R = 1 the arm is worth its time. Where every run had its device for itself, one
 kind of device, R takes the seconds that the steps took (`measured` is true), and R_wall
@@ -247,9 +248,14 @@ def seconds_ratio(row: Row) -> str:
 def over_best(row: Row) -> str:
     """Returns R over the best dense arm as the table has it, with the arm's name."""
     ratio = with_interval(row.R_best, row.R_best_low, row.R_best_high)
-    least = "at least " if row.best_is_least else ""
     mark = " *" if row.best_extrapolated else ""
-    return f"{least}{ratio}{mark}\n{row.best_dense}" if ratio else ""
+    if not ratio:
+        return ""
+    if not row.best_is_least:
+        return f"{ratio}{mark}\n{row.best_dense}"
+    interval = (row.R_best_likely_low, row.R_best_likely_high)
+    likely = with_interval(row.R_best_likely, *interval)
+    return f"at least {ratio}{mark}\n{row.best_dense}\nlikely {likely}"
 
 
 def with_interval(value: float | None, low: float | None, high: float | None) -> str:

@@ -123,7 +123,8 @@ def plot_equal_loss(
     a share of the longest dense run's. On the right is R_best, the seconds to a loss
     over those of the dense arm that needs the fewest, against tokens per parameter,
     with its interval, cut off far below all arms, or a triangle where it is only the
-    least that it can be, and hollow where the loss of that dense arm was extrapolated;
+    least that it can be, from which a line leads to what it likely is, and hollow where
+    the loss of that dense arm was extrapolated;
     arms stand a little beside each other. Each arm is a line that
     is labelled, at most six with the dense model's: those with sparse steps first, then
     those with the lowest R. A loss that the dense model never has is on the
@@ -191,6 +192,10 @@ def plot_equal_loss(
             if row["best_extrapolated"]:
                 look = {"facecolors": "white", "edgecolors": line.get_color()}
                 right.scatter([x], [ratio], 16, marker=mark, zorder=3, **look)
+            if row["best_is_least"]:
+                likely = [ratio, row["R_best_likely"]]
+                right.plot([x, x], likely, color=line.get_color())
+                shown_ratios += likely
         how = "measured" if measured[arm] else "not measured"
         is_mixed = len(set(measured.values())) > 1
         ends[right].append((line, f"{arm}, {how}" if is_mixed else arm))
@@ -209,7 +214,7 @@ def plot_equal_loss(
         right.set_xticks([], minor=True)
     compared = [row for row in all_rows if row["R_best"] is not None]
     marks = {
-        "triangle: at least": "best_is_least",
+        "triangle: at least, and up to what is likely": "best_is_least",
         "hollow: extrapolated": "best_extrapolated",
     }
     used = [text for text, of in marks.items() if any(row[of] for row in compared)]

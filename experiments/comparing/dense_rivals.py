@@ -52,13 +52,14 @@ class DenseRivals:
         costs.pop(arm, None)
         lowest = np.min([np.full_like(losses, np.inf), *costs.values()], axis=0)
         if not np.isfinite(lowest[0]):
-            return Best(name=None, costs=lowest, extrapolated=False, is_least=False)
+            return Best(None, lowest, lowest, extrapolated=False)
         name = min(costs, key=lambda name: costs[name][0])
+        supposed = self._supposed(losses, arm)
         return Best(
-            name=name,
-            costs=lowest,
+            name,
+            lowest,
+            np.min([lowest, *supposed], axis=0),
             extrapolated=self._is_outside(name, float(lowest[0])),
-            is_least=bool(self._may_cost_less(losses[0], arm, lowest[0])),
         )
 
     def _is_outside(self, name: str, cost: float) -> bool:
@@ -70,24 +71,33 @@ class DenseRivals:
         low, high = min(costs) * (1 - _ROUNDING), max(costs) * (1 + _ROUNDING)
         return not low <= cost <= high
 
-    def _may_cost_less(self, loss: float, arm: str, lowest: float) -> bool:
-        """Returns whether a dense arm with a single length, other than `arm`, may reach
-        the loss at a lower cost than `lowest`: it ended below the loss and has passed
-        it before, or above it and would pass it later, nobody knows when. It may if its
-        loss falls as the reference's does in the middle of its lengths, by as much for
-        each factor e of the cost."""
-        slope = float(self.curves.slope[0])
-        return any(
-            len(lengths) == 1
-            and np.ravel(lengths[0].cost)[0]
-            * np.exp((lengths[0].loss[0] - loss) / slope)
-            < lowest
-            for name, lengths in self.others.items()
-            if name != arm
-        )
+    def _supposed(self, losses: Replicates, arm: str) -> list[Replicates]:
+        """Returns what the losses cost with each dense arm of a single length, other
+        than `arm`, if its loss falls as `_fall` says: it ended below a loss and has
+        passed it before, or above it and would pass it later, nobody knows when."""
+        fall = self._fall()
+        single = [
+            of[0] for name, of in self.others.items() if name != arm and len(of) == 1
+        ]
+        with np.errstate(over="ignore"):
+            return [of.cost * np.exp((of.loss - losses) / fall) for of in single]
+
+    def _fall(self) -> Replicates:
+        """Returns by how much the losses of dense arms fall for each factor e of the
+        cost: the median over the arms with several lengths, the reference among them,
+        of the fall between the last two; nan where that is none."""
+        *_, shorter, longer = sorted(set(self.lengths))
+        pairs = [Length(self.curves.loss(of), of) for of in (shorter, longer)]
+        last = [pairs, *(of[-2:] for of in self.others.values() if len(of) > 1)]
+        falls = [
+            (before.loss - after.loss) / np.log(after.cost / before.cost)
+            for before, after in last
+        ]
+        fall = np.median(falls, axis=0)
+        return np.where(fall > 0, fall, np.nan)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Best:
     """The dense arm that reaches a loss at the lowest cost."""
 
@@ -96,12 +106,18 @@ class Best:
     costs: Replicates
     """The lowest cost of each replicate of the loss: infinite where no arm reaches it,
     and nan where the reference's curve does not fall."""
+    likely: Replicates
+    """The same, but where an arm with a single length would reach the loss at a lower
+    cost if its loss falls as that of the others does, that cost."""
     extrapolated: bool
-    """Whether that cost is outside those of the arm's runs, so that it rests on how the
+    """Whether `costs` is outside those of the arm's runs, so that it rests on how the
     arm's loss falls before or beyond them."""
-    is_least: bool
-    """Whether another arm may reach the loss at a lower cost: one with a single length,
-    whose fall nobody knows."""
+
+    @property
+    def is_least(self) -> bool:
+        """Whether another arm may reach the loss at a lower cost: one with a single
+        length, whose fall nobody knows."""
+        return bool(self.likely[0] < self.costs[0])
 
 
 def cost_of(losses: Replicates, lengths: Sequence[Length]) -> Replicates:

@@ -153,6 +153,11 @@ class Row:
     """Whether `R_best` is only the least that it can be, and then without an interval:
     a dense arm with a single length seems to pass the loss at a lower cost, and where
     it does nobody knows (`dense_rivals.Best`)."""
+    R_best_likely: float | None
+    """What R_best is then if the loss of that arm falls as those of other dense arms
+    do; None elsewhere."""
+    R_best_likely_low: float | None
+    R_best_likely_high: float | None
     measured: bool
     """Whether R comes from measured seconds; `R_wall` always does."""
     side_by_side: int
@@ -250,9 +255,10 @@ def rows_of(
         relative, measured = costs[key]
         ratios = None if relative is None else relative * in_tokens
         best = rivals.best(losses[key], arm)
-        over_best = None
+        over_best = likely = None
         if relative is not None and best.name is not None:
             over_best = relative * tokens / best.costs
+            likely = relative * tokens / best.likely if best.is_least else None
         of_wall = None if at_widths else wall_ratios(of, dense_runs, equal)
         bound: float | None = None
         is_below = np.mean(losses[key] < losses[longest]) >= 0.95
@@ -301,6 +307,7 @@ def rows_of(
                 best_dense=best.name,
                 best_extrapolated=best.extrapolated,
                 best_is_least=best.is_least,
+                **ratio_fields("R_best_likely", likely, has_spread),
                 measured=measured,
                 side_by_side=max(run.side_by_side for run in of),
                 seeds=len(of),

@@ -1,5 +1,6 @@
 """What R is at least, or at most, where no dense curve says it."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -26,8 +27,16 @@ def test_a_dense_arm_of_one_length_below_a_loss_leaves_only_a_bound(tmp_path, ca
     row = rows["sparse", 300]
     assert row["R_best"] == pytest.approx(21 / 30) and row["best_is_least"]
     assert row["R_best_low"] is None and row["R"] == pytest.approx(21 / 60, rel=1e-3)
-    assert "at least" in capsys.readouterr().out
+    # The deep arm has passed that loss before its 300 steps, if it falls as dense does.
+    long, longest = (loss(tokens_of(steps)) for steps in BUDGETS[-2:])
+    fall = (long - longest) / math.log(BUDGETS[-1] / BUDGETS[-2])
+    passed = 300 * math.exp((loss(tokens_of(900)) - loss(tokens_of(600))) / fall)
+    likely = row["R_best_likely"]
+    assert likely == pytest.approx(210 / passed, rel=1e-3) and likely > row["R_best"]
+    shown = capsys.readouterr().out
+    assert "at least" in shown and f"likely {likely:.3f}" in shown
     assert not rows["deep", 300]["best_is_least"]
+    assert rows["deep", 300]["R_best_likely"] is None
 
 
 def test_an_arm_below_the_longest_dense_run_has_a_bound_without_any_curve(

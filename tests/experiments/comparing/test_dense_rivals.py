@@ -62,10 +62,14 @@ def test_who_has_one_length_may_pass_a_loss_before_it_or_after(curves, loss):
     losses = np.array([loss, loss])
     for factor, is_least in ((1.01, True), (0.99, False)):
         at = passed * factor
-        around = [length(0.9 * at, *losses + 0.01), length(at / 0.9, *losses - 0.01)]
+        # They fall by as much, so that the median of the falls is that.
+        ends = at * np.exp([-0.1, 0.1])
+        around = [length(ends[0], *losses + 0.01), length(ends[1], *losses - 0.01)]
         rivals = rivals_of(curves, deep=[length(300.0, 0.8, 0.8)], wide=around)
         best = rivals.best(losses, "sparse")
         assert best.is_least == is_least
+        assert best.likely[0] == pytest.approx(min(at, passed))
+        assert best.costs[0] == pytest.approx(at)
         # No arm is a rival of its own.
         assert not rivals.best(losses, "deep").is_least
 
