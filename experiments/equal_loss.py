@@ -8,7 +8,7 @@ seconds.
         --draw two-of-eight narrow
 
 The dense runs of at least three lengths, all cooled down, give the loss of the dense
-model against its tokens, L = E + A D^-b (`comparing/dense_curve.py`). For each other
+model against its tokens, L = E + A D^-b (`worth/dense_curve.py`). For each other
 arm and each of its lengths D:
 
     D_eq        the tokens after which the dense model has the same loss
@@ -18,7 +18,7 @@ arm and each of its lengths D:
                 ended below it: what R is less than without any curve
     R_wall      the same of all wall-clock seconds of the runs
     R_best      R, but over the dense arm, of whatever size, that needs the fewest
-                seconds to that loss (`comparing/dense_rivals.py`), with a star where
+                seconds to that loss (`worth/dense_rivals.py`), with a star where
                 that arm has no runs of both less and more; only the least that it can
                 be where a dense arm of a single length seems to pass the loss in fewer,
                 with what it likely is, if that arm's loss falls as others' do
@@ -34,7 +34,7 @@ from which on it would break even.
 A speed of a step of `llama-1b` goes with FLOPs of small models that read bytes only
 roughly: their FFNs are a larger part of a step. With `--widths-of llama-1b --device
 "NVIDIA H200"` a dense step of each arm costs the seconds that `sparsejax plan` predicts
-for its shape at that preset's widths (`comparing/step_costs.py`), and nothing is taken
+for its shape at that preset's widths (`worth/step_costs.py`), and nothing is taken
 from a clock but the speeds.
 
 The 90 % interval is a bootstrap over the seeds and, where the records have them, over
@@ -59,14 +59,14 @@ from rich.table import Table
 
 from experiments.bench.rows import append_rows
 from experiments.command_line import run_script
-from experiments.comparing.equal_loss_rows import Key, Row, Speed, grouped, rows_of
 from experiments.comparing.finished_runs import (
     FinishedRun,
     baseline_arm,
     read_finished,
 )
-from experiments.comparing.step_costs import AtWidths
-from experiments.plot import plot_equal_loss
+from experiments.worth.equal_loss_figure import plot_equal_loss
+from experiments.worth.equal_loss_rows import Key, Row, Speed, grouped, rows_of
+from experiments.worth.step_costs import AtWidths
 from pallas_kernels.device import Device
 from sparsejax.config import PresetName
 from sparsejax.reports.provenance import commit

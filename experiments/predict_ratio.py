@@ -40,9 +40,9 @@ from rich.table import Table
 
 from experiments.bench.rows import append_rows
 from experiments.command_line import run_script
-from experiments.comparing.bootstrap import INTERVAL, Replicates
-from experiments.comparing.delta_fit import DeltaFit, Excess
-from experiments.comparing.equal_loss_rows import Speed
+from experiments.worth.bootstrap import INTERVAL, Replicates
+from experiments.worth.delta_fit import DeltaFit, Excess
+from experiments.worth.equal_loss_rows import Speed
 from sparsejax.config import PresetName
 from sparsejax.terminal import console
 

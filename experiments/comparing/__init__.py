@@ -1,1 +1,1 @@
-"""The comparison of finished runs: their files, tables, curves and processes."""
+"""Comparisons of runs: their files, tables and processes, and what models can do."""

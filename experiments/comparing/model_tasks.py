@@ -23,7 +23,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Float, Float32, Int32
 
-from experiments.comparing.bootstrap import INTERVAL, REPLICATES
+from experiments.worth.bootstrap import INTERVAL, REPLICATES
 from sparsejax.data.corpus import File
 from sparsejax.data.tokenizers import Tokenizer, Tokens
 from sparsejax.models.transformer import Transformer

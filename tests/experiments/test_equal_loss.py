@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from experiments import equal_loss
-from experiments.comparing.equal_loss_rows import (
+from experiments.comparing.finished_runs import read_finished
+from experiments.worth.equal_loss_rows import (
     Speed,
     grouped,
     parameters,
     ratio_fields,
 )
-from experiments.comparing.equal_loss_rows import rows_of as of_groups
-from experiments.comparing.finished_runs import read_finished
+from experiments.worth.equal_loss_rows import rows_of as of_groups
 from tests.support.files.equal_loss_runs import (
     BUDGETS,
     dense_runs,

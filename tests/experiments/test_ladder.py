@@ -9,8 +9,8 @@ import pytest
 
 from experiments import compare_recipes, equal_loss
 from experiments.comparing.comparison_file import Comparison, Trial, read_comparison
-from experiments.comparing.equal_loss_rows import parameters
 from experiments.comparing.finished_runs import read_finished
+from experiments.worth.equal_loss_rows import parameters
 from sparsejax.config import ModelConfig, PhaseConfig
 from sparsejax.sparsity.patterns import VNM
 from sparsejax.training import train as loop

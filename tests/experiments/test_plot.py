@@ -4,22 +4,16 @@ import json
 import math
 import subprocess
 import sys
-from itertools import chain, combinations
+from itertools import chain
 from pathlib import Path
 
 import matplotlib
 import matplotlib.image
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.text import Text
 
 from experiments import plot
-from experiments.plot import (
-    _apart,
-    _label_ends,
-    _seconds_label,
-    plot_comparison,
-)
+from experiments.plot import _seconds_label, plot_comparison
 from sparsejax.config import DataConfig, TrainConfig
 from sparsejax.config.config_file import to_json
 from sparsejax.reports.loss_figure import SHADES
@@ -159,33 +153,6 @@ def test_seconds_of_a_shared_device_are_told(tmp_path):
     assert _seconds_label(folders) == "seconds of training steps"
     (folders[-1] / "provenance.jsonl").write_text('{"side_by_side": 3}\n')
     assert _seconds_label(folders).endswith("steps, on a shared device")
-
-
-def test_labels_stand_beside_the_axes_and_apart_near_their_lines_ends():
-    figure, axes = plt.subplots()
-    ends = [axes.plot([0, 1], [0, height])[0] for height in (0.5, 0.5, 0.0, 1.0, 0.51)]
-    figure.canvas.draw()
-    _label_ends(axes, list(zip(ends, "abcde", strict=True)))
-    figure.canvas.draw()
-    boxes = {text.get_text(): Text.get_window_extent(text) for text in axes.texts}
-    for one, other in combinations(boxes.values(), 2):
-        assert not one.overlaps(other)
-    inside = axes.get_window_extent()
-    assert all(box.x0 > inside.x1 for box in boxes.values())
-    heights = {name: (box.y0 + box.y1) / 2 for name, box in boxes.items()}
-    at = {height: axes.transData.transform((1, height))[1] for height in (0, 0.5, 1)}
-    # Those that have room are where their lines end; the others are around theirs.
-    assert abs(heights["c"] - at[0]) < 2 and abs(heights["d"] - at[1]) < 2
-    assert heights["a"] < heights["b"] < heights["e"]
-    assert abs(heights["b"] - at[0.5]) < 4
-    plt.close(figure)
-
-
-def test_what_is_too_near_spreads_around_its_mean_without_a_change_of_order():
-    assert _apart([0.0, 1.0, 5.0], 1.0) == [0.0, 1.0, 5.0]
-    assert _apart([1.0, 1.0], 1.0) == [0.5, 1.5]
-    assert _apart([0.0, 1.5, 1.5, 1.5], 1.0) == [-0.375, 0.625, 1.625, 2.625]
-    assert _apart([], 1.0) == []
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path, capsys):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from experiments import predict_ratio
-from experiments.comparing.delta_fit import DeltaFit, Excess
 from experiments.predict_ratio import Config, main
+from experiments.worth.delta_fit import DeltaFit, Excess
 
 SIZES = (5_000_000, 12_000_000, 30_000_000)
 LENGTHS = (20.0, 60.0, 200.0)

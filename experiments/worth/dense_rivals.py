@@ -11,8 +11,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from experiments.comparing.bootstrap import Replicates
-from experiments.comparing.dense_curve import DenseCurves
+from experiments.worth.bootstrap import Replicates
+from experiments.worth.dense_curve import DenseCurves
 
 _ROUNDING = 1e-6
 """The share of a run's cost that rounding may add to that of its own loss."""

@@ -12,17 +12,17 @@ from typing import Self
 
 import numpy as np
 
-from experiments.comparing.bootstrap import (
+from experiments.comparing.finished_runs import FinishedRun
+from experiments.worth.bootstrap import (
     DEVIATIONS_IN_INTERVAL,
     INTERVAL,
     REPLICATES,
     Replicates,
     replicates,
 )
-from experiments.comparing.dense_curve import DenseCurves
-from experiments.comparing.dense_rivals import DenseRivals, Length
-from experiments.comparing.finished_runs import FinishedRun
-from experiments.comparing.step_costs import (
+from experiments.worth.dense_curve import DenseCurves
+from experiments.worth.dense_rivals import DenseRivals, Length
+from experiments.worth.step_costs import (
     AtWidths,
     are_alike,
     break_even,

@@ -1,11 +1,13 @@
 """The figure of losses against seconds and of R, read back from what was drawn."""
 
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
 
 from experiments import equal_loss
+from experiments.worth.equal_loss_figure import _apart, _label_ends
 from tests.support.files.equal_loss_runs import (
     BUDGETS,
     dense_runs,
@@ -166,3 +168,56 @@ def test_R_best_over_a_loss_that_was_extrapolated_is_hollow(tmp_path, monkeypatc
     assert right.get_xlabel().endswith("\nhollow: extrapolated")
     (mark,) = right.collections
     assert mark.get_offsets()[0][1] == rows["below", 300]["R_best"]
+
+
+def test_from_the_least_that_R_best_can_be_a_line_leads_to_what_is_likely(
+    tmp_path, monkeypatch
+):
+    """The deep arm has one length, and has passed the sparse arm's loss before."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    deep, sparse = (
+        Synthetic(name=name, config=config, loss=loss(tokens_of(worth)), seconds=took)
+        for name, config, worth, took in (
+            ("deep", replace(DENSE, steps=300), 900, 30.0),
+            ("sparse", sparse_config(300, 0.8), 600, 21.0),
+        )
+    )
+    row = rows_of(tmp_path, [*dense_runs(), deep, sparse])["sparse", 300]
+    right = figures[0].axes[1]
+    lines = [line.get_xydata() for line in right.lines]
+    ends = sorted([row["R_best"], row["R_best_likely"]])
+    assert any(
+        len(line) == 2 and line[:, 1].tolist() == pytest.approx(ends) for line in lines
+    )
+    assert "triangle: at least, and up to what is likely" in right.get_xlabel()
+
+
+def test_labels_stand_beside_the_axes_and_apart_near_their_lines_ends():
+    plt = pytest.importorskip("matplotlib.pyplot")
+    text = pytest.importorskip("matplotlib.text").Text
+    figure, axes = plt.subplots()
+    ends = [axes.plot([0, 1], [0, height])[0] for height in (0.5, 0.5, 0.0, 1.0, 0.51)]
+    figure.canvas.draw()
+    _label_ends(axes, list(zip(ends, "abcde", strict=True)))
+    figure.canvas.draw()
+    boxes = {of.get_text(): text.get_window_extent(of) for of in axes.texts}
+    for one, other in combinations(boxes.values(), 2):
+        assert not one.overlaps(other)
+    inside = axes.get_window_extent()
+    assert all(box.x0 > inside.x1 for box in boxes.values())
+    heights = {name: (box.y0 + box.y1) / 2 for name, box in boxes.items()}
+    at = {height: axes.transData.transform((1, height))[1] for height in (0, 0.5, 1)}
+    # Those that have room are where their lines end; the others are around theirs.
+    assert abs(heights["c"] - at[0]) < 2 and abs(heights["d"] - at[1]) < 2
+    assert heights["a"] < heights["b"] < heights["e"]
+    assert abs(heights["b"] - at[0.5]) < 4
+    plt.close(figure)
+
+
+def test_what_is_too_near_spreads_around_its_mean_without_a_change_of_order():
+    assert _apart([0.0, 1.0, 5.0], 1.0) == [0.0, 1.0, 5.0]
+    assert _apart([1.0, 1.0], 1.0) == [0.5, 1.5]
+    assert _apart([0.0, 1.5, 1.5, 1.5], 1.0) == [-0.375, 0.625, 1.625, 2.625]
+    assert _apart([], 1.0) == []

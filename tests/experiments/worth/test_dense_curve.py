@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments.comparing.dense_curve import DenseCurves
+from experiments.worth.dense_curve import DenseCurves
 
 TOKENS = np.array([1e8, 3e8, 1e9])
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.comparing.equal_loss_rows import parameters
-from experiments.comparing.step_costs import AtWidths
+from experiments.worth.equal_loss_rows import parameters
+from experiments.worth.step_costs import AtWidths
 from pallas_kernels.device import Device
 from sparsejax.config import MeshConfig, PhaseConfig
 from sparsejax.config.presets import PRESETS

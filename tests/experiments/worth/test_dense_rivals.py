@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from experiments.comparing.dense_curve import DenseCurves
-from experiments.comparing.dense_rivals import DenseRivals, Length, cost_of
+from experiments.worth.dense_curve import DenseCurves
+from experiments.worth.dense_rivals import DenseRivals, Length, cost_of
 
 
 def curve_loss(tokens):

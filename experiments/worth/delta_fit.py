@@ -17,7 +17,7 @@ from typing import Self
 import numpy as np
 from jaxtyping import Float64
 
-from experiments.comparing.bootstrap import (
+from experiments.worth.bootstrap import (
     DEVIATIONS_IN_INTERVAL,
     INTERVAL,
     REPLICATES,

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experiments.comparing.bootstrap import SeedFit, replicates
 from experiments.comparing.finished_runs import FinishedRun
+from experiments.worth.bootstrap import SeedFit, replicates
 from tests.support.files.synthetic_runs import DENSE
 
 RUN = FinishedRun(

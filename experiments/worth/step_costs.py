@@ -15,8 +15,8 @@ from functools import cache
 
 import numpy as np
 
-from experiments.comparing.bootstrap import Replicates
 from experiments.comparing.finished_runs import FinishedRun
+from experiments.worth.bootstrap import Replicates
 from pallas_kernels.device import Device
 from sparsejax.config import MeshConfig, ModelConfig, PresetName
 from sparsejax.config.presets import PRESETS
