@@ -65,7 +65,8 @@ from experiments.comparing.finished_runs import (
     read_finished,
 )
 from experiments.worth.equal_loss_figure import plot_equal_loss
-from experiments.worth.equal_loss_rows import Key, Row, Speed, grouped, rows_of
+from experiments.worth.equal_loss_rows import Key, Speed, grouped, rows_of
+from experiments.worth.row import Row
 from experiments.worth.step_costs import AtWidths
 from pallas_kernels.device import Device
 from sparsejax.config import PresetName

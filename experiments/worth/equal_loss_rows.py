@@ -8,7 +8,7 @@ Every replicate of a bootstrap (`bootstrap`) has losses, a curve and speeds of i
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from experiments.worth.bootstrap import (
 )
 from experiments.worth.dense_curve import DenseCurves
 from experiments.worth.dense_rivals import DenseRivals, Length
+from experiments.worth.row import Row
 from experiments.worth.step_costs import (
     AtWidths,
     are_alike,
@@ -72,105 +73,6 @@ class Speed:
         return np.concatenate([[self.value], drawn])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One arm at one length, over its seeds.
-
-    R is a ratio of costs to one loss, the arm's over the dense model's: `R_tokens` in
-    tokens, `R` in seconds of steps, `R_wall` in wall-clock seconds of the whole run.
-    `R_best` is R over the dense arm that needs the fewest seconds for that loss.
-    `_low` and `_high` are the ends of the 90 % interval, None where there is none.
-    """
-
-    comparison: str
-    arm: str
-    parameters: int
-    """The number of parameters of the arm's model at the end, without embedding and
-    head."""
-    tokens: int
-    tokens_per_parameter: float
-    """The arm's tokens over the parameters of the dense model."""
-    loss: float
-    """The mean loss over the seeds, in nats per token."""
-    adjusted_loss: float
-    """That mean without what the seeds add to the losses of all arms
-    (`bootstrap.SeedFit`), so that arms with other seeds can be compared."""
-    dense_tokens: float | None
-    """The tokens D_eq at which the dense curve, whose losses are adjusted likewise, has
-    the adjusted loss; None where it never has."""
-    delta: float | None
-    """ln(D / D_eq), which is ln of `R_tokens`."""
-    extrapolated: bool
-    """Whether D_eq is below the shortest or above the longest dense run."""
-    sparse_share: float
-    """The share q of the steps that are sparse."""
-    dense_cost: float
-    """The cost of the arm's dense steps, over that of as many steps of the dense model
-    as the arm has in all (`step_costs.cost_shares`)."""
-    sparse_cost: float
-    """The cost that the arm's sparse steps would have if they were dense, likewise."""
-    at_widths: str | None
-    """The preset and the GPU for which the seconds of dense steps were predicted, whose
-    ratios these costs are, as "llama-1b, NVIDIA H200"; None where they are FLOPs of the
-    models as trained."""
-    seconds: float | None
-    """The measured seconds of the arm's steps, a mean over the seeds; None where not
-    known."""
-    wall_seconds: float | None
-    """The measured wall-clock seconds of the arm's runs, likewise."""
-    speed: float | None
-    """The speed of a sparse step over a dense one; None where it was not given."""
-    speed_low: float | None
-    speed_high: float | None
-    speed_from: str | None
-    """The source of R's seconds: "measured", that of `speed`, "FLOPs", or "predicted
-    for" and `at_widths`."""
-    break_even_speed: float | None
-    """The speed of a sparse step at which R is 1; None where there is none."""
-    R_tokens: float | None
-    R_tokens_low: float | None
-    R_tokens_high: float | None
-    R: float | None
-    R_low: float | None
-    R_high: float | None
-    R_at_most: float | None
-    """The arm's seconds over those of the longest dense run, where the arm ended below
-    that run in 95 % of the replicates: R is less, however the dense curve goes on. None
-    elsewhere."""
-    R_wall: float | None
-    R_wall_low: float | None
-    R_wall_high: float | None
-    R_best: float | None
-    R_best_low: float | None
-    R_best_high: float | None
-    best_dense: str | None
-    """The dense arm of `R_best`, another one than the row's own; None where none
-    reaches the loss."""
-    best_extrapolated: bool
-    """Whether that arm reaches the loss before its shortest run or beyond its longest,
-    so that `R_best` rests on how its loss falls there."""
-    best_is_least: bool
-    """Whether `R_best` is only the least that it can be, and then without an interval:
-    a dense arm with a single length seems to pass the loss at a lower cost, and where
-    it does nobody knows (`dense_rivals.Best`)."""
-    R_best_likely: float | None
-    """What R_best is then if the loss of that arm falls as those of other dense arms
-    do; None elsewhere."""
-    R_best_likely_low: float | None
-    R_best_likely_high: float | None
-    measured: bool
-    """Whether R comes from measured seconds; `R_wall` always does."""
-    side_by_side: int
-    """The number of runs that shared a device while these were trained."""
-    seeds: int
-    device: str | None
-    commit: str | None
-    """The commit that the runs were trained with."""
-    command: str
-    analysed_with: str | None
-    """The commit of the script that made the row."""
-
-
 def grouped(runs: Sequence[FinishedRun]) -> dict[Key, list[FinishedRun]]:
     """Returns the runs of one arm and one length together, whatever their seed.
 
@@ -215,109 +117,169 @@ def rows_of(
                 f"{name!r} is no arm with finished runs; there are "
                 f"{', '.join(arms) or 'none'}"
             )
-    dense = {key: of for key, of in groups.items() if key[0] == reference}
-    models = {of.config.model for runs in dense.values() for of in runs}
-    if len(models) > 1:
-        raise ValueError(
-            f"the runs of the reference {reference!r} have {len(models)} different "
-            f"models; name the arms in the comparison file so that it has one"
+    against = _Comparison.of(groups, reference, speeds, speed_from, at_widths, seed)
+    dense = [key for key in groups if key[0] == reference]
+    order = (*dense, *(key for key in groups if key not in dense))
+    origin = {"command": command, "analysed_with": analysed_with}
+    return [against.row(key, comparison=comparison, **origin) for key in order]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Comparison:
+    """The arms of a comparison, and the dense model that each is held against."""
+
+    groups: Mapping[Key, Sequence[FinishedRun]]
+    dense: Mapping[Key, Sequence[FinishedRun]]
+    """The groups of the reference."""
+    model: ModelConfig
+    """The model of the reference."""
+    losses: Mapping[Key, Replicates]
+    curves: DenseCurves
+    costs: Mapping[Key, tuple[Replicates | float | None, bool]]
+    """The cost of a token of each group, and whether it was measured
+    (`step_costs.cost`)."""
+    rivals: DenseRivals
+    speeds: Mapping[str, Speed]
+    speed_from: str | None
+    at_widths: AtWidths | None
+
+    @classmethod
+    def of(
+        cls,
+        groups: Mapping[Key, Sequence[FinishedRun]],
+        reference: str,
+        speeds: Mapping[str, Speed],
+        speed_from: str | None,
+        at_widths: AtWidths | None,
+        seed: int,
+    ) -> Self:
+        """Returns the comparison, its curves fitted and its speeds drawn. Raises
+        ValueError where there is no dense curve."""
+        dense = {key: of for key, of in groups.items() if key[0] == reference}
+        dense_runs = [run for of in dense.values() for run in of]
+        models = {run.config.model for run in dense_runs}
+        if len(models) > 1:
+            raise ValueError(
+                f"the runs of the reference {reference!r} have {len(models)} different "
+                f"models; name the arms in the comparison file so that it has one"
+            )
+        generator = np.random.default_rng(seed)
+        losses = replicates(groups, generator)
+        drawn_speeds = {arm: of.replicates(generator) for arm, of in speeds.items()}
+        lengths = [tokens for _, tokens in dense]
+        curves = DenseCurves.fit(
+            np.array(lengths, np.float64),
+            np.stack([losses[key] for key in dense], axis=1),
+            np.array([len(of) for of in dense.values()], np.float64),
         )
-    (model,) = models
-    generator = np.random.default_rng(seed)
-    losses = replicates(groups, generator)
-    drawn_speeds = {arm: of.replicates(generator) for arm, of in speeds.items()}
-    curves = DenseCurves.fit(
-        np.array([tokens for _, tokens in dense], np.float64),
-        np.stack([losses[key] for key in dense], axis=1),
-        np.array([len(of) for of in dense.values()], np.float64),
-    )
-    dense_runs = [run for of in dense.values() for run in of]
-    predicted = None if at_widths is None else at_widths.name
-    costs = {
-        key: cost(of, dense_runs, drawn_speeds.get(key[0]), at_widths)
-        for key, of in groups.items()
-    }
-    has_spread = any(len(of) > 1 for of in groups.values())
-    lengths = [tokens for _, tokens in dense]
-    longest = (reference, max(lengths))
-    rivals = DenseRivals(
-        reference,
-        curves,
-        lengths,
-        _lengths_of_others(groups, losses, costs, reference),
-    )
-    cost_of_longest, _ = costs[longest]
-    rows = []
-    for key in (*dense, *(key for key in groups if key not in dense)):
-        (arm, tokens), of = key, groups[key]
-        equal = curves.tokens(losses[key])
-        in_tokens = tokens / equal
-        relative, measured = costs[key]
-        ratios = None if relative is None else relative * in_tokens
-        best = rivals.best(losses[key], arm)
-        over_best = likely = None
+        costs = {
+            key: cost(of, dense_runs, drawn_speeds.get(key[0]), at_widths)
+            for key, of in groups.items()
+        }
+        others = _lengths_of_others(groups, losses, costs, reference)
+        return cls(
+            groups=groups,
+            dense=dense,
+            model=models.pop(),
+            losses=losses,
+            curves=curves,
+            costs=costs,
+            rivals=DenseRivals(reference, curves, lengths, others),
+            speeds=speeds,
+            speed_from=speed_from,
+            at_widths=at_widths,
+        )
+
+    def row(self, key: Key, **origin: Any) -> Row:
+        """Returns the row of a group, with the fields of its origin."""
+        (arm, tokens), of = key, self.groups[key]
+        equal = self.curves.tokens(self.losses[key])
+        reached = bool(np.isfinite(equal[0]))
+        _, measured = self.costs[key]
+        speed = self.speeds.get(arm)
+        dense_cost, sparse_cost = cost_shares(of, self.model, self.at_widths)
+        excess = tokens / equal[0]
+        shortest, longest = min(self.rivals.lengths), max(self.rivals.lengths)
+        return Row(
+            arm=arm,
+            parameters=parameters(of[0].config.model),
+            tokens=tokens,
+            tokens_per_parameter=tokens / parameters(self.model),
+            loss=float(np.mean([run.loss for run in of])),
+            adjusted_loss=float(self.losses[key][0]),
+            dense_tokens=float(equal[0]) if reached else None,
+            delta=math.log(excess) if reached else None,
+            # A curve through three points returns their lengths but for rounding.
+            extrapolated=not (
+                shortest * (1 - 1e-6) <= equal[0] <= longest * (1 + 1e-6)
+            ),
+            sparse_share=float(np.mean([run.sparse_share for run in of])),
+            dense_cost=dense_cost,
+            sparse_cost=sparse_cost,
+            at_widths=None if self.at_widths is None else self.at_widths.name,
+            seconds=mean_where_known(run.seconds for run in of),
+            wall_seconds=mean_where_known(run.wall_seconds for run in of),
+            speed=None if speed is None else speed.value,
+            speed_low=None if speed is None else speed.low,
+            speed_high=None if speed is None else speed.high,
+            speed_from=self._source_of(key),
+            break_even_speed=break_even(dense_cost, sparse_cost, excess),
+            **self._ratios(key, equal),
+            R_at_most=self._bound(key),
+            measured=measured,
+            side_by_side=max(run.side_by_side for run in of),
+            seeds=len(of),
+            device=_all_of(run.device for run in of),
+            commit=_all_of(run.commit for run in of),
+            **origin,
+        )
+
+    def _ratios(self, key: Key, equal: Replicates) -> dict[str, Any]:
+        """Returns the ratios of a group as fields of its row, those over the dense
+        curve and that over the best dense arm."""
+        (arm, tokens), of = key, self.groups[key]
+        relative, _ = self.costs[key]
+        best = self.rivals.best(self.losses[key], arm)
+        ratios = over_best = likely = of_wall = None
+        if relative is not None:
+            ratios = relative * (tokens / equal)
         if relative is not None and best.name is not None:
             over_best = relative * tokens / best.costs
             likely = relative * tokens / best.likely if best.is_least else None
-        of_wall = None if at_widths else wall_ratios(of, dense_runs, equal)
-        bound: float | None = None
-        is_below = np.mean(losses[key] < losses[longest]) >= 0.95
-        if is_below and relative is not None and cost_of_longest is not None:
-            own, dense_cost = (np.ravel(of)[0] for of in (relative, cost_of_longest))
-            bound = float(own * tokens / (dense_cost * longest[1]))
-        reached = bool(np.isfinite(equal[0]))
-        dense_cost, sparse_cost = cost_shares(of, model, at_widths)
-        speed = speeds.get(arm)
-        source = speed_from
-        if speed is None:
-            source = f"predicted for {predicted}" if predicted else "FLOPs"
+        if self.at_widths is None:
+            dense_runs = [run for of in self.dense.values() for run in of]
+            of_wall = wall_ratios(of, dense_runs, equal)
+        spread = any(len(of) > 1 for of in self.groups.values())
+        return {
+            **ratio_fields("R_tokens", tokens / equal, spread),
+            **ratio_fields("R", ratios, spread),
+            **ratio_fields("R_wall", of_wall, spread),
+            **ratio_fields("R_best", over_best, spread and not best.is_least),
+            "best_dense": best.name,
+            "best_extrapolated": best.extrapolated,
+            "best_is_least": best.is_least,
+            **ratio_fields("R_best_likely", likely, spread),
+        }
+
+    def _bound(self, key: Key) -> float | None:
+        """Returns `R_at_most` of a group."""
+        longest = max(self.dense, key=lambda of: of[1])
+        own, dense = (self.costs[of][0] for of in (key, longest))
+        is_below = np.mean(self.losses[key] < self.losses[longest]) >= 0.95
+        if own is None or dense is None or not is_below:
+            return None
+        of_arm, of_dense = (np.ravel(of)[0] for of in (own, dense))
+        return float(of_arm * key[1] / (of_dense * longest[1]))
+
+    def _source_of(self, key: Key) -> str | None:
+        """Returns the source of a group's R, its row's `speed_from`."""
+        relative, measured = self.costs[key]
         if measured or relative is None:
-            source = "measured" if measured else None
-        rows.append(
-            Row(
-                comparison=comparison,
-                arm=arm,
-                parameters=parameters(of[0].config.model),
-                tokens=tokens,
-                tokens_per_parameter=tokens / parameters(model),
-                loss=float(np.mean([run.loss for run in of])),
-                adjusted_loss=float(losses[key][0]),
-                dense_tokens=float(equal[0]) if reached else None,
-                delta=math.log(in_tokens[0]) if reached else None,
-                # A curve through three points returns their lengths but for rounding.
-                extrapolated=not (
-                    min(lengths) * (1 - 1e-6) <= equal[0] <= max(lengths) * (1 + 1e-6)
-                ),
-                sparse_share=float(np.mean([run.sparse_share for run in of])),
-                dense_cost=dense_cost,
-                sparse_cost=sparse_cost,
-                at_widths=predicted,
-                seconds=mean_where_known(run.seconds for run in of),
-                wall_seconds=mean_where_known(run.wall_seconds for run in of),
-                speed=None if speed is None else speed.value,
-                speed_low=None if speed is None else speed.low,
-                speed_high=None if speed is None else speed.high,
-                speed_from=source,
-                break_even_speed=break_even(dense_cost, sparse_cost, in_tokens[0]),
-                **ratio_fields("R_tokens", in_tokens, has_spread),
-                **ratio_fields("R", ratios, has_spread),
-                R_at_most=bound,
-                **ratio_fields("R_wall", of_wall, has_spread),
-                **ratio_fields("R_best", over_best, has_spread and not best.is_least),
-                best_dense=best.name,
-                best_extrapolated=best.extrapolated,
-                best_is_least=best.is_least,
-                **ratio_fields("R_best_likely", likely, has_spread),
-                measured=measured,
-                side_by_side=max(run.side_by_side for run in of),
-                seeds=len(of),
-                device=_all_of(run.device for run in of),
-                commit=_all_of(run.commit for run in of),
-                command=command,
-                analysed_with=analysed_with,
-            )
-        )
-    return rows
+            return "measured" if measured else None
+        if key[0] in self.speeds:
+            return self.speed_from
+        widths = self.at_widths
+        return "FLOPs" if widths is None else f"predicted for {widths.name}"
 
 
 def _lengths_of_others(
