@@ -1,6 +1,7 @@
 """The bytes that the devices of a mesh send each other in a step."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, get_args
 
 from sparsejax.config import MeshConfig, ModelConfig
@@ -115,81 +116,12 @@ def exchanges(
     Args:
       tokens_per_device: tokens of one micro-batch on one of data x fsdp parts.
     """
-    element, layers = element_bytes(config), config.layers
-    parameters, whole = parameter_count(config), gathered_bytes(config, sparsity)
-    layer = whole.ffn_forward + whole.ffn_backward + whole.ffn_recomputed
-    times = (1 if config.remat == "none" else 2) + (config.precision != "dtype")
-    layer += whole.attention * times
-    weights = (layers * layer + whole.head) // mesh.tensor
-
-    vectors, embedding = 4 * parameters.vectors, 4 * parameters.embedding // mesh.tensor
-    scattered = 4 * (parameters.attention + parameters.ffn) // mesh.tensor + embedding
-    summed = 2 * _received((scattered + embedding) // mesh.fsdp, mesh.data)
-    of_vectors = 2 * _received(vectors, mesh.token_shards)
-    whole_weights, whole_sums = mesh.zero_stage < 3, mesh.zero_stage == 1
-    over_batch = 0
-    # One sum over both axes: counted with data, where there are replicas.
-    if mesh.data > 1 and mesh.fsdp > 1 and whole_sums:
-        over_batch = 2 * _received(scattered, mesh.token_shards) + of_vectors
-        over_data, over_fsdp = 2 * _received(embedding // mesh.fsdp, mesh.data), 0
-    elif mesh.data > 1:
-        over_data, over_fsdp = summed + of_vectors, _received(scattered, mesh.fsdp)
-    else:
-        over_data, over_fsdp = summed, _received(scattered, mesh.fsdp) + of_vectors
-    token = tokens_per_device * config.d_model
-    sums = layers * (5 if config.remat == "full" else 4) + 1
-    activations = token * (sums * element + 4)
-    weights_read = 2 * layers + 1
-    if whole_weights:
-        weights = bytes_as_read(config, sparsity, copied=True) // mesh.tensor
-        weights_read = 7  # about: each weight of all layers in one piece, and the head
+    tokens = (config, mesh, tokens_per_device)
     of_step = (
-        Exchanged(
-            purpose="gathered_weights",
-            axis="fsdp",
-            kind="all-gather",
-            received=_received(weights, mesh.fsdp),
-            collectives=weights_read,
-            once=whole_weights,
-        ),
-        Exchanged(
-            purpose="reduced_gradients",
-            axis="fsdp",
-            kind="reduce-scatter",
-            received=over_fsdp,
-            collectives=layers + 1,
-            once=whole_sums,
-        ),
-        Exchanged(
-            purpose="reduced_gradients",
-            axis="data",
-            kind="all-reduce",
-            received=over_data,
-            collectives=layers + 1,
-            once=not config.scan_layers,
-        ),
-        Exchanged(
-            purpose="reduced_gradients",
-            axis="batch",
-            kind="all-reduce",
-            received=over_batch,
-            collectives=layers + 1,
-            once=True,
-        ),
-        Exchanged(
-            purpose="reduced_activations",
-            axis="tensor",
-            kind="all-reduce",
-            received=2 * _received(activations, mesh.tensor),
-            collectives=sums + 1,
-        ),
-        Exchanged(
-            purpose="exchanged_tokens",
-            axis="fsdp",
-            kind="all-to-all",
-            received=2 * _received(token * element, mesh.fsdp),
-            collectives=2,
-        ),
+        _gathered_weights(config, mesh, sparsity),
+        *_reduced_gradients(config, mesh),
+        _reduced_activations(*tokens),
+        _exchanged_tokens(*tokens),
     )
     times = lambda of: 1 if of.once else micro_batches
     return tuple(
@@ -200,6 +132,96 @@ def exchanges(
         )
         for of in of_step
         if of.received
+    )
+
+
+def _gathered_weights(
+    config: ModelConfig, mesh: MeshConfig, sparsity: FFNSparsity
+) -> Exchanged:
+    """Returns what is gathered of weights over fsdp in a micro-batch, or once."""
+    whole = gathered_bytes(config, sparsity)
+    layer = whole.ffn_forward + whole.ffn_backward + whole.ffn_recomputed
+    times = (1 if config.remat == "none" else 2) + (config.precision != "dtype")
+    layer += whole.attention * times
+    weights = (config.layers * layer + whole.head) // mesh.tensor
+    reads = 2 * config.layers + 1
+    if mesh.zero_stage < 3:
+        weights = bytes_as_read(config, sparsity, copied=True) // mesh.tensor
+        reads = 7  # about: each weight of all layers in one piece, and the head
+    return Exchanged(
+        purpose="gathered_weights",
+        axis="fsdp",
+        kind="all-gather",
+        received=_received(weights, mesh.fsdp),
+        collectives=reads,
+        once=mesh.zero_stage < 3,
+    )
+
+
+def _reduced_gradients(config: ModelConfig, mesh: MeshConfig) -> tuple[Exchanged, ...]:
+    """Returns what is summed of gradients in a micro-batch, or once, over fsdp, over
+    data, and over both together."""
+    parameters = parameter_count(config)
+    embedding = 4 * parameters.embedding // mesh.tensor
+    scattered = 4 * (parameters.attention + parameters.ffn) // mesh.tensor + embedding
+    over_fsdp = _received(scattered, mesh.fsdp)
+    over_data = 2 * _received((scattered + embedding) // mesh.fsdp, mesh.data)
+    over_batch, of_vectors = 0, 2 * _received(4 * parameters.vectors, mesh.token_shards)
+    # One sum over both axes: counted with data, where there are replicas.
+    if mesh.data > 1 and mesh.fsdp > 1 and mesh.zero_stage == 1:
+        over_batch = 2 * _received(scattered, mesh.token_shards) + of_vectors
+        over_data, over_fsdp = 2 * _received(embedding // mesh.fsdp, mesh.data), 0
+    elif mesh.data > 1:
+        over_data += of_vectors
+    else:
+        over_fsdp += of_vectors
+    summed = partial(
+        Exchanged, purpose="reduced_gradients", collectives=config.layers + 1
+    )
+    return (
+        summed(
+            axis="fsdp",
+            kind="reduce-scatter",
+            received=over_fsdp,
+            once=mesh.zero_stage == 1,
+        ),
+        summed(
+            axis="data",
+            kind="all-reduce",
+            received=over_data,
+            once=not config.scan_layers,
+        ),
+        summed(axis="batch", kind="all-reduce", received=over_batch, once=True),
+    )
+
+
+def _reduced_activations(
+    config: ModelConfig, mesh: MeshConfig, tokens_per_device: int
+) -> Exchanged:
+    """Returns what is summed of activations over tensor in a micro-batch."""
+    sums = config.layers * (5 if config.remat == "full" else 4) + 1
+    of_token = sums * element_bytes(config) + 4
+    activations = tokens_per_device * config.d_model * of_token
+    return Exchanged(
+        purpose="reduced_activations",
+        axis="tensor",
+        kind="all-reduce",
+        received=2 * _received(activations, mesh.tensor),
+        collectives=sums + 1,
+    )
+
+
+def _exchanged_tokens(
+    config: ModelConfig, mesh: MeshConfig, tokens_per_device: int
+) -> Exchanged:
+    """Returns what is exchanged of the embedding's rows over fsdp in a micro-batch."""
+    rows = tokens_per_device * config.d_model * element_bytes(config)
+    return Exchanged(
+        purpose="exchanged_tokens",
+        axis="fsdp",
+        kind="all-to-all",
+        received=2 * _received(rows, mesh.fsdp),
+        collectives=2,
     )
 
 
