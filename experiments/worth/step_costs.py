@@ -33,7 +33,8 @@ class AtWidths:
     The dense model gets the preset's d_model, and with it its head_dim; every other arm
     keeps its ratios to the dense model's d_model and d_hidden, and all have as many
     layers as makes the deepest arm as deep as the preset. Vocabulary, sequence length,
-    micro-batches and recomputation are the preset's.
+    micro-batches and recomputation are the preset's; activation, static weights and
+    precision are the arm's.
     """
 
     preset: PresetName
@@ -83,6 +84,7 @@ class AtWidths:
             d_hidden=round(d_model * model.d_hidden / model.d_model),
             activation=model.activation,
             static_weights=model.static_weights,
+            precision=model.precision,
         )
         speeds = Speeds.of(self.device, scaled.dtype)
         if speeds is None:

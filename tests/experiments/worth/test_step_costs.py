@@ -73,6 +73,13 @@ def test_an_arm_costs_what_its_shape_is_predicted_to_cost_at_the_widths(tmp_path
     assert rows["dense", 300]["dense_cost"] == pytest.approx(1)
 
 
+def test_an_arm_in_8_bit_floats_costs_its_own_steps(tmp_path):
+    fp8 = of_arm("fp8", 300, precision="fp8")
+    row = rows_of(tmp_path, [*dense_runs(), fp8], **WIDTHS)["fp8", 300]
+    ratio = seconds(precision="fp8") / seconds()
+    assert ratio < 0.95 and row["R"] == pytest.approx(ratio, rel=1e-4)
+
+
 def test_sparse_steps_cost_the_dense_ones_of_their_shape_over_their_speed(tmp_path):
     config = sparse_config(300, 0.8)
     wide = replace(config, model=replace(config.model, d_hidden=512))
