@@ -146,6 +146,7 @@ class Config:
         return AtWidths(
             preset=self.widths_of,
             device=Device.named(self.device),
+            # A reference without runs is refused where the rows are made.
             reference=dense[0] if dense else models[0],
             most_layers=max(model.layers for model in models),
         )

@@ -153,17 +153,10 @@ def rows_of_arm(
 
     Raises:
       ValueError: the file has no row of the arm, or none with an interval, at those
-        widths.
+        widths, or such rows of several GPUs.
     """
-    every = [json.loads(line) for line in path.read_text().splitlines()]
-    preset = lambda row: (row.get("at_widths") or "").partition(",")[0] or None
-    rows = [row for row in every if preset(row) == widths_of]
-    if every and not rows:
-        known = sorted({str(preset(row)) for row in every})
-        raise ValueError(
-            f"{path} has no row at --widths-of {widths_of}; its rows are at "
-            f"{', '.join(known)}"
-        )
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = _rows_at(path, rows, widths_of)
     arms = dict.fromkeys(row["arm"] for row in rows)
     if arm not in arms:
         raise ValueError(
@@ -185,7 +178,33 @@ def rows_of_arm(
             f"no row of {arm} in {path} has an interval; train a second seed of an "
             f"arm and run experiments/equal_loss.py again"
         )
+    gpus = dict.fromkeys(row.get("at_widths") for row in kept.values())
+    if len(gpus) > 1:
+        raise ValueError(
+            f"the rows of {arm} in {path} count steps of different GPUs "
+            f"({'; '.join(map(str, gpus))}); make all of them with one --device of "
+            f"experiments/equal_loss.py"
+        )
     return list(kept.values())
+
+
+def _rows_at(
+    path: Path, rows: Sequence[dict[str, Any]], widths_of: PresetName | None
+) -> list[dict[str, Any]]:
+    """Returns the rows that count steps at the widths of a preset; for None those that
+    count them at no preset's. Raises ValueError where there are only others."""
+    preset = lambda row: (row.get("at_widths") or "").partition(",")[0] or None
+    found = [row for row in rows if preset(row) == widths_of]
+    if rows and not found:
+        known = sorted(filter(None, {preset(row) for row in rows}))
+        ways = [f"--widths-of {name}" for name in known]
+        ways += ["no --widths-of"] * any(preset(row) is None for row in rows)
+        asked = f"--widths-of {widths_of}" if widths_of else "no --widths-of"
+        raise ValueError(
+            f"{path} has no row made with {asked}; give {' or '.join(ways)}, or make "
+            f"such rows with experiments/equal_loss.py"
+        )
+    return found
 
 
 def _dense_parameters(row: dict[str, Any]) -> int:

@@ -108,6 +108,7 @@ class AtWidths:
             speeds=speeds,
             mesh=mesh,
             links=Links(),
+            optimizer=given.optimizer.name,
         )
         return step.total / given.tokens_per_step
 

@@ -109,8 +109,15 @@ def test_rows_at_the_widths_of_a_preset_are_read_where_they_are_asked_for(tmp_pa
     assert wide.delta == pytest.approx(plain.delta, rel=1e-6)
     ratio = (0.3 + 0.9 / 1.5) / (0.2 + 0.8 / 1.5)
     assert wide.R / plain.R == pytest.approx(ratio, rel=1e-6)
-    with pytest.raises(ValueError, match="no row at --widths-of llama-7b.*llama-1b"):
+    said = "made with --widths-of llama-7b; give --widths-of llama-1b or no --widths-of"
+    with pytest.raises(ValueError, match=said):
         predicted(path, widths_of="llama-7b", **given)
+    # Rows of another GPU, at one of the sizes.
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[-1]["at_widths"] = "llama-1b, an H100"
+    path.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    with pytest.raises(ValueError, match="different GPUs.*an H200; llama-1b, an H100"):
+        predicted(path, widths_of="llama-1b", **given)
 
 
 @pytest.mark.parametrize(
