@@ -18,6 +18,7 @@ The kernel is `gemm/dense_kernel.py`, on the walk of `grouped_matmul`; tiles tha
 not used cost nothing. No sparse instruction runs.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -105,18 +106,37 @@ def default_config(
     group_tile: int,
     multiprocessors: int,
     *,
+    groups: int = 1,
     reads: bool = False,
     part: int | None = None,
 ) -> Config:
     """Returns the config that needs the least time for all rounds of the
-    multiprocessors, in proportion to the size of a tile and to what it reads; `reads`
-    and `part` are those of `why_invalid`."""
+    multiprocessors, in proportion to the size of a tile and to what it reads.
+
+    How many group tiles will have rows is not known before the kernel runs: the last
+    one of each group is more or less filled, so that up to one for each group is not
+    needed. The time is the mean over these numbers of tiles, each as likely as the
+    next: the largest one, which few routings need, may take large tiles one more round
+    than all others do.
+
+    Args:
+      rows: the number of rows of C, with those of the tiles that stay empty.
+      n: the number of columns of C.
+      group_tile: the rows of a group tile.
+      multiprocessors: their number in the GPU that will run the kernel.
+      groups: the number of groups that the rows are sorted into, one for each expert,
+        or for each set of experts.
+      reads: as in `why_invalid`.
+      part: as in `why_invalid`.
+    """
+    tiles = rows // group_tile
+    used = range(max(tiles - groups, 0) + 1, tiles + 1)
 
     def cost(config: Config) -> float:
-        tiling = config.tiling(rows, n)
-        rounds = pl.cdiv(
-            tiling.rows * tiling.columns, multiprocessors // config.cluster
-        )
+        tiling = config.tiling(group_tile, n)
+        of_group_tile = tiling.rows * tiling.columns
+        clusters = multiprocessors // config.cluster
+        rounds = sum(pl.cdiv(count * of_group_tile, clusters) for count in used)
         bytes_of = {"m": config.tile_m, "n": config.tile_n}
         shared = {"m": config.tile_n, "n": config.tile_m}[config.cluster_axis]
         read = bytes_of[config.cluster_axis] + shared / config.cluster
@@ -218,7 +238,10 @@ def dense_rows(
         )
     how = {"reads": reads, "part": n_of_part}
     if config is None:
-        config = default_config(rows, n, group_tile, multiprocessors, **how)
+        groups = math.comb(b.shape[expert_axis], parts)
+        config = default_config(
+            rows, n, group_tile, multiprocessors, groups=groups, **how
+        )
     if reason := why_invalid(config, group_tile, **how):
         raise ValueError(f"no product of rows {a.shape} with {config}: {reason}")
     tiling = config.tiling(rows, n)

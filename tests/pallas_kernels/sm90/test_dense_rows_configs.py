@@ -1,9 +1,14 @@
 """Which config the kernel of dense rows takes, and which operands it does not."""
 
+from functools import partial
+
+import jax
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.sm90.dense_rows import (
     default_config,
+    dense_rows,
     why_invalid,
     why_unsupported,
 )
@@ -30,6 +35,46 @@ def test_the_default_config_follows_the_size(
         cluster,
         tile_n,
     )
+
+
+@pytest.mark.parametrize(
+    ("groups", "tile_n"),
+    [
+        # 132 group tiles are whole rounds of either tile; 135 begin one more, which
+        # is the shorter one of small tiles.
+        (1, 128),
+        # Of 128 to 135 most fit the whole rounds, which large tiles need less time for.
+        (8, 256),
+    ],
+)
+def test_tiles_that_may_stay_empty_are_not_all_counted(groups, tile_n):
+    tokens, experts, d_hidden = 16384, 8, 8192
+    rows = (tokens + experts * 127) // 128 * 128
+    assert rows == 135 * 128
+    config = default_config(
+        rows, d_hidden // experts, 128, MULTIPROCESSORS, groups=groups
+    )
+    assert config.tile_n == tile_n
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_kernel_counts_a_group_for_each_set_of_experts(parts, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "pallas_kernels.sm90.dense_rows.default_config",
+        lambda *sizes, **how: asked.append(how) or default_config(*sizes, **how),
+    )
+    tiles, experts, own = 31, 8, 128
+    run = partial(dense_rows, expert_axis=0, b_k_major=False, multiprocessors=132)
+    of = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    jax.eval_shape(
+        run,
+        of((tiles * 128, parts * own)),
+        of((experts, own, 256)),
+        jax.ShapeDtypeStruct((tiles, parts)[: 1 + (parts > 1)], jnp.int32),
+        jax.ShapeDtypeStruct((), jnp.int32),
+    )
+    assert [how["groups"] for how in asked] == [{1: 8, 2: 28}[parts]]
 
 
 @pytest.mark.parametrize("reads", [False, True])
