@@ -84,7 +84,7 @@ def default_parts(m: int, n: int, rows: int, experts: int, multiprocessors: int)
     def time(parts: int) -> float:
         config = default_config(m, n, experts, multiprocessors, parts_of_share=parts)
         rounds = _rounds(config, m, n, experts * parts, multiprocessors)
-        return rounds * _work(config) * (steps / parts + STEPS_OF_A_TILE)
+        return rounds * config.step_cost * (steps / parts + STEPS_OF_A_TILE)
 
     config = default_config(m, n, experts, multiprocessors)
     if _rounds(config, m, n, experts, multiprocessors) == 1:
@@ -100,7 +100,7 @@ def default_config(
 
     def cost(config: Config) -> float:
         rounds = _rounds(config, m, n, experts * parts_of_share, multiprocessors)
-        return rounds * _work(config)
+        return rounds * config.step_cost
 
     smaller = (Config(tile_n=columns, cluster=1) for columns in (192, 128))
     return min((Config(), Config(cluster=1), *smaller), key=cost)
@@ -112,12 +112,6 @@ def _rounds(config: Config, m: int, n: int, parts: int, multiprocessors: int) ->
     tiling = config.tiling(m, n)
     tiles = parts * tiling.rows * tiling.columns
     return pl.cdiv(tiles, multiprocessors // config.cluster)
-
-
-def _work(config: Config) -> float:
-    """Returns what a step of a tile takes, in proportion; per accumulator, smaller
-    tiles took 1.07 times as long (H200)."""
-    return config.tile_m * config.tile_n * (1.0 if config.tile_n == 256 else 1.07)
 
 
 def dense_over_rows(

@@ -140,8 +140,7 @@ def default_config(
         bytes_of = {"m": config.tile_m, "n": config.tile_n}
         shared = {"m": config.tile_n, "n": config.tile_m}[config.cluster_axis]
         read = bytes_of[config.cluster_axis] + shared / config.cluster
-        work = config.tile_m * config.tile_n
-        return rounds * (work + 32 * read)
+        return rounds * (config.step_cost + 32 * read)
 
     stages = 3 if reads else 4
     configs = [

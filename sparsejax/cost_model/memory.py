@@ -71,10 +71,10 @@ def memory_bytes(
     Activations, per token and layer, in elements of the compute dtype, with flash
     attention (scores are never stored):
       remat "none": x, two normed inputs, query, key, value (with qk_norm query and key
-        as they were before it, too), attention's result, the
-        residual between the branches, and the FFN's hidden values (relu2: relu(Y1), if
-        routed of a token's experts only, and without mask_reuse of all neurons besides
-        where the weight gradients are dense; gated: gate and up).
+        as they were before it, too), attention's result, the residual between the
+        branches, and the FFN's hidden values (relu2: relu(Y1), if routed of a token's
+        experts only, and without mask_reuse of all neurons besides where the weight
+        gradients are dense; gated: gate and up).
       remat "full": x; and one layer's "none" while it is recomputed. Without a loop
         over layers, and where gradients are summed over devices but no weights are
         gathered in the backward, all of "none": XLA puts the weights' gradients off and

@@ -277,14 +277,16 @@ def elementwise_bytes(
     once, and is still counted as in the steps that were measured. In 8-bit floats 5
     bytes for each operand that is rounded, X for the router among them: it is read
     twice and written once. Where training observes a sample of the tokens, 24 bytes for
-    each of their hidden values, as in the steps that were measured; the penalty has
-    moved less since, and no such step has been measured yet.
+    each of their hidden values, as in the steps that these bytes were taken from; the
+    penalty has moved less since.
     Per token: the logits, written once and read twice, and their gradient.
     Per parameter: 6 bytes to round it once, 12 for each of several micro-batches whose
     gradients are summed, and what the optimiser reads and writes: gradient twice (for
-    its norm, too), parameter and moments. The 12 are those of the measured steps, which
+    its norm, too), parameter and moments. The 12 are those of the same steps, which
     added gradients in a kernel of its own; without a loop over layers GEMMs add theirs
-    as they write now, which is fewer bytes, and no such step has been measured yet.
+    as they write now, which is fewer bytes. Of the steps of `llama-1b` that have been
+    measured since, dense ones took 4 to 5 % less than predicted, and sparse ones 1.5 %
+    less to 0.9 % more (`experiments/predict_step.py`).
     In a loop over layers what the backward reads is copied into stacks and out of them,
     4 times its bytes; and 16 bytes for each parameter of the layers.
     """

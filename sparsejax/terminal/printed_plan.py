@@ -52,8 +52,8 @@ def announce(
     """Prints devices, mesh, size, FLOPs, phases and the path of each GEMM; with
     `predicted` also memory and communication, for a mesh whose devices need not exist;
     with `assumed` the speed-up that kernels without overhead would give; with
-    `step_times` how fast the steps were, and what follows
-    from it; with `branch` or `init_from` where the run begins.
+    `step_times` how fast the steps were, and what follows from it; with `branch` or
+    `init_from` where the run begins.
 
     Args:
       absent: with `predicted`, the GPUs that are planned for; None: those here.

@@ -61,6 +61,14 @@ class Config:
         """The number of rows of C in the tile of one block."""
         return ROWS * self.row_blocks * WARPGROUPS
 
+    @property
+    def step_cost(self) -> float:
+        """The time that a block multiplies in a step of its tile, in proportion to that
+        of an accumulator in a tile of 256 columns. For each of theirs, smaller tiles
+        took 1.07 times as long, and of 128 columns between 1.08 and 1.13 times with
+        what they read (H200; experiments/LOG.md, 2026-11-29)."""
+        return self.tile_m * self.tile_n * (1.0 if self.tile_n == 256 else 1.07)
+
     def shared_memory_bytes(self, epi_tiles: int) -> int:
         """Returns the bytes of shared memory that a block needs: operands of all
         stages, as many epilogue tiles for each warpgroup, barriers."""
