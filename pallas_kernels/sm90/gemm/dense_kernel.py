@@ -63,10 +63,10 @@ class Config:
 
     @property
     def step_cost(self) -> float:
-        """The time that a block multiplies in a step of its tile, in proportion to that
-        of an accumulator in a tile of 256 columns. For each of theirs, smaller tiles
-        took 1.07 times as long, and of 128 columns between 1.08 and 1.13 times with
-        what they read (H200; experiments/LOG.md, 2026-11-29)."""
+        """The time of one step of a tile, where one accumulator of a tile with 256
+        columns takes 1. One of a narrower tile took 1.07 in `dense_over_rows`, and with
+        128 columns 1.08 to 1.13 in `dense_rows`, the copies of its operands included
+        (H200; experiments/LOG.md, 2026-11-29)."""
         return self.tile_m * self.tile_n * (1.0 if self.tile_n == 256 else 1.07)
 
     def shared_memory_bytes(self, epi_tiles: int) -> int:
