@@ -22,10 +22,11 @@ by `jax.lax.ragged_dot`, by the `xla` backend and, on a Hopper GPU, by the kerne
 V:4:M, GEMM 5 also with an equal share of the rows in one part and in two. Their
 executed TFLOP/s are those of the tokens' own experts. "squares": GEMMs 1 and 3 of a
 dense FFN (E = 1) or by expert, whose kernel applies the squared ReLU, or its gradient,
-before it writes, against a dense GEMM and the pass after it; with the default config,
-and with the fastest of those that are tried. "energies": the energies of experts from
-8-bit floats, by which the router activation_energy_fp8 chooses, against GEMM 1 of all
-neurons, which activation_energy needs.
+before it writes, against a dense GEMM and the pass after it. The kernel of GEMMs 1 to 4
+by expert, and of "squares", has its default config, and in a row of its own the fastest
+of those that are tried. "energies": the energies of experts from 8-bit floats, by which
+the router activation_energy_fp8 chooses, against GEMM 1 of all neurons, which
+activation_energy needs.
 
 Operands are random bfloat16; every result is compared with an independent one before
 anything is timed; all that is compared runs in turn, calls following each other as in a

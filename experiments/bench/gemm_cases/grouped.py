@@ -10,12 +10,18 @@ import numpy as np
 from jax import lax
 
 from experiments.bench.gemm_cases.comparison import (
+    AnyConfig,
+    Call,
     Comparison,
     Number,
     Setting,
     Size,
     near,
     rows_of,
+)
+from experiments.bench.gemm_cases.dense_rows_configs import (
+    FASTEST_CONFIG,
+    fitting_configs,
 )
 from pallas_kernels.sm90 import dense_over_rows, dense_rows
 from sparsejax.ops import grouped_matmul
@@ -47,6 +53,7 @@ def compare_grouped(gemm: Number, size: Size, setting: Setting) -> Comparison:
     x = normal(keys[0], (tokens, d_model))
     as_float32 = {"preferred_element_type": jnp.float32}
     of_kernel: dict[str, tuple[Callable[..., Any], tuple]] = {}
+    by_config: dict[AnyConfig, tuple[Callable[..., Any], tuple]] = {}
     backends: list[Backend] = ["xla"]
 
     if gemm != "5":
@@ -79,6 +86,16 @@ def compare_grouped(gemm: Number, size: Size, setting: Setting) -> Comparison:
                 k_major=transposed,
             )
             of_kernel = {HOPPER.name: (as_stored, (operands[0], w, looked_up(rows)))}
+            with_config = partial(
+                dense_rows.dense_rows,
+                expert_axis=axis,
+                b_k_major=transposed,
+                multiprocessors=current_device().count_multiprocessors(),
+            )
+            by_config = {
+                config: (partial(with_config, config=config), (operands[0], w, *tiles))
+                for config in fitting_configs(setting.v)
+            }
 
     else:
         g = normal(keys[1], (tokens, d_hidden))
@@ -110,17 +127,23 @@ def compare_grouped(gemm: Number, size: Size, setting: Setting) -> Comparison:
                 lhs, rhs, *tiles, experts, backend=backend
             )
 
-    calls = compile_all(
-        {"dense": dense, "ragged_dot": (ragged, operands)}
-        | {backend: (partial(ours, backend), operands) for backend in backends}
-        | of_kernel
-    )
+    runs: dict[Any, tuple[Callable[..., Any], tuple]] = {
+        "dense": dense,
+        "ragged_dot": (ragged, operands),
+        **{backend: (partial(ours, backend), operands) for backend in backends},
+        **of_kernel,
+    }
+    calls = compile_all(runs | by_config)
     written = slice(int(used_tiles) * setting.v if gemm != "5" else None)
     right = np.asarray(calls["ragged_dot"]()[written], np.float64)
-    names = dict.fromkeys(("ragged_dot", *backends, *of_kernel))
+    timed: dict[str, dict[AnyConfig, Call]] = {
+        name: {None: calls[name]} for name in runs if name != "dense"
+    }
+    if by_config:
+        timed[FASTEST_CONFIG] = {config: calls[config] for config in by_config}
     return Comparison(
         dense=calls["dense"],
-        kernels={name: {None: calls[name]} for name in names},
+        kernels=timed,
         check=near(right, GROUPED_ERROR, size),
         executed_flops=2 * tokens * d_model * own,
     )

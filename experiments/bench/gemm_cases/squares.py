@@ -25,6 +25,10 @@ from experiments.bench.gemm_cases.comparison import (
     near,
     rows_of,
 )
+from experiments.bench.gemm_cases.dense_rows_configs import (
+    FASTEST_CONFIG,
+    fitting_configs,
+)
 from pallas_kernels.sm90 import dense_rows
 from pallas_kernels.sm90.gemm.dense_kernel import Config
 from sparsejax.ops.backend import current_device
@@ -36,17 +40,6 @@ from sparsejax.tuning.tune import compile_all
 SQUARES_ERROR = 1e-2
 """The largest relative difference: results of XLA are rounded to bfloat16 before and
 after the square."""
-
-CONFIGS = (
-    Config(stages=3),
-    Config(),
-    Config(cluster_axis="n", stages=3),
-    Config(cluster_axis="n"),
-    Config(cluster=1, stages=3),
-    Config(cluster=1),
-    Config(tile_n=128, cluster_axis="n", stages=5),
-)
-"""The configs that are tried besides the default one."""
 
 
 class _Operands(NamedTuple):
@@ -122,13 +115,8 @@ def compare_squares(gemm: Number, size: Size, setting: Setting) -> Comparison:
     arrays = lhs, of.stored, rows.tile_expert, used_tiles
     if hidden is not None:
         arrays = *arrays, jnp.square(hidden)
-    reads = hidden is not None
-    configs = [
-        config
-        for config in CONFIGS
-        if dense_rows.why_invalid(config, setting.v, reads=reads) is None
-    ]
-    tried = {HOPPER.name: [None], f"{HOPPER.name}, fastest config": configs}
+    configs = fitting_configs(setting.v, reads=hidden is not None)
+    tried = {HOPPER.name: [None], FASTEST_CONFIG: configs}
     runs: dict[Any, tuple[Callable[..., Any], tuple]] = {
         config: (partial(of.run, config), arrays)
         for configs in tried.values()

@@ -12,6 +12,10 @@ import pytest
 from experiments.bench import gemm
 from experiments.bench.gemm_cases import comparison, energies, squares
 from experiments.bench.gemm_cases import grouped as grouped_cases
+from experiments.bench.gemm_cases.dense_rows_configs import (
+    FASTEST_CONFIG,
+    fitting_configs,
+)
 from experiments.bench.sparse_modes import sparse_modes
 from pallas_kernels import tuning, tuning_cache
 from pallas_kernels.sm90.sparse_matmul_configs import default_config
@@ -51,7 +55,7 @@ def grouped(monkeypatch, tmp_path):
 
 
 def test_all_cases_write_rows_of_one_format(tuned, grouped, monkeypatch):
-    results, parts = grouped.results, []
+    results, parts, tried = grouped.results, [], []
     plain = hopper.PlainKernels(hopper.H200)
 
     def over_rows(a, b, ends, *, group_tile, parts_of_share, multiprocessors):
@@ -60,7 +64,16 @@ def test_all_cases_write_rows_of_one_format(tuned, grouped, monkeypatch):
             a, b, ends, group_tile=group_tile, expert_axis=0
         )
 
+    def rows_matmul(a, b, tile_expert, used, *, expert_axis, b_k_major, config, **_):
+        tried.append(config)
+        of_row = jnp.repeat(tile_expert, len(a) // len(tile_expert))
+        w = jnp.moveaxis(b, expert_axis, 0)[of_row]
+        equation = "rk,rnk->rn" if b_k_major else "rk,rkn->rn"
+        out = jnp.einsum(equation, a, w, preferred_element_type=jnp.float32)
+        return out.astype(a.dtype)
+
     monkeypatch.setattr(grouped_cases.dense_over_rows, "dense_over_rows", over_rows)
+    monkeypatch.setattr(grouped_cases.dense_rows, "dense_rows", rows_matmul)
     configs = (
         replace(MATRIX, results=results),
         replace(EXPERTS, gemms=("2",), results=results),
@@ -72,15 +85,18 @@ def test_all_cases_write_rows_of_one_format(tuned, grouped, monkeypatch):
     names = [field.name for field in fields(gemm.Row)]
     assert all(list(row) == names for row in rows)
     assert sorted(parts) == [1, 2]  # traced side by side
+    fitting = fitting_configs(128)
+    assert len(fitting) > 2 and set(tried) == set(fitting)
     ran = [(row["case"], row["gemm"], row["implementation"]) for row in rows]
     assert ran == [
         ("matrix", "1", "mosaic_sm90"),
         ("experts", "2", "mosaic_sm90"),
         *(
             ("grouped", number, name)
-            for number in "12345"
-            for name in ("ragged_dot", "xla", "mosaic_sm90")
+            for number in "1234"
+            for name in ("ragged_dot", "xla", "mosaic_sm90", FASTEST_CONFIG)
         ),
+        *(("grouped", "5", name) for name in ("ragged_dot", "xla", "mosaic_sm90")),
         *(
             ("grouped", "5", f"mosaic_sm90, {count} parts of a share")
             for count in (1, 2)
@@ -88,7 +104,7 @@ def test_all_cases_write_rows_of_one_format(tuned, grouped, monkeypatch):
     ]
     # The share of one of four experts, over the time that is stated.
     executed = [row for row in rows if row["executed_tflops"] is not None]
-    assert len(executed) == 17
+    assert len(executed) == 21
     for row in executed:
         tflops = 2 * 512 * 128 * 512 / 4 / row["time_us"] / 1e6
         assert row["executed_tflops"] == round(tflops, 1)
@@ -328,11 +344,10 @@ def test_squares_by_the_kernel_are_timed_with_every_config_that_fits(
     monkeypatch.setattr(squares.dense_rows, "dense_rows", emulated)
     monkeypatch.setattr(squares, "compile_all", as_they_are)
     names = [(row["gemm"], row["implementation"]) for row in gemm.main(config)]
-    kernels = ["mosaic_sm90", "mosaic_sm90, fastest config"]
+    kernels = ["mosaic_sm90", FASTEST_CONFIG]
     assert names == [(number, name) for number in ("1", "3") for name in kernels]
     for reads, configs in tried.items():
-        why = partial(squares.dense_rows.why_invalid, group_tile=config.v, reads=reads)
-        fitting = [of for of in squares.CONFIGS if why(of) is None]
+        fitting = fitting_configs(config.v, reads=reads)
         assert len(fitting) > 2 and configs == {None, *fitting}
     factor = 1.05
     with pytest.raises(AssertionError, match="relative error"):
