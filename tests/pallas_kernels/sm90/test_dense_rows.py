@@ -14,6 +14,7 @@ from pallas_kernels.sm90.dense_rows import (
     dense_rows,
 )
 from pallas_kernels.sm90.gemm.dense_kernel import Config
+from tests.support.devices.emitted import modules
 from tests.support.oracles.expert_groups import GROUP_TILE, GROUPS, UNUSED
 
 MULTIPROCESSORS = 132
@@ -101,6 +102,13 @@ def test_epilogues_and_wide_tiles_lower_for_hopper(config, reads):
         what = {"other": OtherRows(entries, gradient)}
     traced = jax.jit(partial(run, config=config, **what)).trace(*operands)
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_the_gradient_takes_approximate_roots():
+    run, operands, _ = case([3, 1, 2], 256, 256)
+    entries = jnp.ones((len(operands[0]), 256), jnp.bfloat16)
+    (module,) = modules(partial(run, other=OtherRows(entries, gradient)), *operands)
+    assert "sqrt.approx.f32" in module and "math.sqrt" not in module
 
 
 @pytest.mark.newest_jax
