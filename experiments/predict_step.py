@@ -207,6 +207,7 @@ def measured_steps(config: Config) -> Iterator[Measured | None]:
                 given.model,
                 layers=row["layers"],
                 d_hidden=row.get("d_hidden") or given.model.d_hidden,
+                kv_heads=row.get("kv_heads") or given.model.kv_heads,
                 vocab_size=row.get("vocab_size") or given.model.vocab_size,
                 remat=row["remat"],
                 scan_layers=True if scan is None else scan,

@@ -6,6 +6,7 @@
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 uv run --extra cuda experiments/bench/step.py \\
         --preset llama-7b --layers 16 --rounds 3 \\
         --modes "V:N:M, true mass, all six" "skip_blocks, all six"
+    uv run --extra cuda experiments/bench/step.py --kv-heads 4 --modes --recipes experts
     uv run --extra cuda experiments/bench/step.py --profile --modes \\
         --static-weights diagonal:4 diagonal:2
 
@@ -116,6 +117,8 @@ class Config:
     """Number of layers; None: the preset's."""
     d_hidden: int | None = None
     """Number of neurons F of an FFN; None: the preset's."""
+    kv_heads: int | None = None
+    """Number of key and value heads; None: the preset's, as many as of queries."""
     vocab_size: int | None = None
     """Number of ids in the vocabulary; None: the preset's."""
     batch_size: int = 8
@@ -324,6 +327,7 @@ def _train_config(config: Config) -> TrainConfig:
     sizes: dict[str, Any] = {
         "layers": config.layers,
         "d_hidden": config.d_hidden,
+        "kv_heads": config.kv_heads,
         "vocab_size": config.vocab_size,
     }
     return replace(
@@ -381,6 +385,7 @@ def _row(config: Config, steps: Steps, timing: Timing, alone: Timing) -> dict:
         "vocab_size": model.vocab_size,
         "d_model": model.d_model,
         "d_hidden": model.d_hidden,
+        "kv_heads": model.kv_heads,
         "tokens_per_micro_batch": decisions[0].spec.tokens,
         "micro_batches": config.micro_batches,
         "remat": model.remat,

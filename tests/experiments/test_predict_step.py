@@ -12,6 +12,7 @@ from experiments.predict_step import (
     _sparsity_by_name,
     main,
     measured_runs,
+    measured_steps,
 )
 from sparsejax.config import RECIPES, TrainConfig
 from sparsejax.config.config_file import to_json, to_plain
@@ -114,6 +115,20 @@ def test_a_step_is_predicted_by_the_sparsity_that_its_row_says():
     assert _sparsity_by_name("recipe experts", says, given) == experts
     assert _sparsity_by_name("of no name", says, given) == experts
     assert _sparsity_by_name("of no name", silent, given) is None
+
+
+def test_a_step_has_the_key_heads_that_its_row_says(tmp_path):
+    """The presets', in rows of before they could be other ones."""
+    rows = [json.loads(line) for line in Config().steps.read_text().splitlines()]
+    row = next(of for of in reversed(rows) if of["preset"] == "llama-7b")
+    row.pop("kv_heads", None)
+    steps = tmp_path / "steps.jsonl"
+    lines = [json.dumps(row | heads) for heads in ({}, {"kv_heads": 8})]
+    steps.write_text("\n".join(lines))
+    own, fewer = measured_steps(Config(steps=steps))
+    assert (own.model.kv_heads, fewer.model.kv_heads) == (32, 8)
+    assert own.kind != fewer.kind
+    assert fewer.predicted().total < 0.95 * own.predicted().total
 
 
 def logged_ms(comparison: str, arm: str, kind: str) -> float:

@@ -187,15 +187,16 @@ def test_settings_reach_the_runs(config, backend, scan_layers, remat):
 
 def test_sizes_are_the_presets_unless_given(config):
     preset = replace(config, preset="llama-1b", layers=None)
-    for given, layers, neurons, vocabulary in (
-        (preset, 25, 8192, 128_256),
-        (replace(preset, layers=4), 4, 8192, 128_256),
-        (replace(preset, d_hidden=16_384), 25, 16_384, 128_256),
-        (replace(preset, vocab_size=16_384), 25, 8192, 16_384),
+    for given, layers, neurons, kv_heads, vocabulary in (
+        (preset, 25, 8192, 16, 128_256),
+        (replace(preset, layers=4), 4, 8192, 16, 128_256),
+        (replace(preset, d_hidden=16_384), 25, 16_384, 16, 128_256),
+        (replace(preset, kv_heads=4), 25, 8192, 4, 128_256),
+        (replace(preset, vocab_size=16_384), 25, 8192, 16, 16_384),
     ):
         model = step._train_config(given).model
-        sizes = model.layers, model.d_hidden, model.vocab_size
-        assert sizes == (layers, neurons, vocabulary)
+        sizes = model.layers, model.d_hidden, model.kv_heads, model.vocab_size
+        assert sizes == (layers, neurons, kv_heads, vocabulary)
 
 
 def test_what_is_no_mode_is_refused(config):
