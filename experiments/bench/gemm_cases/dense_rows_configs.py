@@ -5,7 +5,7 @@ from pallas_kernels.sm90.gemm.dense_kernel import Config
 from sparsejax.ops.kernels.registry import HOPPER
 
 FASTEST_CONFIG = f"{HOPPER.name}, fastest config"
-"""The name of the kernel in the row of the fastest of them."""
+"""The name under which the row of the fastest of these configs is written."""
 
 CONFIGS = (
     Config(stages=3),
@@ -16,9 +16,10 @@ CONFIGS = (
     Config(cluster=1),
     Config(tile_n=128, cluster_axis="n", stages=5),
 )
+"""The configs that are tried."""
 
 
 def fitting_configs(v: int, *, reads: bool = False) -> list[Config]:
-    """Returns those of them that can run tiles of `v` rows; `reads` says whether the
-    epilogue reads another matrix."""
+    """Returns those of `CONFIGS` that can run group tiles of `v` rows; `reads` says
+    whether the epilogue reads another matrix."""
     return [of for of in CONFIGS if dense_rows.why_invalid(of, v, reads=reads) is None]

@@ -13,8 +13,8 @@ from experiments.bench import gemm
 from experiments.bench.gemm_cases import comparison, energies, squares
 from experiments.bench.gemm_cases import grouped as grouped_cases
 from experiments.bench.gemm_cases.dense_rows_configs import (
+    CONFIGS,
     FASTEST_CONFIG,
-    fitting_configs,
 )
 from experiments.bench.sparse_modes import sparse_modes
 from pallas_kernels import tuning, tuning_cache
@@ -64,7 +64,10 @@ def test_all_cases_write_rows_of_one_format(tuned, grouped, monkeypatch):
             a, b, ends, group_tile=group_tile, expert_axis=0
         )
 
-    def rows_matmul(a, b, tile_expert, used, *, expert_axis, b_k_major, config, **_):
+    def rows_matmul(
+        a, b, tile_expert, used, *, expert_axis, b_k_major, config, multiprocessors
+    ):
+        assert multiprocessors == 132
         tried.append(config)
         of_row = jnp.repeat(tile_expert, len(a) // len(tile_expert))
         w = jnp.moveaxis(b, expert_axis, 0)[of_row]
@@ -85,8 +88,9 @@ def test_all_cases_write_rows_of_one_format(tuned, grouped, monkeypatch):
     names = [field.name for field in fields(gemm.Row)]
     assert all(list(row) == names for row in rows)
     assert sorted(parts) == [1, 2]  # traced side by side
-    fitting = fitting_configs(128)
-    assert len(fitting) > 2 and set(tried) == set(fitting)
+    why = partial(grouped_cases.dense_rows.why_invalid, group_tile=128, reads=False)
+    fitting = {of for of in CONFIGS if why(of) is None}
+    assert len(fitting) > 2 and set(tried) == fitting
     ran = [(row["case"], row["gemm"], row["implementation"]) for row in rows]
     assert ran == [
         ("matrix", "1", "mosaic_sm90"),
@@ -347,7 +351,8 @@ def test_squares_by_the_kernel_are_timed_with_every_config_that_fits(
     kernels = ["mosaic_sm90", FASTEST_CONFIG]
     assert names == [(number, name) for number in ("1", "3") for name in kernels]
     for reads, configs in tried.items():
-        fitting = fitting_configs(config.v, reads=reads)
+        why = partial(squares.dense_rows.why_invalid, group_tile=config.v, reads=reads)
+        fitting = [of for of in CONFIGS if why(of) is None]
         assert len(fitting) > 2 and configs == {None, *fitting}
     factor = 1.05
     with pytest.raises(AssertionError, match="relative error"):

@@ -128,11 +128,12 @@ def test_a_lost_scale_of_8_bit_floats_stops_the_benchmark(config, monkeypatch):
 def test_steps_with_experts_run_on_clustered_neurons(config):
     modes = ("V:N:M, true mass, 2 of 2E, all six", "skip_blocks, all six")
     # The text is bytes whatever vocabulary is timed.
-    config = replace(config, modes=modes, experts=2, v=8, vocab_size=2048)
+    config = replace(config, modes=modes, experts=2, v=8, vocab_size=2048, kv_heads=1)
     dense, *sparse = step.main(config)
     assert [row["name"] for row in (dense, *sparse)] == ["dense", *modes]
     assert [row["experts"] for row in sparse] == [4, 2]
-    assert {row["vocab_size"] for row in (dense, *sparse)} == {2048}
+    sizes = {(row["vocab_size"], row["kv_heads"]) for row in (dense, *sparse)}
+    assert sizes == {(2048, 1)}
     for row in sparse:
         assert row["v"] == 8 and row["switch_seconds"] > 0
         assert row["error"] == pytest.approx({"loss": 0, "gradient_norm": 0}, abs=1e-4)
