@@ -23,15 +23,38 @@ def linear_scores(
     """Returns <x, w_e>, the products of float32 whatever the dtype of the tokens."""
     weights = weights.astype(jnp.float32)
     if x.dtype == jnp.bfloat16:
-        # Three bfloat16 parts hold a float32, and products of two are exact: one pass
-        # over x on tensor cores.
         parts = jnp.concatenate(_bfloat16_parts(weights))
         products = jnp.einsum("td,ed->te", x, parts, preferred_element_type=jnp.float32)
-        large, middle, small = jnp.split(products, 3, axis=1)
-        return large + (middle + small)
+        return _sum_of_parts(products, axis=1)
     return jnp.einsum(
         "td,ed->te", x.astype(jnp.float32), weights, precision=lax.Precision.HIGHEST
     )
+
+
+@jax.custom_vjp
+def _fitted_scores(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns `linear_scores`. The gradient with respect to the weights is of float32's
+    products, too, and that with respect to the tokens zero: a fit takes them as given.
+    Left to itself, the gradient of products of bfloat16 is rounded to bfloat16."""
+    return linear_scores(x, weights)
+
+
+def _fitted_scores_forward(x: jax.Array, weights: jax.Array) -> tuple:
+    return linear_scores(x, weights), x
+
+
+def _fitted_scores_backward(x: jax.Array, gradient: jax.Array) -> tuple:
+    """Returns the gradients with respect to (x, weights)."""
+    if x.dtype != jnp.bfloat16:
+        precision = lax.Precision.HIGHEST
+        x32 = x.astype(jnp.float32)
+        return None, jnp.einsum("te,td->ed", gradient, x32, precision=precision)
+    parts = jnp.concatenate(_bfloat16_parts(gradient), axis=1)
+    products = jnp.einsum("tp,td->pd", parts, x, preferred_element_type=jnp.float32)
+    return None, _sum_of_parts(products, axis=0)
+
+
+_fitted_scores.defvjp(_fitted_scores_forward, _fitted_scores_backward)
 
 
 def feature_count(d_model: int, d_hidden: int) -> int:
@@ -77,20 +100,32 @@ def regression_scores(
     (a_j, c_j) are the rows of `directions` and (w_e, v_e, b_e) those of `w`. The
     products with a_j are of x's dtype, and all sums are float32's.
     """
-    d_model = x.shape[1]
-    directions, w = state["directions"], state["w"]
     products = jnp.einsum(
         "td,jd->tj",
         x,
-        directions[:, :-1].astype(x.dtype),
+        state["directions"][:, :-1].astype(x.dtype),
         preferred_element_type=jnp.float32,
         precision=lax.Precision.HIGHEST,
     )
+    of_token = linear_scores(x, state["w"][:, : x.shape[1]])
+    return of_token + _scores_of_features(products, state)
+
+
+def _scores_of_features(
+    products: Float[Array, "tokens features"], state: Mapping[str, Array]
+) -> Float[Array, "tokens experts"]:
+    """Returns the part of the scores that comes from the features and the constants.
+
+    Args:
+      products: <x, a_j>.
+    """
+    directions, w = state["directions"], state["w"]
     features = jnp.square(jnp.maximum(products + directions[None, :, -1], 0.0))
-    of_features = jnp.einsum(
-        "tj,ej->te", features, w[:, d_model:-1], precision=lax.Precision.HIGHEST
+    of_features = w[:, -1 - len(directions) : -1]
+    products = jnp.einsum(
+        "tj,ej->te", features, of_features, precision=lax.Precision.HIGHEST
     )
-    return linear_scores(x, w[:, :d_model]) + of_features + w[None, :, -1]
+    return products + w[None, :, -1]
 
 
 def regression_step(
@@ -101,13 +136,15 @@ def regression_step(
 ) -> dict[str, Array]:
     """Returns the regression after a step of Adam, of this rate, on the mean cross
     entropy of the softmax of its scores to some tokens' `shares`, which sum to one or
-    are all zero. Where the gradient is not finite, as with a token that is not, the
-    regression stays as it is: a step that an optimiser leaves out must not end in its
-    coefficients."""
-    x = x.astype(jnp.float32)
+    are all zero. Where the sum of Adam's mean squares is not finite, as with a token
+    that is not, the regression stays as it is: a step that an optimiser leaves out must
+    not end in its coefficients. All products are of float32, those with a_j too."""
 
     def cross_entropy(coefficients: Mapping[str, Array]) -> Array:
-        logs = jax.nn.log_softmax(regression_scores(x, coefficients))
+        of_token = _fitted_scores(x, coefficients["w"][:, : x.shape[1]])
+        products = _fitted_scores(x, coefficients["directions"][:, :-1])
+        scores = of_token + _scores_of_features(products, coefficients)
+        logs = jax.nn.log_softmax(scores)
         return -jnp.mean(jnp.sum(shares * logs, axis=1))
 
     names = ("directions", "w")
@@ -123,15 +160,19 @@ def regression_step(
         arrays = cast(Mapping[str, Array], of_names)
         moved |= {f"{moment}_{name}": arrays[name] for name in names}
     moved["count"] = jnp.asarray(after.count)
-    # A finite gradient may have squares that are not.
-    is_finite = jnp.stack([jnp.isfinite(array).all() for array in moved.values()]).all()
+    # Squares are finite only if the gradient is, and may be infinite even then. To sum
+    # them takes a few kernels, and to look at all arrays a dozen.
+    squares = cast(Mapping[str, Array], after.nu)
+    is_finite = jnp.isfinite(sum(jnp.sum(squares[name]) for name in names))
     return {
         name: jnp.where(is_finite, array, state[name]) for name, array in moved.items()
     }
 
 
 def _bfloat16_parts(x: jax.Array) -> list[jax.Array]:
-    """Returns three bfloat16 arrays that sum to x, the largest first."""
+    """Returns three bfloat16 arrays that sum to x, the largest first. Products of two
+    bfloat16 are exact in float32, so that one pass over the other operand on tensor
+    cores gives float32's product with x (`_sum_of_parts`)."""
     parts = []
     for _ in range(3):
         # XLA must not take the rounding for the identity.
@@ -139,3 +180,10 @@ def _bfloat16_parts(x: jax.Array) -> list[jax.Array]:
         parts.append(part.astype(jnp.bfloat16))
         x = x - part
     return parts
+
+
+def _sum_of_parts(products: jax.Array, axis: int) -> jax.Array:
+    """Returns the sum of the products with `_bfloat16_parts`, which lie behind each
+    other along the axis."""
+    large, middle, small = jnp.split(products, 3, axis=axis)
+    return large + (middle + small)
