@@ -12,7 +12,7 @@ weights, and runs whose comparison the row does not name), those of sparse steps
 a token where it has one row for all of them today, are left out and counted; so are
 runs that shared a GPU, and phases whose steps differ among themselves.
 
-It runs on a CPU in a few seconds. Expected: of 176 steps of one GPU half are within
+It runs on a CPU in a few seconds. Expected: of 181 steps of one GPU half are within
 1.7 %, and all but four within 11 %; 12 steps of `gpt-124m` on two GPUs are predicted 6
 to 15 % too short, 18 of `llama-1b` on two and four between 4 % too long and 7 % too
 short.

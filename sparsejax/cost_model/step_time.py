@@ -272,9 +272,10 @@ def elementwise_bytes(
     read and summed, and those of X and of dY are read, and written in the order of the
     experts; and all hidden values once more where the router reads them, or their
     estimate, which it does not where a kernel sums their energies (`sums_energies`).
-    With remat the forward's come twice, with "dots" but for the rotation, unless it
-    follows a norm, and in any case but for what the router reads: today that comes
-    once, and is still counted as in the steps that were measured. In 8-bit floats 5
+    With remat the forward's come twice, with "dots" but for the activation, which the
+    backward computes again in any case, and for the rotation, unless it follows a norm,
+    and in any case but for what the router reads: today that comes once, and is still
+    counted as in the steps that were measured. In 8-bit floats 5
     bytes for each operand that is rounded, X for the router among them: it is read
     twice and written once. Where training observes a sample of the tokens, 24 bytes for
     each of their hidden values, as in the steps that these bytes were taken from; the
@@ -282,11 +283,11 @@ def elementwise_bytes(
     Per token: the logits, written once and read twice, and their gradient.
     Per parameter: 6 bytes to round it once, 12 for each of several micro-batches whose
     gradients are summed, and what the optimiser reads and writes: gradient twice (for
-    its norm, too), parameter and moments. The 12 are those of the same steps, which
-    added gradients in a kernel of its own; without a loop over layers GEMMs add theirs
-    as they write now, which is fewer bytes. Of the steps of `llama-1b` that have been
-    measured since, dense ones took 4 to 5 % less than predicted, and sparse ones 1.5 %
-    less to 0.9 % more (`experiments/predict_step.py`).
+    its norm, too), parameter and moments. The 12 are those of the steps that the speeds
+    were taken from, which added gradients in a kernel of its own; without a loop over
+    layers GEMMs add theirs as they write now, which is fewer bytes. Of the steps of
+    `llama-1b` that have been measured since, dense ones took 1 to 4 % less than
+    predicted, and sparse ones 2 % less to 2 % more (`experiments/predict_step.py`).
     In a loop over layers what the backward reads is copied into stacks and out of them,
     4 times its bytes; and 16 bytes for each parameter of the layers.
     """
@@ -304,8 +305,8 @@ def elementwise_bytes(
         if sparsity.router.inside and not sums_energies:
             forward += hidden
     again = forward * (config.remat != "none")
-    if config.remat == "dots" and not config.qk_norm:
-        again -= 2 * heads
+    if config.remat == "dots":
+        again -= 2 * computed + (0 if config.qk_norm else 2 * heads)
     per_token = element * (forward + again + backward)
     per_token += 5 * d * sparsity.chooses_in_fp8
     if sparsity.samples_tokens:
