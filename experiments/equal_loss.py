@@ -17,11 +17,16 @@ arm and each of its lengths D:
     R_at_most   seconds of the arm / seconds of the longest dense run, where the arm
                 ended below it: what R is less than without any curve
     R_wall      the same of all wall-clock seconds of the runs
+    R_own       of an arm with sparse steps: R, but over the dense arm whose model has
+                as many layers and neurons as its own, which is what sparsity alone
+                is worth in a model that is given
     R_best      R, but over the dense arm, of whatever size, that needs the fewest
-                seconds to that loss (`worth/dense_rivals.py`), with a star where
-                that arm has no runs of both less and more; only the least that it can
-                be where a dense arm of a single length seems to pass the loss in fewer,
-                with what it likely is, if that arm's loss falls as others' do
+                seconds to that loss (`worth/dense_rivals.py`)
+
+R_own and R_best have a star where that arm has no runs of both less and more, and are
+only the least that they can be where a dense arm of a single length seems to pass the
+loss in fewer seconds, with what they likely are, if that arm's loss falls as others'
+do.
 
 Below R = 1 the arm is worth its time. Where every run had its device for itself, one
 kind of device, R takes the seconds that the steps took (`measured` is true), and R_wall
@@ -52,6 +57,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 from rich.console import Console
@@ -209,7 +215,7 @@ def table_of(rows: Sequence[Row], reference: str) -> Table:
     )
     table.add_column("arm", overflow="fold", min_width=12)
     names = ("tokens/\nparam", "loss", "D_eq/\nparam", "R_tokens", "R", "seconds")
-    for name in (*names, "R_wall", "R_best", "breaks\neven at", "seeds"):
+    for name in (*names, "R_wall", "R_own", "R_best", "breaks\neven at", "seeds"):
         # A terminal that is too narrow breaks numbers, and cuts none short.
         table.add_column(name, justify="right", overflow="fold")
     for row in rows:
@@ -230,12 +236,13 @@ def table_of(rows: Sequence[Row], reference: str) -> Table:
             seconds_ratio(row),
             "measured" if row.measured else f"{row.speed_from or ''}{speed}",
             with_interval(row.R_wall, row.R_wall_low, row.R_wall_high),
-            over_best(row),
+            over_dense_arm(row, "own"),
+            over_dense_arm(row, "best"),
             "" if needed is None else f"{needed:.2f}x",
             str(row.seeds),
         )
     table.caption = (
-        "* outside the lengths of the dense runs, in R_best those of that arm"
+        "* outside the lengths of the dense runs, in R_own and R_best those of that arm"
     )
     return table
 
@@ -247,17 +254,20 @@ def seconds_ratio(row: Row) -> str:
     return f"{ratio}{bound}"
 
 
-def over_best(row: Row) -> str:
-    """Returns R over the best dense arm as the table has it, with the arm's name."""
-    ratio = with_interval(row.R_best, row.R_best_low, row.R_best_high)
-    mark = " *" if row.best_extrapolated else ""
+def over_dense_arm(row: Row, name: Literal["own", "best"]) -> str:
+    """Returns R_own or R_best as the table has it, with the name of the dense arm."""
+    of = asdict(row)
+    with_ends = lambda ratio: with_interval(
+        *(of[f"{ratio}{end}"] for end in ("", "_low", "_high"))
+    )
+    ratio, dense = with_ends(f"R_{name}"), of[f"{name}_dense"]
+    mark = " *" if of[f"{name}_extrapolated"] else ""
     if not ratio:
         return ""
-    if not row.best_is_least:
-        return f"{ratio}{mark}\n{row.best_dense}"
-    interval = (row.R_best_likely_low, row.R_best_likely_high)
-    likely = with_interval(row.R_best_likely, *interval)
-    return f"at least {ratio}{mark}\n{row.best_dense}\nlikely {likely}"
+    if not of[f"{name}_is_least"]:
+        return f"{ratio}{mark}\n{dense}"
+    likely = with_ends(f"R_{name}_likely")
+    return f"at least {ratio}{mark}\n{dense}\nlikely {likely}"
 
 
 def with_interval(value: float | None, low: float | None, high: float | None) -> str:

@@ -5,7 +5,7 @@ a dense model of another width or depth, or one that grows, may need fewer yet. 
 is counted in tokens of the comparison's dense model, as R counts it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -39,22 +39,29 @@ class DenseRivals:
     others: Mapping[str, Sequence[Length]]
     """The lengths of every other dense arm, the shortest first."""
 
-    def best(self, losses: Replicates, arm: str) -> "Best":
+    @property
+    def arms(self) -> set[str]:
+        """The names of all dense arms."""
+        return {self.reference, *self.others}
+
+    def best(self, losses: Replicates, rivals: Collection[str]) -> "Best":
         """Returns the dense arm that reaches the first of the losses at the lowest
         cost.
 
         Args:
           losses: the loss of an arm, and its replicates.
-          arm: the name of that arm, which is no rival of its own.
+          rivals: the names of the dense arms that count.
         """
-        costs = {self.reference: self.curves.tokens(losses)}
-        costs |= {name: cost_of(losses, of) for name, of in self.others.items()}
-        costs.pop(arm, None)
+        costs = {}
+        if self.reference in rivals:
+            costs[self.reference] = self.curves.tokens(losses)
+        others = {name: of for name, of in self.others.items() if name in rivals}
+        costs |= {name: cost_of(losses, of) for name, of in others.items()}
         lowest = np.min([np.full_like(losses, np.inf), *costs.values()], axis=0)
         if not np.isfinite(lowest[0]):
             return Best(None, lowest, lowest, extrapolated=False)
         name = min(costs, key=lambda name: costs[name][0])
-        supposed = self._supposed(losses, arm)
+        supposed = self._supposed(losses, others.values())
         return Best(
             name,
             lowest,
@@ -71,14 +78,14 @@ class DenseRivals:
         low, high = min(costs) * (1 - _ROUNDING), max(costs) * (1 + _ROUNDING)
         return not low <= cost <= high
 
-    def _supposed(self, losses: Replicates, arm: str) -> list[Replicates]:
-        """Returns what the losses cost with each dense arm of a single length, other
-        than `arm`, if its loss falls as `_fall` says: it ended below a loss and has
-        passed it before, or above it and would pass it later, nobody knows when."""
+    def _supposed(
+        self, losses: Replicates, arms: Iterable[Sequence[Length]]
+    ) -> list[Replicates]:
+        """Returns what the losses cost with each of the arms that has a single length,
+        if its loss falls as `_fall` says: it ended below a loss and has passed it
+        before, or above it and would pass it later, nobody knows when."""
         fall = self._fall()
-        single = [
-            of[0] for name, of in self.others.items() if name != arm and len(of) == 1
-        ]
+        single = [lengths[0] for lengths in arms if len(lengths) == 1]
         with np.errstate(over="ignore"):
             return [of.cost * np.exp((of.loss - losses) / fall) for of in single]
 

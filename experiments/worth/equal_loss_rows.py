@@ -6,7 +6,7 @@ Every replicate of a bootstrap (`bootstrap`) has losses, a curve and speeds of i
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -235,17 +235,13 @@ class _Comparison:
         )
 
     def _ratios(self, key: Key, equal: Replicates) -> dict[str, Any]:
-        """Returns the ratios of a group as fields of its row, those over the dense
-        curve and that over the best dense arm."""
+        """Returns the ratios of a group as fields of its row: those over the dense
+        curve, that over the dense arms of its own shape and that over all of them."""
         (arm, tokens), of = key, self.groups[key]
         relative, _ = self.costs[key]
-        best = self.rivals.best(self.losses[key], arm)
-        ratios = over_best = likely = of_wall = None
+        ratios = of_wall = None
         if relative is not None:
             ratios = relative * (tokens / equal)
-        if relative is not None and best.name is not None:
-            over_best = relative * tokens / best.costs
-            likely = relative * tokens / best.likely if best.is_least else None
         if self.at_widths is None:
             dense_runs = [run for of in self.dense.values() for run in of]
             of_wall = wall_ratios(of, dense_runs, equal)
@@ -254,12 +250,39 @@ class _Comparison:
             **ratio_fields("R_tokens", tokens / equal, spread),
             **ratio_fields("R", ratios, spread),
             **ratio_fields("R_wall", of_wall, spread),
-            **ratio_fields("R_best", over_best, spread and not best.is_least),
-            "best_dense": best.name,
-            "best_extrapolated": best.extrapolated,
-            "best_is_least": best.is_least,
-            **ratio_fields("R_best_likely", likely, spread),
+            **self._over(key, "own", self._of_own_shape(key), spread),
+            **self._over(key, "best", self.rivals.arms - {arm}, spread),
         }
+
+    def _over(
+        self, key: Key, name: str, rivals: Collection[str], has_spread: bool
+    ) -> dict[str, Any]:
+        """Returns the ratio of a group over the best of some dense arms as fields of
+        its row, with this name in theirs."""
+        relative, _ = self.costs[key]
+        best = self.rivals.best(self.losses[key], rivals)
+        ratios = likely = None
+        if relative is not None and best.name is not None:
+            ratios = relative * key[1] / best.costs
+            likely = relative * key[1] / best.likely if best.is_least else None
+        return {
+            **ratio_fields(f"R_{name}", ratios, has_spread and not best.is_least),
+            f"{name}_dense": best.name,
+            f"{name}_extrapolated": best.extrapolated,
+            f"{name}_is_least": best.is_least,
+            **ratio_fields(f"R_{name}_likely", likely, has_spread),
+        }
+
+    def _of_own_shape(self, key: Key) -> set[str]:
+        """Returns the dense arms whose model is that of an arm with sparse steps; none
+        for a dense arm."""
+        if all(map(_is_dense, self.groups[key])):
+            return set()
+        model = self.groups[key][0].config.model
+        same = {
+            arm for (arm, _), of in self.groups.items() if of[0].config.model == model
+        }
+        return same & self.rivals.arms
 
     def _bound(self, key: Key) -> float | None:
         """Returns `R_at_most` of a group."""

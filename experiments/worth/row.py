@@ -9,7 +9,8 @@ class Row:
 
     R is a ratio of costs to one loss, the arm's over the dense model's: `R_tokens` in
     tokens, `R` in seconds of steps, `R_wall` in wall-clock seconds of the whole run.
-    `R_best` is R over the dense arm that needs the fewest seconds for that loss.
+    `R_own` is R over the dense arm whose model has the arm's own shape, and `R_best`
+    over the dense arm, of whatever shape, that needs the fewest seconds for that loss.
     `_low` and `_high` are the ends of the 90 % interval, None where there is none.
     """
 
@@ -71,6 +72,19 @@ class Row:
     R_wall: float | None
     R_wall_low: float | None
     R_wall_high: float | None
+    R_own: float | None
+    R_own_low: float | None
+    R_own_high: float | None
+    own_dense: str | None
+    """The dense arm of `R_own`, of several with that model the one that needs the
+    fewest seconds; None of a dense arm, and where none reaches the loss."""
+    own_extrapolated: bool
+    """What `best_extrapolated` says, of that arm."""
+    own_is_least: bool
+    """What `best_is_least` says, of the arms with that model."""
+    R_own_likely: float | None
+    R_own_likely_low: float | None
+    R_own_likely_high: float | None
     R_best: float | None
     R_best_low: float | None
     R_best_high: float | None

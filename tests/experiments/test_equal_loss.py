@@ -107,6 +107,44 @@ def test_R_best_is_over_the_dense_arm_that_needs_the_fewest_seconds(tmp_path):
     assert 1 / 0.75 < row["R_best"] < 1.1 / 0.75
 
 
+def test_R_own_is_over_the_dense_arm_of_the_own_shape(tmp_path, capsys):
+    """The wide dense model needs twice the seconds of the dense one for a loss, so that
+    it is never the best, and the wide sparse one 0.8 of them."""
+    model = replace(DENSE.model, d_hidden=2 * DENSE.model.d_hidden)
+    wide = [
+        Synthetic(
+            name=f"wide-{steps}",
+            arm="wide",
+            config=replace(DENSE, model=model, steps=steps),
+            loss=loss(tokens_of(steps)),
+            seconds=0.2 * steps,
+        )
+        for steps in (135, 300)
+    ]
+    sparse = Synthetic(
+        name="sparse",
+        config=replace(sparse_config(300, 0.8), model=model),
+        loss=loss(tokens_of(300)),
+        seconds=0.16 * 300,
+    )
+    rows = rows_of(tmp_path, [*dense_runs(), *wide, sparse])
+    row = rows["sparse", 300]
+    assert (row["own_dense"], row["best_dense"]) == ("wide", "dense")
+    assert row["R_own"] == pytest.approx(0.8, rel=1e-3)
+    assert row["R_best"] == pytest.approx(1.6, rel=1e-3)
+    assert not row["own_is_least"] and not row["own_extrapolated"]
+    assert rows["wide", 300]["R_own"] is None is rows["dense", 300]["R_own"]
+    assert "0.800\n" not in capsys.readouterr().err
+    # Of one length it is known only that this costs as much as its run.
+    one = rows_of(tmp_path / "one", [*dense_runs(), wide[0], sparse])["sparse", 300]
+    assert one["R_own"] is None and one["own_dense"] is None
+    longer = rows_of(tmp_path / "longer", [*dense_runs(), wide[1], sparse])
+    assert longer["sparse", 300]["R_own"] == pytest.approx(0.8, rel=1e-3)
+    # A model that no dense arm has.
+    alone = rows_of(tmp_path / "alone", [*dense_runs(), sparse])["sparse", 300]
+    assert alone["R_own"] is None and alone["R_best"] == pytest.approx(1.6, rel=1e-3)
+
+
 def test_runs_that_shared_a_device_measure_nothing(tmp_path):
     sparse = Synthetic(
         name="sparse",

@@ -66,12 +66,12 @@ def test_who_has_one_length_may_pass_a_loss_before_it_or_after(curves, loss):
         ends = at * np.exp([-0.1, 0.1])
         around = [length(ends[0], *losses + 0.01), length(ends[1], *losses - 0.01)]
         rivals = rivals_of(curves, deep=[length(300.0, 0.8, 0.8)], wide=around)
-        best = rivals.best(losses, "sparse")
+        best = rivals.best(losses, rivals.arms)
         assert best.is_least == is_least
         assert best.likely[0] == pytest.approx(min(at, passed))
         assert best.costs[0] == pytest.approx(at)
-        # No arm is a rival of its own.
-        assert not rivals.best(losses, "deep").is_least
+        # Who is no rival is not counted.
+        assert not rivals.best(losses, {"wide"}).is_least
 
 
 def test_a_longer_run_that_ends_higher_gains_nothing():
@@ -80,18 +80,18 @@ def test_a_longer_run_that_ends_higher_gains_nothing():
     np.testing.assert_allclose(cost_of(np.array([0.75]), lengths), [200 * 2 ** (2 / 3)])
 
 
-def test_the_best_is_another_arm_than_the_own_one(curves):
+def test_the_best_is_one_of_the_rivals(curves):
     losses = np.array([curve_loss(200.0), curve_loss(200.0)])
     wide = [length(60.0, *(losses + 0.1)), length(150.0, *(losses - 0.1))]
     rivals = rivals_of(curves, wide=wide)
-    best = rivals.best(losses, "sparse")
+    best = rivals.best(losses, rivals.arms)
     assert best.name == "wide" and not best.extrapolated
     np.testing.assert_allclose(best.costs, [(60 * 150) ** 0.5] * 2, rtol=1e-6)
     # The second replicate of the reference needs half a factor of e more.
-    best = rivals.best(losses, "wide")
+    best = rivals.best(losses, {"dense"})
     assert best.name == "dense" and not best.extrapolated
     np.testing.assert_allclose(best.costs, [200.0, 200.0 * np.exp(0.5)], rtol=1e-6)
-    best = rivals_of(curves).best(losses, "dense")
+    best = rivals_of(curves).best(losses, set())
     assert best.name is None and np.isinf(best.costs).all()
 
 
@@ -99,9 +99,9 @@ def test_the_best_is_another_arm_than_the_own_one(curves):
 def test_a_cost_outside_the_lengths_of_the_best_arm_is_extrapolated(curves, more):
     losses = np.array([0.9, 0.9]) + more
     around = [length(30.0, 0.95, 0.95), length(40.0, 0.85, 0.85)]
-    best = rivals_of(curves, wide=around).best(losses, "sparse")
+    best = rivals_of(curves, wide=around).best(losses, {"dense", "wide"})
     assert best.name == "wide" and best.extrapolated
-    best = rivals_of(curves).best(losses, "sparse")
+    best = rivals_of(curves).best(losses, {"dense"})
     assert best.name == "dense" and best.extrapolated
 
 
@@ -110,8 +110,8 @@ def test_a_reference_that_does_not_fall_leaves_the_best_unknown():
     losses = np.stack([falls, falls[::-1]])
     curves = DenseCurves.fit(np.array(TOKENS), losses, np.ones(3))
     rivals = rivals_of(curves, wide=[length(60.0, 0.9, 0.9)])
-    best = rivals.best(np.array([curve_loss(100.0)] * 2), "sparse")
+    best = rivals.best(np.array([curve_loss(100.0)] * 2), rivals.arms)
     assert best.name == "wide" and best.costs[0] == 60.0 and np.isnan(best.costs[1])
     # The reference's own rivals do not rest on its curve.
-    best = rivals.best(np.array([curve_loss(100.0)] * 2), "dense")
+    best = rivals.best(np.array([curve_loss(100.0)] * 2), {"wide"})
     assert best.costs.tolist() == [60.0, 60.0]
