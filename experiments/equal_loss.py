@@ -17,9 +17,9 @@ arm and each of its lengths D:
     R_at_most   seconds of the arm / seconds of the longest dense run, where the arm
                 ended below it: what R is less than without any curve
     R_wall      the same of all wall-clock seconds of the runs
-    R_own       of an arm with sparse steps: R, but over the dense arm whose model has
-                as many layers and neurons as its own, which is what sparsity alone
-                is worth in a model that is given
+    R_own       R, but over the dense arm whose model has as many layers and neurons as
+                the sparse arm's own: what sparsity alone is worth in a model that is
+                given; an arm without sparse steps has none
     R_best      R, but over the dense arm, of whatever size, that needs the fewest
                 seconds to that loss (`worth/dense_rivals.py`)
 

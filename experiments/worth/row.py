@@ -77,12 +77,17 @@ class Row:
     R_own_high: float | None
     own_dense: str | None
     """The dense arm of `R_own`, of several with that model the one that needs the
-    fewest seconds; None of a dense arm, and where none reaches the loss."""
+    fewest seconds; None where the row's arm has no sparse steps, and where no such arm
+    reaches the loss."""
     own_extrapolated: bool
-    """What `best_extrapolated` says, of that arm."""
+    """Whether that arm reaches the loss before its shortest run or beyond its longest,
+    so that `R_own` rests on how its loss falls there."""
     own_is_least: bool
-    """What `best_is_least` says, of the arms with that model."""
+    """Whether `R_own` is only the least that it can be, as `best_is_least` says of
+    `R_best`: the dense arm with that model has a single length."""
     R_own_likely: float | None
+    """What R_own is then if the loss of that arm falls as those of other dense arms do;
+    None elsewhere."""
     R_own_likely_low: float | None
     R_own_likely_high: float | None
     R_best: float | None

@@ -286,8 +286,8 @@ def elementwise_bytes(
     its norm, too), parameter and moments. The 12 are those of the steps that the speeds
     were taken from, which added gradients in a kernel of its own; without a loop over
     layers GEMMs add theirs as they write now, which is fewer bytes. Of the steps of
-    `llama-1b` that have been measured since, dense ones took 1 to 4 % less than
-    predicted, and sparse ones 2 % less to 2 % more (`experiments/predict_step.py`).
+    `llama-1b` that have been measured since, dense ones took 2 to 4 % less than
+    predicted, and sparse ones 2 % less to 1.5 % more (`experiments/predict_step.py`).
     In a loop over layers what the backward reads is copied into stacks and out of them,
     4 times its bytes; and 16 bytes for each parameter of the layers.
     """

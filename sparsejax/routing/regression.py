@@ -32,18 +32,18 @@ def linear_scores(
 
 
 @jax.custom_vjp
-def _fitted_scores(x: jax.Array, weights: jax.Array) -> jax.Array:
+def _fitted_products(x: jax.Array, weights: jax.Array) -> jax.Array:
     """Returns `linear_scores`. The gradient with respect to the weights is of float32's
     products, too, and that with respect to the tokens zero: a fit takes them as given.
     Left to itself, the gradient of products of bfloat16 is rounded to bfloat16."""
     return linear_scores(x, weights)
 
 
-def _fitted_scores_forward(x: jax.Array, weights: jax.Array) -> tuple:
+def _fitted_products_forward(x: jax.Array, weights: jax.Array) -> tuple:
     return linear_scores(x, weights), x
 
 
-def _fitted_scores_backward(x: jax.Array, gradient: jax.Array) -> tuple:
+def _fitted_products_backward(x: jax.Array, gradient: jax.Array) -> tuple:
     """Returns the gradients with respect to (x, weights)."""
     if x.dtype != jnp.bfloat16:
         precision = lax.Precision.HIGHEST
@@ -54,7 +54,7 @@ def _fitted_scores_backward(x: jax.Array, gradient: jax.Array) -> tuple:
     return None, _sum_of_parts(products, axis=0)
 
 
-_fitted_scores.defvjp(_fitted_scores_forward, _fitted_scores_backward)
+_fitted_products.defvjp(_fitted_products_forward, _fitted_products_backward)
 
 
 def feature_count(d_model: int, d_hidden: int) -> int:
@@ -122,10 +122,10 @@ def _scores_of_features(
     directions, w = state["directions"], state["w"]
     features = jnp.square(jnp.maximum(products + directions[None, :, -1], 0.0))
     of_features = w[:, -1 - len(directions) : -1]
-    products = jnp.einsum(
+    scores = jnp.einsum(
         "tj,ej->te", features, of_features, precision=lax.Precision.HIGHEST
     )
-    return products + w[None, :, -1]
+    return scores + w[None, :, -1]
 
 
 def regression_step(
@@ -141,8 +141,8 @@ def regression_step(
     not end in its coefficients. All products are of float32, those with a_j too."""
 
     def cross_entropy(coefficients: Mapping[str, Array]) -> Array:
-        of_token = _fitted_scores(x, coefficients["w"][:, : x.shape[1]])
-        products = _fitted_scores(x, coefficients["directions"][:, :-1])
+        of_token = _fitted_products(x, coefficients["w"][:, : x.shape[1]])
+        products = _fitted_products(x, coefficients["directions"][:, :-1])
         scores = of_token + _scores_of_features(products, coefficients)
         logs = jax.nn.log_softmax(scores)
         return -jnp.mean(jnp.sum(shares * logs, axis=1))

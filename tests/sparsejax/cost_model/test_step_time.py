@@ -185,9 +185,7 @@ def test_what_is_recomputed_is_paid_again():
 
 
 @pytest.mark.parametrize("qk_norm", [True, False])
-def test_with_dots_activations_come_once_and_rotations_without_a_norm(
-    qk_norm,
-):
+def test_dots_count_activations_once_and_rotations_without_a_norm(qk_norm):
     model = dataclasses.replace(MODEL, qk_norm=qk_norm, scan_layers=False)
     full, dots = (
         step(dataclasses.replace(model, remat=remat)) for remat in ("full", "dots")
